@@ -187,10 +187,12 @@ class Server:
     """Both sides of the connector and one rank, stepped by hand as vLLM would."""
 
     def __init__(self) -> None:
-        from kvferry.connectors.vllm.ranks import Place
-        from kvferry.connectors.vllm.scheduler_side import SchedulerSide
-        from kvferry.connectors.vllm.translate import Setup, contents_of, support_of
-        from kvferry.connectors.vllm.worker_side import WorkerSide
+        from kvferry.connectors.common.ranks import RankPlace
+        from kvferry.connectors.common.session import SchedulerSession
+        from kvferry.connectors.common.worker import WorkerSession
+        from kvferry.connectors.vllm.engine import VllmEngine
+        from kvferry.connectors.vllm.geometry import kv_cache_of
+        from kvferry.connectors.vllm.setup import contents_of, namespace_of, setup_of, support_of
 
         groups = [SimpleNamespace(kv_cache_spec=SPEC, layer_names=["layer0"])]
         caches = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)
@@ -199,19 +201,17 @@ class Server:
         config = Config(host=1 << 22, load_policy="always")
         self.pool = BlockPool()
         self.tables: dict[str, list[int]] = {}
-        self.rank = WorkerSide(
-            place=Place(FIRST_RANK),
+        self.rank = WorkerSession(
+            place=RankPlace(FIRST_RANK),
             config=config,
-            groups=[["layer0"]],
-            num_blocks=NUM_BLOCKS,
             contents=contents_of(vllm_config, caches),
         )
-        self.side = SchedulerSide(Setup.of(vllm_config, caches, config, support))
-        self.side.bind_manager(
-            SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
-        )
+        self.side = SchedulerSession(setup_of(vllm_config, caches, config, support))
+        groups_ours, namespace = support.groups, namespace_of(vllm_config, caches, 1)
+        manager = SimpleNamespace(get_block_ids=lambda name: (self.tables[name],))
+        self.side.bind(lambda: VllmEngine(groups_ours, namespace, self.pool, manager))
         kv = np.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 8), dtype=np.float32).view(OnCpu)
-        self.rank.register({"layer0": kv})
+        self.rank.register(lambda: kv_cache_of({"layer0": kv}, [["layer0"]], NUM_BLOCKS))
         self.side.meet_ranks([self.rank.introduce()])
         for _ in range(20):  # until the host memory is there
             self.step({})
@@ -223,27 +223,25 @@ class Server:
         return SimpleNamespace(get_block_ids=lambda: (self.tables[name],))
 
     def step(self, scheduled: dict[str, int], new: tuple[str, ...] = ()) -> None:
-        orders = self.side.orders(
-            SimpleNamespace(
-                total_num_scheduled_tokens=sum(scheduled.values()),
-                num_scheduled_tokens=scheduled,
-                scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-                preempted_req_ids=None,
-            )
+        from kvferry.connectors.vllm.engine import step_of
+
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            num_scheduled_tokens=scheduled,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+            preempted_req_ids=None,
         )
+        orders = self.side.orders(step_of(output))
         self.rank.begin(orders)
         self.rank.after_forward()
 
     def hear(self) -> None:
         self.rank.poll()
-        output = SimpleNamespace(
-            finished_recving=self.rank.told.take_arrived(),
-            kv_connector_worker_meta=self.rank.take_receipts(),
-        )
-        self.rank.told.take_failed()
-        self.rank.told.take_invalid()
-        self.side.take(output)
+        self.rank.finished.take_arrived()
+        report = self.rank.take_receipts()
+        if report is not None:
+            self.side.take(report)
 
     def wait(self) -> None:
         settle_down(lambda: has_ended(self.rank._memory.engine))  # type: ignore[union-attr]
@@ -254,7 +252,7 @@ class Server:
         blocks = self.blocks_of(name, range(1, BLOCKS + 2))
         with trace.on():
             self.side.match(request, 0)
-            self.side.allocated(request, blocks, 0)
+            self.side.allocated(request, blocks.get_block_ids, 0)
             self.step({name: request.num_tokens}, (name,))
             request.num_computed_tokens = request.num_tokens
             request.num_output_tokens = 1
@@ -273,11 +271,11 @@ class Server:
         """The same conversation comes back: matched, loaded, told."""
         request = vllm_request(name, seed, BLOCKS)
         with trace.on(), match_too(trace, match):
-            tokens, _ = self.side.match(request, 0)
+            tokens = self.side.match(request, 0)
         assert tokens, "nothing was stored"
         blocks = self.blocks_of(name, range(1, BLOCKS + 2))
         with trace.on():
-            self.side.allocated(request, blocks, tokens)
+            self.side.allocated(request, blocks.get_block_ids, tokens)
             self.step({})
         self.wait()
         with trace.on():

@@ -32,7 +32,7 @@ import numpy as np
 import kvferry
 from kvferry.scheduler.journal import Explainer, Explanation, Ghosts, Journal, Reason
 from kvferry.telemetry.endpoint import Endpoint
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import TrafficCounts
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
@@ -67,7 +67,7 @@ COUNTING: tuple[Hook, ...] = (
     (Journal, "explained"),
     (Explainer, "explain"),
     (Ghosts, "add"),
-    (Inbox, "answer"),
+    (Mailbox, "answer"),
 )
 """All that runs only so that somebody may look."""
 
@@ -174,7 +174,7 @@ def counting_share(decoder: Decoder, chat: Chat) -> tuple[float, int]:
     return meter.seconds / seconds, meter.num_calls
 
 
-class Unattended(Inbox):
+class Unattended(Mailbox):
     """Answers at once: here no engine comes by that could."""
 
     def ask(self, work: Callable[..., Any], *args: Any, **_: Any) -> Any:

@@ -52,7 +52,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", action="append", choices=list(KV_HEADS), help="only this one")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--mode", action="append", help="of first (off, auto); auto/8: 8 parts")
-    parser.add_argument("--stall", action="append", help="of beside (1, 3, 6 ms)")
     parser.add_argument("--rounds", type=int, default=4, help="of first (4)")
     parser.add_argument("--beside-rounds", type=int, default=3, help="of beside (3)")
     parser.add_argument("--quick", action="store_true", help="a little of everything")
@@ -109,12 +108,11 @@ def measure(args: argparse.Namespace, shape: str, sections: list[str]) -> Result
             rounds = range(1 if few else args.rounds)
             found["first"] = [child.ask("first", {"modes": modes}) for _ in rounds]
         if "bytes" in sections and not args.cpu:
-            found["bytes"] = child.ask("bytes", "always")
+            found["bytes"] = child.ask("bytes", "auto")
         if "beside" in sections:
-            stalls = [f"auto {stall}" for stall in args.stall or ("1", "3", "6")]
             found["beside"] = {}
             for number in range(1 if few else args.beside_rounds):
-                modes = ["none", "off", *stalls, "always"]
+                modes = ["none", "off", "auto"]
                 for mode in modes[:: -1 if number % 2 else 1]:
                     found["beside"].setdefault(mode, []).append(child.ask("beside", mode))
         return found

@@ -143,7 +143,7 @@ class DiskMeasurer(Measuring):
     # -- looking ----------------------------------------------------------------------------------
 
     def _serving(self) -> Any:
-        side = self.engine.core.scheduler.connector._scheduler
+        side = self.engine.core.scheduler.connector._session
         if side.serving is None:
             raise RuntimeError(f"kvferry does not serve: {side.idle_reason}")
         return side.serving

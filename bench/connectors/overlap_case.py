@@ -181,20 +181,14 @@ class OverlapMeasurer(Measuring):
 
 @contextmanager
 def overlap(engine: Engine, mode: str) -> Iterator[None]:
-    """``off``, ``always``, ``auto``, or ``auto 5`` for a stall of so many milliseconds.
-
-    A number of parts may follow, and a path to copy by: ``auto 5/8@kernel``.
-    """
+    """``off`` or ``auto``, then a number of parts and a path to copy by: ``auto/8@kernel``."""
     from kvferry.cache.policies.load_or_compute import Overlapping
-    from kvferry.config import Config
 
     served = _serving(engine)._overlap
     kept = served._policy, served._is_off
     words, _, path = mode.partition("@")
-    words, _, parts = words.partition("/")
-    policy, _, stall = words.partition(" ")
-    seconds = float(stall) / 1e3 if stall else Config().overlap_max_delay
-    served._policy, served._is_off = Overlapping(policy, stall=seconds), policy == "off"
+    policy, _, parts = words.partition("/")
+    served._policy, served._is_off = Overlapping(policy), policy == "off"
     restore = _cut_into(int(parts)) if parts else None
     copier: Any = _worker()._memory.engine
     planner = vars(copier).get("_planner")
@@ -212,21 +206,21 @@ def overlap(engine: Engine, mode: str) -> Iterator[None]:
 
 def _cut_into(num_parts: int) -> Callable[[], None]:
     """Have loads land in so many parts; returns how to undo that."""
-    from kvferry.connectors.vllm.overlap import LandingLoads
+    from kvferry.connectors.common.overlap import LayerwiseLoads
     from kvferry.transfer.layout import LayerParts
 
     worker = _worker()
-    copier, kept = worker._memory.engine, worker.early
+    copier, kept = worker._memory.engine, worker.layerwise
     jobs = copier._jobs
     layout = jobs.layouts[0]
     parts = LayerParts.of(layout, num_parts)
     whole, jobs.cuts = jobs.cuts, (parts,)
-    layers = list(worker._groups[0])
-    worker.early = LandingLoads(copier.parts, layers, layout, land=worker._drain, parts=parts)
-    worker.early._calls = {mode: set(names) for mode, names in kept._calls.items()}
+    layers = list(worker._cache.layers)
+    worker.layerwise = LayerwiseLoads(copier, layers, layout, land=worker._drain, parts=parts)
+    worker.layerwise._calls = {mode: set(names) for mode, names in kept._calls.items()}
 
     def restore() -> None:
-        jobs.cuts, worker.early = whole, kept
+        jobs.cuts, worker.layerwise = whole, kept
 
     return restore
 
@@ -240,14 +234,14 @@ class Marks:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Marks:
-        worker, early = _worker(), _worker().early
+        worker, layerwise = _worker(), _worker().layerwise
         self._watch(_serving(self._engine), "match", "asked")
         self._watch(worker, "_carry_out", "ordered")
-        if early is not None:
-            self._watch_answer(early, "due", "queued")
-            self._watch(early, "told", "told")
-            self._watch(early, "begin_forward", "forward")
-            self._watch(early, "ended", "landed")
+        if layerwise is not None:
+            self._watch_answer(layerwise, "due", "queued")
+            self._watch(layerwise, "tell", "told")
+            self._watch(layerwise, "begin_forward", "forward")
+            self._watch(layerwise, "ended", "landed")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -290,7 +284,7 @@ def _worker() -> Any:
 
 
 def _serving(engine: Engine) -> Any:
-    return engine.core.scheduler.connector._scheduler.serving
+    return engine.core.scheduler.connector._session.serving
 
 
 def _load_seconds(engine: Engine) -> float:

@@ -59,7 +59,6 @@ RENAMED = {
     "level_write": "tier_write",
     "level_write_out": "tier_flush",
     "levels": "tiers",
-    "overlap_stall": "overlap_max_delay",
     "remote_after": "remote_admission",
     "store_after": "store_threshold",
 }
@@ -235,12 +234,9 @@ class Config:
     )
     overlap_loads: str = setting(
         "auto",
-        one_of("auto", "always", "off"),
+        one_of("auto", "off"),
         "Let a request run while its load lands, each layer behind its own part (vLLM only). auto: "
-        "where it runs alone, or delays other requests by at most overlap_max_delay.",
-    )
-    overlap_max_delay: float = setting(
-        0.0, SECONDS_OR_ZERO, "How long a load may delay a step in which other requests run."
+        "where no other request runs.",
     )
     prefill_rate: float | None = setting(
         None, optional(RATE), "Tokens per second the engine computes; none: learned from it."

@@ -33,7 +33,7 @@ from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.telemetry import DEFAULT_PORT
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tickets import Awaited, Done, EarlyLoads, Hit, PendingHits, Ticket, Tickets
@@ -107,7 +107,7 @@ class Ferry(Closing):
         )
         self._tickets.awaited_by(self._awaited.wait)
         self._early = EarlyLoads(self._scheduler, self._tickets, namespace.block_tokens)
-        self._inbox = Inbox()
+        self._mailbox = Mailbox()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
         self._is_growing = True
@@ -389,7 +389,7 @@ class Ferry(Closing):
         self._owner.require()
         if self._is_growing:
             self._note_ready()
-        self._inbox.answer()
+        self._mailbox.answer()
         scheduler = self._scheduler
         if self._has_tiers:
             for change in self._worker.health():
@@ -528,7 +528,7 @@ class Ferry(Closing):
             # The parts, not this ferry, or a ferry that is dropped would never be collected.
             self._endpoint = _open_endpoint(
                 self._scheduler,
-                self._inbox,
+                self._mailbox,
                 self._rank,
                 self._config,
                 self.namespace,
@@ -711,7 +711,7 @@ def _scheduler_of(
 
 def _open_endpoint(
     scheduler: Scheduler,
-    inbox: Inbox,
+    mailbox: Mailbox,
     rank: RankMemory,
     config: Config,
     namespace: Namespace,
@@ -719,27 +719,27 @@ def _open_endpoint(
     host: str,
     port: int,
 ) -> Endpoint:
-    from kvferry.telemetry.endpoint import ControlDoor, Endpoint
+    from kvferry.telemetry.endpoint import ControlApi, Endpoint
 
     memory = weakref.ref(rank)
     source = Source(
         scheduler.onlooker,
-        inbox,
+        mailbox,
         slot_bytes=dict.fromkeys((HOST, *rank.tiers), rank.host.tier.slot_bytes),
         pinned_bytes=partial(_pinned_bytes, memory),
         why_path=partial(_why_path, memory),
         disks=partial(_disks, memory),
     )
-    door = None
+    control = None
     if config.control_token is not None and config.control != "off":
-        door = ControlDoor(
+        control = ControlApi(
             scheduler.control,
-            inbox,
+            mailbox,
             config.control_token,
             keys_of_tokens=lambda tokens, salt: chain(namespace, tokens, salt=salt),
             local_only=config.control == "local",
         )
-    return Endpoint(source, host=host, port=port, door=door)
+    return Endpoint(source, host=host, port=port, control=control)
 
 
 def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:

@@ -138,7 +138,7 @@ def test_a_preemption_is_heard_of(sides):
     request.num_preemptions, request.num_computed_tokens = 1, 0
     come(sides, "b", 2)
     assert not sides.orders({"b": PROMPT}, new=["b"], preempted=["a"]).is_quiet
-    assert sides.side.serving._tracked["a"].preemptions == 1
+    assert sides.side.serving._requests["a"].preemptions == 1
 
 
 def test_one_asked_about_again_is_told_first(sides):
@@ -198,15 +198,15 @@ def test_a_load_that_cannot_be_is_not_kept_from_the_ranks(sides):
     lost = request_of("lost", hashes_of(1))
     sides.side.allocated(lost, sides.allocate("lost", 5), 2 * BLOCK_TOKENS)
     come(sides, "a", 2)
-    assert sides.orders({"a": PROMPT}, new=["a"]).undone.keys() == {"lost"}
+    assert sides.orders({"a": PROMPT}, new=["a"]).ended.keys() == {"lost"}
 
 
 def test_blocks_that_are_held_are_not_held_longer(sides, monkeypatch):
     request = come(sides, "a", 1)
     compute(sides, request)
-    monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)
+    monkeypatch.setattr(type(sides.side.serving.engine), "evicts", True)
     sides.end(request)
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
     come(sides, "b", 2)
     assert not sides.orders({"b": PROMPT}, new=["b"]).is_quiet
 
@@ -273,13 +273,13 @@ def test_one_that_comes_back_and_ends_at_once_is_stored(sides):
 def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch, is_told_at_once):
     """Seen red with only the new ones timed in calm steps, and with calm while one is timed."""
     now = [100.0]
-    monkeypatch.setattr("kvferry.connectors.vllm.requests.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvferry.connectors.common.session.time.monotonic", lambda: now[0])
     samples = []
     monkeypatch.setattr(
         sides.side.serving.scheduler, "note_prefill", lambda _, seconds: samples.append(seconds)
     )
     if is_told_at_once:
-        sides.side.serving._pace.look_next()
+        sides.side.serving._skipper.look_next()
     running: list[str] = []
     for _ in crowd(sides, range(4), running):
         now[0] += 0.01

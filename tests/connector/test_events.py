@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
+from kvferry.connectors.common import events as event_log
 from kvferry.connectors.vllm import events
 
 SLOT_BYTES = 2 * BLOCK_TOKENS * 8 * 4
@@ -38,10 +39,10 @@ class Removed:
 @pytest.fixture
 def make(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sides]:
     """With room for eight blocks, and words for events that are not vLLM's."""
-    words = SimpleNamespace(
-        stored=Stored, removed=Removed, medium="host", storage="below", name=bytes.hex
+    forms = SimpleNamespace(
+        BlockStored=Stored, BlockRemoved=Removed, MEDIUM_CPU="host", MEDIUM_STORAGE="below"
     )
-    monkeypatch.setattr(events, "vllms_words", lambda: words)
+    monkeypatch.setattr(events, "vllm_events", lambda: (forms, bytes.hex))
     sizes = [f"{8 * SLOT_BYTES}B", f"{8 * SLOT_BYTES}B"]
 
     def begin(**settings: Any) -> Sides:
@@ -161,11 +162,12 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
     scheduler = serving.scheduler
     (tier,) = scheduler._parts.lower.tiers
     pairs = [
-        (serving._track(request_of(f"look{tag}", hashes_of(tag))), hashes_of(tag)) for tag in tags
+        (serving._state_of(request_of(f"look{tag}", hashes_of(tag))), hashes_of(tag))
+        for tag in tags
     ]
     found: dict[str, set[str]] = {"host": set(), "below": set()}
     for tracked, names in pairs:
-        keys = tracked.ferried.chain.keys()
+        keys = tracked.ours.chain.keys()
         for where, there in (
             ("host", scheduler.pool.cached(keys)),
             ("below", tier.lookup(keys, 0.0).readable),
@@ -247,7 +249,7 @@ def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
 
 
 def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch):
-    monkeypatch.setattr(events, "_MOST_BELOW", 10)
+    monkeypatch.setattr(event_log, "_MAX_LOWER", 10)
     sides = make(tiers="memory-by-key:1MiB", tier_write="through")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
@@ -255,4 +257,4 @@ def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch)
         settle(sides, believed)
     names = [name.hex() for tag in range(1, 6) for name in hashes_of(tag)]
     assert believed["below"] == set(names[-10:]), "the newest"
-    assert len(sides.side.serving.reports.events._told) == 10
+    assert len(sides.side.serving.reports.events._reported) == 10

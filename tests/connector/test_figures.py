@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.connectors.vllm.reports import (
+from kvferry.connectors.common.reports import (
     BOUNDS,
     EXPORTED,
     SEPARATOR,
@@ -30,7 +30,7 @@ PROMPT = 4 * BLOCK_TOKENS
 
 @pytest.fixture
 def sides(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Sides:
-    monkeypatch.setattr("kvferry.connectors.vllm.reports._STATS_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.connectors.common.reports._STATS_SECONDS", 0.0)
     return make_sides(["layer0"])
 
 
@@ -66,9 +66,9 @@ def test_intervals_add_up_to_what_was_counted(sides):
 def test_nothing_is_told_before_it_is_time(make_sides):
     sides = make_sides(["layer0"])
     running = sides.compute("runs", hashes_of(1))
-    sides.side.serving._pace.disturb()
+    sides.side.serving._skipper.disturb()
     assert sides.side.take_stats() is not None
-    sides.side.serving._pace.disturb()
+    sides.side.serving._skipper.disturb()
     sides.side.match(request_of("new", hashes_of(2)), 0)
     assert sides.side.take_stats() is None, "told a moment ago, and there are more steps to come"
     sides.side.finished(request_of("new", hashes_of(2)))

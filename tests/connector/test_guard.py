@@ -37,7 +37,7 @@ def busy(make_sides: Callable[..., Sides]) -> Busy:
     assert sides.side.match(waits, 0) == (PROMPT, True)
     sides.side.allocated(waits, sides.allocate("waits", 5), PROMPT)
     assert sides.side.serving is not None
-    assert sides.side.serving.blocks.num_held == 8, "those being stored, those to be loaded"
+    assert sides.side.serving.engine.num_held == 8, "those being stored, those to be loaded"
     return Busy(sides, runs, waits)
 
 
@@ -47,7 +47,8 @@ def match(busy: Busy) -> None:
 
 def orders(busy: Busy) -> None:
     # Where this trips, its very answer is what vLLM is to hear: nothing may be lost by looking.
-    busy.sides.side._undone |= busy.sides.orders({"runs": 1}).undone
+    ended = busy.sides.orders({"runs": 1}).ended
+    busy.sides.side._unkept.update(ended)
 
 
 def take(busy: Busy) -> None:
@@ -67,18 +68,18 @@ def frees_soon(busy: Busy) -> None:
 
 
 def take_stats(busy: Busy) -> None:
-    busy.sides.side.serving._pace.disturb()  # type: ignore[union-attr]
+    busy.sides.side.serving._skipper.disturb()  # type: ignore[union-attr]
     assert busy.sides.side.take_stats() is None
 
 
 HOOKS = [
-    (match, "kvferry.scheduler.Scheduler.open"),
-    (orders, "kvferry.scheduler.Scheduler.plan"),
-    (take, "kvferry.scheduler.Scheduler.settle"),
-    (finished, "kvferry.scheduler.Request.leave"),
-    (reset, "kvferry.scheduler.Scheduler.reset"),
-    (frees_soon, "kvferry.connectors.vllm.blocks.VllmBlocks.keeps_free_blocks"),
-    (take_stats, "kvferry.connectors.vllm.reports.Reports.take_stats"),
+    (match, "kvferry.scheduler.scheduler.Scheduler.open"),
+    (orders, "kvferry.scheduler.scheduler.Scheduler.plan"),
+    (take, "kvferry.scheduler.scheduler.Scheduler.settle"),
+    (finished, "kvferry.scheduler.request.Request.leave"),
+    (reset, "kvferry.scheduler.scheduler.Scheduler.reset"),
+    (frees_soon, "kvferry.connectors.vllm.engine.VllmEngine.keeps_free_blocks"),
+    (take_stats, "kvferry.connectors.common.reports.Reports.take_stats"),
 ]
 
 
@@ -95,10 +96,10 @@ def assert_all_is_given_back(sides: Sides, *, waiting: dict[str, list[int]]) -> 
     side = sides.side
     assert side.serving is None
     assert side.guard.broken
-    blocks = side.former.blocks  # type: ignore[union-attr]
+    blocks = side.former.engine  # type: ignore[union-attr]
     assert side.has_work, "vLLM must step for those who wait"
     orders = sides.orders()
-    assert {name: list(ids) for name, ids in orders.undone.items()} == waiting
+    assert {name: list(load.lost) for name, load in orders.ended.items()} == waiting
     assert orders.drain
     assert not orders.plan.transfers
     num_held = blocks.num_held
@@ -131,7 +132,7 @@ def test_an_allocation_that_fails_tells_of_the_blocks_it_was_for(busy, monkeypat
     sides = busy.sides
     late = request_of("late", hashes_of(LATE))
     assert sides.side.match(late, BLOCK_TOKENS) == (3 * BLOCK_TOKENS, True)
-    break_it(monkeypatch, "kvferry.scheduler.Request.load")
+    break_it(monkeypatch, "kvferry.scheduler.request.Request.load")
     sides.side.allocated(late, sides.allocate("late", 5), 3 * BLOCK_TOKENS)
     waiting = {"waits": sides.tables["waits"][:4], "late": sides.tables["late"][1:4]}
     assert_all_is_given_back(sides, waiting=waiting)
@@ -176,14 +177,14 @@ def test_it_does_not_come_back(busy):
     side = busy.sides.side
     side._trip("test", RuntimeError("the first"))
     side._trip("test", RuntimeError("the second"))
-    side.bind_manager(side._manager)
+    side.bind(side._make_engine)
     side.meet_ranks([rank.shape for rank in busy.sides.ranks])
     assert side.guard.reason == "test: RuntimeError: the first"
     assert_is_out_of_service(busy.sides)
 
 
 def test_a_start_that_fails_is_no_service(make_sides, monkeypatch):
-    break_it(monkeypatch, "kvferry.connectors.vllm.scheduler_side.VllmBlocks")
+    break_it(monkeypatch, "tests.fakes.vllm_hooks.VllmEngine")
     sides = make_sides(["layer0"])
     assert sides.side.guard.reason == "start: RuntimeError: a mistake"
     assert_is_out_of_service(sides)
@@ -206,7 +207,7 @@ def test_a_rank_that_fails_lets_nobody_wait(busy):
         sides.end(request)
     sides.rest()
     assert sides.side.serving is not None
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
 
 
 def test_ranks_that_cannot_look_what_has_ended(busy, monkeypatch):
@@ -217,7 +218,7 @@ def test_ranks_that_cannot_look_what_has_ended(busy, monkeypatch):
     told = [sides.answer(0), sides.answer(1)]
     assert told[1].finished_recving == {"waits"}
     assert {block for each in told for block in each.invalid_block_ids} <= set(waits)
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     sides.end(busy.runs)
     sides.end(busy.waits)
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 from tests.fakes.sides import Sides, hashes_of, request_of
 
-from kvferry.connectors.vllm.messages import RankShape
-from kvferry.connectors.vllm.reports import SEPARATOR, Figures
-from kvferry.connectors.vllm.scheduler_side import SchedulerSide
-from kvferry.connectors.vllm.translate import Support
+from kvferry.connectors.common.messages import RankShape
+from kvferry.connectors.common.reports import SEPARATOR, Figures
+from kvferry.connectors.common.session import SchedulerSession
 from kvferry.telemetry.catalog import IDLE, IDLE_REASONS, INFO, QUERIES
 from kvferry.types import Rank
 
@@ -24,7 +23,7 @@ def sides(make_sides: Callable[..., Sides]) -> Sides:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [1000.0]
-    monkeypatch.setattr("kvferry.connectors.vllm.scheduler_side.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvferry.connectors.common.session.time.monotonic", lambda: clock[0])
     return clock
 
 
@@ -33,10 +32,10 @@ def told(figures: Figures | None) -> dict[str, float]:
     return {reason: figures[SEPARATOR.join((IDLE.name, reason))] for reason in IDLE_REASONS}
 
 
-def idle_side(sides: Sides, refusal: str = "") -> SchedulerSide:
+def idle_side(sides: Sides, refusal: str = "") -> SchedulerSession:
     """Another scheduler's side of the same server, which has heard no rank yet."""
-    side = SchedulerSide(replace(sides.side.setup, support=Support(refusal=refusal)))
-    side.bind_manager(sides.side._manager)
+    side = SchedulerSession(replace(sides.side.setup, refusal=refusal))
+    side.bind(sides.side._make_engine)
     return side
 
 
@@ -55,23 +54,23 @@ def test_a_model_that_is_refused(sides, now):
 
 
 def test_a_rank_that_refuses(sides, now):
-    side = SchedulerSide(sides.side.setup)
-    side.bind_manager(sides.side._manager)
+    side = SchedulerSession(sides.side.setup)
+    side.bind(sides.side._make_engine)
     side.meet_ranks([sides.ranks[0].shape])
     assert side.take_stats() is None, "it may yet serve"
     assert side.idle_reason == "1 of 2 ranks were heard"
     side.meet_ranks([RankShape(Rank(1), refusal="no host memory")])
     assert told(side.take_stats()) == {"refused": 1.0, "failed": 0.0}
     assert side.idle_reason == "rank 1: no host memory"
-    assert side.match(request_of("r", hashes_of(1)), 0) == (0, False)
+    assert side.match(request_of("r", hashes_of(1)), 0) == 0
 
 
 def test_one_that_vllm_has_not_bound_its_pool_to(sides):
-    side = SchedulerSide(sides.side.setup)
+    side = SchedulerSession(sides.side.setup)
     side.meet_ranks([rank.shape for rank in sides.ranks])
-    assert side.idle_reason == "vLLM has not bound its block pool"
+    assert side.idle_reason == "the engine has not bound its block pool"
     assert side.take_stats() is None
-    side.bind_manager(sides.side._manager)
+    side.bind(sides.side._make_engine)
     assert side.idle_reason == ""
     side.close()
 

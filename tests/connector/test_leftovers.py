@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.connectors.vllm.blocks import VllmBlocks
+from kvferry.connectors.vllm.engine import VllmEngine
 
 PROBES = itertools.count()
 
@@ -34,7 +34,7 @@ def is_stored(sides: Sides, hashes: list[bytes]) -> bool:
 
 
 def evict(monkeypatch: pytest.MonkeyPatch, sides: Sides) -> None:
-    monkeypatch.setattr(VllmBlocks, "evicts", True)
+    monkeypatch.setattr(VllmEngine, "evicts", True)
 
 
 def test_a_device_without_a_free_block_loses_nothing(make):
@@ -80,7 +80,7 @@ def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, he
         sides.step()
     assert not sides.side.has_work
     assert not sides.side.frees_soon()
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
 
 
 def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch):
@@ -89,12 +89,12 @@ def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch)
     sides.orders({"o": 1})
     other.num_computed_tokens += 1
     evict(monkeypatch, sides)
-    sides.side.serving._tracked["o"].ferried.progress.since = 512
+    sides.side.serving._requests["o"].ours.progress.since = 512
     sides.end(ended)
     sides.orders({"o": 1})
     time.sleep(0.05)
     num_steps = 0
-    while sides.side.serving.blocks.num_held:
+    while sides.side.serving.engine.num_held:
         assert sides.side.frees_soon()
         sides.step({"o": 1})
         num_steps += 1
@@ -127,7 +127,7 @@ def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
     sides.end(request)
     sides.orders()
     assert len(sides.side.serving.scheduler.rests) == 0
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
 
 
 def test_what_fits_no_bound_yet_is_stored_later(make):
@@ -146,6 +146,6 @@ def test_what_is_left_from_before_a_reset_is_gone_with_it(make):
     assert sides.side.serving.scheduler.rests
     sides.side.reset()
     assert not sides.side.serving.scheduler.rests
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     sides.step()
     assert not is_stored(sides, hashes_of(1))

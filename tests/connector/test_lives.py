@@ -55,7 +55,7 @@ def assert_nothing_is_left(sides: Sides) -> None:
     sides.step()  # what was given back is freed in a step
     serving = sides.side.serving
     assert serving is not None, sides.side.idle_reason
-    assert serving.blocks.num_held == 0
+    assert serving.engine.num_held == 0
     assert serving.scheduler.pool.num_leases == 0
     assert not serving.scheduler.requests
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
@@ -137,7 +137,7 @@ def test_one_that_is_aborted_before_its_load_is_sent_is_not_loaded(sides):
     sides.end(request)
     orders = sides.orders()
     assert not orders.loads
-    assert not orders.undone
+    assert not orders.ended
     assert not orders.plan.transfers
     sides.run(orders)
     sides.answer(0, 1)
@@ -155,7 +155,7 @@ def test_one_that_is_aborted_while_it_loads_leaves_its_blocks_to_the_copy(sides)
     assert not {block.block_id for block in free} & set(places)
     sides.pool.free_blocks(free)
     sides.answer(0)
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
     sides.answer(1)
     assert_nothing_is_left(sides)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
-from kvferry.connectors.vllm.overlap import VllmOverlap
+from kvferry.cache.policies.load_or_compute import Overlapping
 from kvferry.transfer.engine.cpu import _BlockViews
 from kvferry.types import DEVICE, Outcome, Receipt
 
@@ -44,9 +43,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.fixture
-def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
+def make(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sides]:
+    """However short a load is here, it counts as worth the overlap."""
+    monkeypatch.setattr(Overlapping, "MIN_SECONDS", 0.0)
+
     def begin(*stages: Any, **options: Any) -> Sides:
-        sides = make_sides(*(stages or STAGES), **{"overlap_loads": "always", **options})
+        sides = make_sides(*(stages or STAGES), overlap_loads="auto", **options)
         for _ in range(2):  # vLLM has called for every layer of a step before
             forward(sides)
         return sides
@@ -57,7 +59,7 @@ def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
 def forward(sides: Sides, mode: str = "NONE", looks: Callable[[str], None] | None = None) -> None:
     """What vLLM's runners call around a forward pass, on every rank."""
     for rank, arrays in zip(sides.ranks, sides.kv, strict=True):
-        early: Any = rank.early
+        early: Any = rank.layerwise
         rank._computes = True
         early.begin_forward(mode)
         for name in arrays:
@@ -107,12 +109,12 @@ def test_a_request_runs_while_its_load_lands(make, gate):
     sides = make()
     wanted = store(sides)
     places, orders = order(sides)
-    assert orders.early == {"reader": (0.0, 0.0)}
+    assert orders.early == {"reader"}
     begin(sides, orders)
     assert not sides.answer(0).finished_recving  # every rank must have it on its way
     assert sides.answer(1).finished_recving == {"reader"}
     assert np.isnan(sides.bytes_at(places)[0]["layer0"]).all()
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
     gate.let()
     seen: dict[str, bool] = {}
 
@@ -127,8 +129,8 @@ def test_a_request_runs_while_its_load_lands(make, gate):
         rank._drain()
     told = sides.answer(0, 1)
     assert not told.finished_recving
-    assert sides.side.serving.blocks.num_held == 0
-    assert sides.side.serving.scheduler.stats().overlaps == {"always": 1}
+    assert sides.side.serving.engine.num_held == 0
+    assert sides.side.serving.scheduler.stats().overlaps == {"alone": 1}
 
 
 def test_one_graph_of_all_layers_waits_for_all_of_it(make, gate):
@@ -156,52 +158,32 @@ def test_layers_that_never_called_are_waited_for_before_the_step(make, gate):
     sides.answer(0)
     gate.let()
     (rank,) = sides.ranks
-    rank.early.begin_forward("a mode never seen")
+    rank.layerwise.begin_forward("a mode never seen")
     assert_same(sides.bytes_at(places), wanted)
     rank.after_forward()
 
 
-def test_beside_others_it_is_told_when_the_rest_of_it_is_short(make, gate):
-    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_max_delay="1ms")
+def test_in_a_step_that_computes_for_others_it_lands_first(make, gate):
+    sides = make(["layer0", "layer1", "layer2"])
     store(sides)
     (rank,) = sides.ranks
-    sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
     _, orders = order(sides)
-    assert orders.early["reader"] == (0.0, pytest.approx(0.6))
     begin(sides, orders)
-    rank._computes = True  # others decode in this step
+    rank._computes = True  # a request that came meanwhile runs in this step
     assert not sides.answer(0).finished_recving
-    gate.let(1)
-    assert not wait_for(sides, lambda: landed(rank) == 1)
-    gate.let(1)
-    assert wait_for(sides, lambda: landed(rank) == 2) == {"reader"}
     gate.let()
-
-
-def test_an_empty_step_beside_others_is_no_rest(make, gate, monkeypatch):
-    """Asynchronous scheduling leaves steps empty while others run: they would wait all the same."""
-    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_max_delay="1ms")
-    store(sides)
-    sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
-    monkeypatch.setattr(VllmOverlap, "_has_others", True)
-    _, orders = order(sides)
-    assert orders.early["reader"] == (pytest.approx(0.6), pytest.approx(0.6))
-    begin(sides, orders)
-    assert not sides.answer(0).finished_recving
-    gate.let(2)
-    assert wait_for(sides, lambda: landed(sides.ranks[0]) == 2) == {"reader"}
-    gate.let()
+    rank._drain()
+    assert sides.answer(0).finished_recving == {"reader"}
 
 
 def test_by_default_it_lands_first_beside_whoever_is_there(make):
     """One that loads, too, will run soon. Seen red with those alone counted that run already."""
-    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto")
+    sides = make(["layer0", "layer1", "layer2"])
     other = [bytes([number]) * 32 for number in range(11, 15)]
     store(sides)
     store(sides, "another", other)
-    sides.side.serving._overlap._seconds = lambda tokens, others: 0.02
     _, orders = order(sides)
-    assert orders.early["reader"] == (0.0, 1.0)
+    assert orders.early == {"reader"}
     _, orders = order(sides, "second", other)
     assert not orders.early
     assert not any(transfer.in_parts for transfer in orders.plan.transfers)
@@ -217,22 +199,6 @@ def test_the_model_will_run_beside_a_load_that_may_be_read_early(make, gate):
     begin(sides, orders)
     assert activity.runs_beside
     gate.let()
-
-
-def landed(rank: Any) -> int:
-    (load,) = rank.early._ordered
-    (transfer_id,) = load.transfers
-    found: int = rank._memory.engine.num_landed(transfer_id)
-    return found
-
-
-def wait_for(sides: Sides, reached: Callable[[], bool]) -> Any:
-    """Until so much has landed; what vLLM is told then."""
-    give_up = time.monotonic() + LONG
-    while not reached():
-        assert time.monotonic() < give_up, "it never lands"
-        time.sleep(0.005)
-    return sides.answer(0).finished_recving
 
 
 def test_a_load_that_fails_on_one_rank_is_not_read(make):
@@ -278,7 +244,7 @@ def test_blocks_of_who_is_gone_are_held_until_its_load_has_landed(make, gate):
     gate.let()
     sides.ranks[0]._drain()
     sides.answer(0)
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     again = {
         block.block_id for block in sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
     }
@@ -311,5 +277,5 @@ def test_off_is_as_before(make, gate, make_sides):
     _, orders = order(sides)
     assert not orders.early
     assert not any(transfer.in_parts for transfer in orders.plan.transfers)
-    assert sides.ranks[0].early is None
+    assert sides.ranks[0].layerwise is None
     assert sides.side.serving.scheduler.stats().overlaps == {"off": 1}

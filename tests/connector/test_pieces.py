@@ -30,7 +30,7 @@ from tests.connector.test_tiers import (
 from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
-from kvferry.connectors.vllm.weights import Freshness
+from kvferry.connectors.common.weights import Freshness
 from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
 from kvferry.types import DEVICE, Key, Outcome
@@ -45,7 +45,7 @@ class Gates:
     def __init__(self, sides: Sides, rank: int, number: int) -> None:
         assert sides.side.serving is not None
         probe = request_of("probe", hashes(number))
-        ferried = sides.side.serving._track(probe).ferried
+        ferried = sides.side.serving._state_of(probe).ours
         keys = list(scheduler_of(sides)._parts.matcher.all_keys(0, ferried.chain.keys()))
         sides.side.finished(probe)
         self._gates = {key: threading.Event() for key in keys}
@@ -144,7 +144,7 @@ def finish(sides: Sides, request: Any) -> None:
     assert not scheduler_of(sides).requests
     assert not scheduler_of(sides)._transit.blocks_to_device
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
-    assert not any(rank._loads or rank._pieces._open for rank in sides.ranks)
+    assert not any(rank._loads or rank._ended for rank in sides.ranks)
     assert not sides.side.guard.broken
     assert not any(rank.guard.broken for rank in sides.ranks)
 

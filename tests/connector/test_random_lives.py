@@ -295,7 +295,7 @@ class World:
         serving = side.serving
         assert serving is not None
         owing = {request.id for request in serving.scheduler.owing}
-        assert owing <= set(serving._tracked) <= set(self.lives), "a request is leaked"
+        assert owing <= set(serving._requests) <= set(self.lives), "a request is leaked"
 
     def check_end(self) -> None:
         side = self.sides.side
@@ -303,7 +303,7 @@ class World:
         assert side.serving is not None
         scheduler = side.serving.scheduler
         assert not scheduler.requests
-        assert side.serving.blocks.num_held == 0
+        assert side.serving.engine.num_held == 0
         assert self.pool.get_num_free_blocks() == NUM_BLOCKS - 1
         assert scheduler.pool.num_leases == 0
         scheduler.check_integrity()

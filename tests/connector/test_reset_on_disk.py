@@ -15,8 +15,8 @@ from tests.connector.test_tiers import CHAT_BLOCKS, chat, loaded, scheduler_of, 
 from tests.connector.test_tiers import make as make  # a fixture
 from tests.fakes.sides import Sides
 
-from kvferry.connectors.vllm import control as disk_marks
-from kvferry.connectors.vllm.control import DiskMarks
+from kvferry.connectors.common import ranks as disk_marks
+from kvferry.connectors.common.ranks import DiskMarks
 from kvferry.tiers.disk.setup import StoreAt
 
 Make = Callable[..., Sides]

@@ -26,9 +26,8 @@ from tests.fakes import lasting
 from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.config import Config
-from kvferry.connectors.vllm import worker_side
-from kvferry.connectors.vllm.messages import RankShape, TierShape
-from kvferry.connectors.vllm.ranks import tiers_of_ranks
+from kvferry.connectors.common.messages import RankShape, TierShape
+from kvferry.connectors.common.ranks import tiers_of_ranks
 from kvferry.core.identity import adopt
 from kvferry.core.keys import Keys
 from kvferry.types import Key, Rank, TierName
@@ -205,14 +204,14 @@ class StubWeights:
         sums = (self.now,)
         return SimpleNamespace(result=lambda: sums)
 
-    def sums_of_all(self) -> tuple[int, ...]:
+    def digests_of_all(self) -> tuple[int, ...]:
         return (self.now,)
 
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> StubWeights:
     stub = StubWeights()
-    monkeypatch.setattr(worker_side, "weights_of_caller", lambda device: stub)
+    monkeypatch.setattr("tests.fakes.sides.weights_of_caller", lambda device: stub)
     return stub
 
 
@@ -229,7 +228,7 @@ def test_weights_that_stay_are_no_hindrance(make: Make, weights: StubWeights) ->
 def names(sides: Sides, number: int) -> set[Key]:
     """What the next life of a server will call this conversation's blocks."""
     assert sides.side.serving is not None
-    return set(adopt(sides.side.serving._naming.namespace, hashes(number)))
+    return set(adopt(sides.side.serving.engine._namespace, hashes(number)))
 
 
 @pytest.mark.parametrize("is_reset", [True, False])

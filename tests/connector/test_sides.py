@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
-from kvferry.connectors.vllm import worker_side
-from kvferry.connectors.vllm.messages import StepOrders
-from kvferry.connectors.vllm.worker_side import MemoryNews
+from kvferry.connectors.common import worker as worker_side
+from kvferry.connectors.common.messages import StepOrders, StepReceipts
+from kvferry.connectors.common.worker import RankStatus
 from kvferry.types import DEVICE, Outcome, Receipt
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
@@ -58,9 +58,9 @@ def test_a_block_is_stored_when_every_stage_has_it(make):
     wanted = sides.bytes_at(sides.tables["writer"][:4])
     sides.answer(0)
     assert sides.side.match(request_of("early", HASHES), 0) == (0, False)
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
     sides.answer(1)
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     places, orders = load(sides)
     sides.write(places, np.nan)
     sides.run(orders)
@@ -111,7 +111,7 @@ def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, compu
     monkeypatch.setattr(mover, "poll", late)
     rank.begin(replace(orders, computes=computes))
     rank.poll()
-    assert rank.told.take_arrived() == (set() if computes else {"reader"})
+    assert rank.finished.take_arrived() == (set() if computes else {"reader"})
     assert len(polls) == 1 if computes else len(polls) > 3
 
 
@@ -126,11 +126,11 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     places = sides.tables["writer"][:4]
     wanted = sides.bytes_at(places)
     monkeypatch.setattr(
-        type(sides.side.serving.blocks), "evicts", True
+        type(sides.side.serving.engine), "evicts", True
     )  # then nothing may wait unheld
     sides.side.finished(request)
     assert sides.side.has_work
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
     sides.pool.free_blocks([sides.pool.blocks[number] for number in sides.tables.pop("writer")])
     first = sides.orders({"other": 1})
     others = sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
@@ -141,7 +141,7 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     assert second.plan.transfers[0].src_slots.tolist() == places
     sides.run(second)
     sides.answer(0)
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     sides.pool.free_blocks(others)
     back, orders = load(sides)
     sides.run(orders)
@@ -160,7 +160,7 @@ def test_blocks_are_given_back_when_every_rank_has_drained(make):
     """A rank that says nothing is not in the sum: the others do not speak for it."""
     sides = make()
     store(sides)
-    blocks = sides.side.serving.blocks
+    blocks = sides.side.serving.engine
     sides.side._trip("test", RuntimeError("a mistake"))
     held = blocks.num_held
     assert held == 4
@@ -178,7 +178,7 @@ def test_a_rank_that_gave_up_is_not_one_that_was_asked_to_drain(make):
     sides = make()
     store(sides)
     sides.ranks[0]._give_up(sides.orders())
-    blocks = sides.side.serving.blocks
+    blocks = sides.side.serving.engine
     sides.side._trip("test", RuntimeError("a mistake"))
     sides.answer(0, 1)
     assert blocks.num_held == 4
@@ -215,12 +215,12 @@ def compute(sides: Any, name: str, hashes: list[bytes], **more: Any) -> Any:
         setattr(request, key, value)
     sides.side.match(request, 0)
     sides.side.allocated(request, sides.allocate(name, len(hashes) + 1), 0)
-    held = sides.side.serving.blocks.num_held
+    held = sides.side.serving.engine.num_held
     for num_tokens in (5, len(hashes) * BLOCK_TOKENS - 4):
         sides.run(sides.orders({name: num_tokens}))
         request.num_computed_tokens += num_tokens
     sides.cache(request)
-    assert sides.side.serving.blocks.num_held == held
+    assert sides.side.serving.engine.num_held == held
     return request
 
 
@@ -237,7 +237,7 @@ def test_a_name_used_again_at_once_is_another_request(make):
     sides.run(orders)
     assert sides.answer(0).finished_recving == {"again"}
     sides.run(sides.orders())
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     assert sides.side.match(request_of("longer", longer), 0) == (5 * BLOCK_TOKENS, True)
 
 
@@ -266,7 +266,7 @@ def test_what_is_gone_from_the_device_by_then_is_not_stored(make):
     assert sides.side.has_work
     assert not sides.orders().plan.transfers
     assert not sides.side.has_work
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
     assert sides.side.guard.reason == ""
 
 
@@ -283,7 +283,7 @@ def test_what_was_computed_before_a_reset_is_not_stored(make, reads, ends_first)
         sides.side.finished(request)
     for _ in range(2):
         assert not sides.orders().plan.transfers
-    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.engine.num_held == 0
 
 
 def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
@@ -303,14 +303,14 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
         sides.run(sides.orders())
     assert sides.side.has_work
     sides.answer(0)
-    assert sides.side.serving.blocks.num_held == 4
+    assert sides.side.serving.engine.num_held == 4
     assert not sides.side.has_work
     assert not sides.side.frees_soon()
 
 
 def pause_until(sides, monkeypatch, later):
     """Nobody stepped until then."""
-    monkeypatch.setattr("kvferry.connectors.vllm.serving.time.monotonic", lambda: later)
+    monkeypatch.setattr("kvferry.connectors.common.session.time.monotonic", lambda: later)
     monkeypatch.setattr(sides.side.serving.scheduler, "_clock", lambda: later)
 
 
@@ -325,7 +325,7 @@ def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch, hear
     store(sides)
     pause_until(sides, monkeypatch, time.monotonic() + 3600)
     if hears_old_news:
-        sides.side.serving.hear((), ())
+        sides.side.serving.take(StepReceipts())
     sides.run(sides.orders())
     sides.answer(0)
     counts = sides.side.serving.scheduler._flights.counts
@@ -378,7 +378,7 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
     rank = make(["layer0"]).ranks[0]
     host = SimpleNamespace(num_slots=8, stats=lambda: SimpleNamespace(pinned_bytes=0))
     memory: Any = SimpleNamespace(host=host, tiers=())
-    rank._news = MemoryNews(rank.rank, memory)
+    rank._status = RankStatus(rank.rank, memory)
     told = []
     for memory.ready_slots in (3, 3, 8, 8):
         rank.begin(StepOrders(computes=True, is_quiet=True))

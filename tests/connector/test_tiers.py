@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
-from kvferry.connectors.vllm.messages import StepReceipts, TierShape
+from kvferry.connectors.common.messages import StepReceipts, TierShape
+from kvferry.connectors.common.session import SchedulerSession
 from kvferry.scheduler.tier import KeyedTier, SlotTier
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import Fault
@@ -181,13 +182,13 @@ def test_a_tier_by_key_is_made_of_ranks_that_know_keys(make):
 def test_ranks_whose_tiers_differ_are_refused_by_name(make, theirs, words):
     sides = make(2)
     shapes = [rank.shape for rank in sides.ranks]
-    side = type(sides.side)(sides.side.setup)
-    side.bind_manager(sides.side._manager)
+    side = SchedulerSession(sides.side.setup)
+    side.bind(sides.side._make_engine)
     side.meet_ranks([shapes[0], replace(shapes[1], tiers=theirs)])
     assert side.serving is None
     assert "rank 0 has memory (places) below host memory" in side.refusal
     assert words in side.refusal
-    assert side.match(request_of("r", hashes(0)), 0) == (0, False)
+    assert side.match(request_of("r", hashes(0)), 0) == 0
 
 
 def test_a_tier_that_cannot_be_opened_is_a_refusal_with_its_reason(make):

@@ -7,19 +7,22 @@ requests and configurations are stand-ins with the attributes that are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.fakes.vllm_hooks import VllmHooks
 from tests.fakes.vllm_parts import VllmParts, parts_here
 
 from kvferry.config import Config
-from kvferry.connectors.vllm.messages import StepOrders
-from kvferry.connectors.vllm.ranks import Place
-from kvferry.connectors.vllm.scheduler_side import SchedulerSide
-from kvferry.connectors.vllm.translate import Setup, contents_of, support_of
-from kvferry.connectors.vllm.worker_side import WorkerSide
+from kvferry.connectors.common.messages import StepOrders
+from kvferry.connectors.common.ranks import RankPlace
+from kvferry.connectors.common.worker import WorkerSession
+from kvferry.connectors.vllm.control import weights_of_caller
+from kvferry.connectors.vllm.geometry import kv_cache_of
+from kvferry.connectors.vllm.setup import contents_of, namespace_of, setup_of, support_of
 from kvferry.types import Rank
 
 BLOCK_TOKENS = 16
@@ -81,23 +84,24 @@ class Sides:
             for stage in stages
         ]
         self.ranks = [
-            WorkerSide(
-                place=Place(Rank(number), len(stages), len(stages)),
+            WorkerSession(
+                place=RankPlace(Rank(number), len(stages), len(stages)),
                 config=configs[number],
-                groups=[layers],
-                num_blocks=NUM_BLOCKS,
                 contents=contents_of(self.config, caches),
+                find_weights=lambda device: weights_of_caller(device),
             )
             for number in range(len(stages))
         ]
         self.pool = self._parts.pool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[int]] = {}
-        self.side = SchedulerSide(Setup.of(self.config, caches, configs[0], support))
+        setup = setup_of(self.config, caches, configs[0], support)
+        self.side = VllmHooks(setup, namespace_of(self.config, caches, 1))
         self.side.bind_manager(
             SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
         )
         for rank, arrays in zip(self.ranks, self.kv, strict=True):
-            rank.register({name: self._parts.tensor(array) for name, array in arrays.items()})
+            tensors = {name: self._parts.tensor(array) for name, array in arrays.items()}
+            rank.register(partial(kv_cache_of, tensors, [layers], NUM_BLOCKS))
         self.side.meet_ranks([rank.introduce() for rank in self.ranks])
         self._total = self._parts.total(len(stages))
 
@@ -145,8 +149,8 @@ class Sides:
             told = self._parts.output()
             if number in numbers:
                 rank.poll()
-                told.finished_recving = rank.told.take_arrived()
-                told.invalid_block_ids = rank.told.take_invalid()
+                told.finished_recving = rank.finished.take_arrived()
+                told.invalid_block_ids = rank.finished.take_invalid()
                 told.kv_connector_worker_meta = rank.take_receipts()
             outputs.append(SimpleNamespace(kv_connector_output=told))
         summed = self._total.aggregate(outputs).kv_connector_output

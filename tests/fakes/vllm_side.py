@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.cache.reach import FullAttention, Group
+from tests.fakes.vllm_hooks import VllmHooks
+
+from kvferry.cache.reach import FullAttention, Group, RecurrentState
 from kvferry.config import Config
-from kvferry.connectors.vllm.messages import RankShape, StepOrders, StepReceipts
-from kvferry.connectors.vllm.scheduler_side import SchedulerSide
-from kvferry.connectors.vllm.translate import Setup, Support
+from kvferry.connectors.common.contract import SessionSetup
+from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceipts
 from kvferry.core.identity import Namespace
 from kvferry.types import Outcome, Rank, Receipt
 
@@ -91,19 +92,17 @@ class FakeVllm:
         self.num_ranks = num_ranks
         self.pool = FakeBlockPool(num_blocks)
         self.tables: dict[str, tuple[list[int], ...]] = {}
-        setup = Setup(
-            config=Config.from_dict({"load_policy": "always", **settings}),
-            support=Support(self.groups),
-            num_ranks=num_ranks,
-            namespace=Namespace(
-                model="m", dtype="f", layout="l", geometry="g", block_tokens=1, revision="r"
-            ),
-            told_tokens=self.groups[0].block_tokens,
-            uses_drafts=False,
-            has_listeners=False,
-            engine_here=0,
+        namespace = Namespace(
+            model="m", dtype="f", layout="l", geometry="g", block_tokens=1, revision="r"
         )
-        self.side = SchedulerSide(setup)
+        setup = SessionSetup(
+            config=Config.from_dict({"load_policy": "always", **settings}),
+            groups=self.groups,
+            num_ranks=num_ranks,
+            reported_tokens=self.groups[0].block_tokens,
+            fails_by_block=len(self.groups) == 1 and not isinstance(self.groups[0], RecurrentState),
+        )
+        self.side = VllmHooks(setup, namespace)
         self.side.bind_manager(
             SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: self.tables[name])
         )

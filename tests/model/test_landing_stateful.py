@@ -20,9 +20,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.connectors.vllm.messages import EarlyShares
-from kvferry.connectors.vllm.overlap import LandingLoads
-from kvferry.connectors.vllm.requests import AwaitedLoad
+from kvferry.connectors.common.loads import AwaitedLoad
+from kvferry.connectors.common.overlap import LayerwiseLoads
 from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.types import TransferId
 
@@ -62,7 +61,7 @@ class Landing(RuleBasedStateMachine):
     def begin(self) -> None:
         self.parts = LayerParts.of(layout())
         self.device = Device(len(self.parts))
-        self.loads = LandingLoads(self.device, LAYERS, layout(), land=self.land_all)
+        self.loads = LayerwiseLoads(self.device, LAYERS, layout(), land=self.land_all)
         self.under_way: list[AwaitedLoad] = []
         self.told: list[AwaitedLoad] = []
         self.calls = {mode: set(LAYERS) if mode else set() for mode in MODES}
@@ -75,13 +74,12 @@ class Landing(RuleBasedStateMachine):
                 if self.device.landed[transfer_id] is not None:
                     self.device.landed[transfer_id] = len(self.parts)
 
-    @rule(share=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]), is_alone=st.booleans())
-    def order(self, share: float | None, is_alone: bool) -> None:
+    @rule(is_early=st.booleans())
+    def order(self, is_early: bool) -> None:
         self.number += 1
         transfer_id = TransferId(self.number)
         self.device.landed[transfer_id] = None
-        early = None if share is None else EarlyShares(0.0 if is_alone else share, share)
-        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, early=early)
+        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, is_early)
         self.under_way.append(load)
         self.loads.ordered(load)
 
@@ -120,18 +118,17 @@ class Landing(RuleBasedStateMachine):
             self.device.landed[transfer_id] = len(self.parts) if landed is not None else None
             self.loads.ended(load)
 
-    @rule(beside_others=st.booleans())
-    def tell(self, beside_others: bool) -> None:
-        load = self.loads.due(beside_others=beside_others)
+    @rule(computes=st.booleans())
+    def tell(self, computes: bool) -> None:
+        load = self.loads.due(computes=computes)
         if load is None:
             return
         assert load is self.under_way[0]
-        assert load.early is not None
+        assert load.is_early
+        assert not computes, "the requests of this step would wait for it"
         (transfer_id,) = load.transfers
-        landed = self.device.landed[transfer_id]
-        assert landed is not None
-        assert self.parts.shares[landed] >= load.early[beside_others]
-        self.loads.told(load)
+        assert self.device.landed[transfer_id] is not None
+        self.loads.tell(load)
         self.told.append(load)
 
     @rule(
@@ -160,9 +157,9 @@ class Landing(RuleBasedStateMachine):
         self.device.refuses = False
 
     def told_inside(self) -> None:
-        load = self.loads.due(beside_others=False)
+        load = self.loads.due(computes=False)
         if load is not None:
-            self.loads.told(load)
+            self.loads.tell(load)
             self.told.append(load)
 
     @rule(mode=st.sampled_from(MODES))

@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
 from kvferry.cache.reach import FullAttention, Group, SlidingWindow
-from kvferry.connectors.vllm.messages import StepOrders
+from kvferry.connectors.common.messages import StepOrders
 from kvferry.scheduler import deferred_stores as rests
 
 GROUPS: list[tuple[Group, ...]] = [
@@ -97,7 +97,7 @@ class Lives:
         """Every rank answers for all that was sent, and tells vLLM whose loads have ended."""
         done, self.unanswered = self.unanswered, []
         self.vllm.answer(*done)
-        for name in [name for orders in done for name in (*orders.loads, *orders.undone)]:
+        for name in [name for orders in done for name in (*orders.loads, *orders.ended)]:
             request = self.requests.get(name)
             if request is not None and request.state == "loading":
                 request.state, request.has_run = "running", True
@@ -163,7 +163,7 @@ def live_on(lives: Lives, rng: random.Random, *, breaks: bool) -> None:
         assert lives.vllm.serving is serving, lives.vllm.side.guard.reason
         parts = serving.scheduler._parts
         left = [parts.live, parts.owing, parts.pinned, parts.released]
-        left += [serving._tracked, serving._promises]
+        left += [serving._requests, serving._promises]
         assert not any(left)
         serving.scheduler.check_integrity()
         assert serving.scheduler.stats().hit_tokens > 0

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.connectors.vllm.requests import Naming, RequestKeys
+from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys
 from kvferry.core.identity import Namespace
 from kvferry.core.keys import Keys
 from kvferry.scheduler.transfers import Flights
@@ -145,7 +145,7 @@ def test_a_store_that_raised_ends_no_ticket_and_is_never_found(
 
 def test_a_long_prompt_that_ended_early_is_not_kept_whole() -> None:
     namespace = Namespace(model="m", dtype="u8", layout="l", geometry="g", block_tokens=16)
-    naming = Naming(namespace)
+    naming = EndedKeys(namespace)
     hashes = [number.to_bytes(32, "little") for number in range(1, 513)]
     request: Any = type("R", (), {"block_hashes": hashes, "num_computed_tokens": 64})()
     chain = RequestKeys(request, naming)

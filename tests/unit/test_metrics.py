@@ -24,7 +24,7 @@ from kvferry.scheduler.tier import SlotTier
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import MetricKind, catalog, page, why_path
 from kvferry.telemetry.collector import FerryCollector
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Snapshot, Source, exposition, samples
 from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
 from kvferry.tiers.disk.figures import FAILURES, DiskFigures
@@ -249,7 +249,7 @@ def test_of_several_requests_of_one_name_the_latest_is_explained():
     keys = chain(NAMESPACE, np.arange(16))
     for request_id in ("cmpl-a-0-8b2677e1", "cmpl-a-1-8b2677e2", "cmpl-b-0-8b2677e3"):
         scheduler.match(request_id, keys)
-    source = Source(scheduler, Inbox())
+    source = Source(scheduler, Mailbox())
     told = source.explain("cmpl-a")
     assert told is not None
     assert told["request_id"] == "cmpl-a-1-8b2677e2"

@@ -27,10 +27,10 @@ def loaded(overlap: OverlapDecision | None) -> Desk:
 
 @pytest.mark.parametrize("is_decided", [False, True])
 def test_it_is_told(is_decided: bool) -> None:
-    overlap = Overlapping("auto", stall=0.003).decide(0.012, True) if is_decided else None
+    overlap = Overlapping("auto").decide(0.012, has_others=False) if is_decided else None
     desk = loaded(overlap)
     stats = desk.scheduler.stats()
-    assert stats.overlaps == ({"ending": 1} if is_decided else {})
+    assert stats.overlaps == ({"alone": 1} if is_decided else {})
     (transfer,) = desk.scheduler.plan().transfers
     assert transfer.in_parts == is_decided
     entry = desk.scheduler.onlooker.journal("reader")
@@ -39,5 +39,5 @@ def test_it_is_told(is_decided: bool) -> None:
     told = read_told(read_json(json.dumps(served).encode()))
     out = io.StringIO()
     _tell(told, Console(file=out, width=200))
-    words = "Load and forward pass: ending: 12.0 ms to load, beside others once 75% have landed."
+    words = "Load and forward pass: alone: 12.0 ms to load."
     assert (words in out.getvalue()) == is_decided

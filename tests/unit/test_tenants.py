@@ -15,7 +15,7 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import MOST_OTHERS, MOST_SHOWN, TenantCounts, Tenants
 from kvferry.config import Config, show
-from kvferry.connectors.vllm.translate import tenant_of
+from kvferry.connectors.common.hints import tenant_of
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.connectors.vllm.ranks import layouts_of
+from kvferry.connectors.vllm.geometry import layouts_of
 from kvferry.errors import LayoutError
 
 NUM_BLOCKS = 12

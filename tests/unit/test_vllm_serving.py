@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
 from kvferry.cache.reach import FullAttention, Group, SlidingWindow
-from kvferry.connectors.vllm.events import BlockEvents
+from kvferry.connectors.common.events import BlockEvents
+from kvferry.connectors.vllm import events as events_form
+from kvferry.connectors.vllm.events import VllmEvents
 from kvferry.scheduler import deferred_stores as rests
 
 Serve = Callable[..., FakeVllm]
@@ -33,24 +36,23 @@ def serve() -> Iterator[Serve]:
         yield made
 
 
-def words() -> Any:
-    def told(**facts: Any) -> Any:
-        return SimpleNamespace(**facts)
-
-    return SimpleNamespace(stored=told, removed=told, medium="CPU", name=lambda name: name)
-
-
-def listen(vllm: FakeVllm) -> BlockEvents:
+def listen(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> BlockEvents:
+    kinds = SimpleNamespace(
+        BlockStored=SimpleNamespace, BlockRemoved=SimpleNamespace, MEDIUM_CPU="CPU"
+    )
+    monkeypatch.setattr(events_form, "vllm_events", lambda: (kinds, lambda name: name))
     scheduler = vllm.serving.scheduler
-    log = BlockEvents(scheduler.pool, scheduler.groups, BLOCK_TOKENS, words())
+    log = BlockEvents(scheduler.pool, scheduler.groups, VllmEvents(BLOCK_TOKENS))
     vllm.serving.reports.events = log
     return log
 
 
-def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends(serve: Serve) -> None:
+def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen red: what windows store at the end was stored, and no router ever told."""
     vllm = serve(FullAttention(BLOCK_TOKENS), SlidingWindow(BLOCK_TOKENS, window=64))
-    events = listen(vllm)
+    events = listen(vllm, monkeypatch)
     request = vllm.request("a", HASHES[:3])
     assert vllm.side.match(request, 0) == (0, False)
     vllm.allocate(request)
@@ -70,12 +72,11 @@ def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends(serve: Serve
 
 def test_whoever_asks_from_another_thread_changes_nothing(serve: Serve) -> None:
     """Seen red: a scrape counted misses, and went on with rests, beside the engine's thread."""
-    vllm = serve()
+    vllm = serve(metrics_port=free_port())
     serving = vllm.serving
-    serving.reports._serve("127.0.0.1", 0)
     request = vllm.request("a", HASHES[:3])
     assert vllm.side.match(request, 0) == (0, False)
-    ferried = serving._tracked["a"].ferried
+    ferried = serving._requests["a"].ours
     assert ferried in serving.scheduler.owing
     try:
         source = serving.reports._endpoint._source  # the engine does not come by: it looks itself
@@ -121,7 +122,7 @@ def test_a_load_taken_back_is_not_told_to_the_ranks(serve: Serve) -> None:
     vllm.free(request)
     orders = vllm.orders()
     assert not orders.loads
-    assert not orders.undone
+    assert not orders.ended
     assert not orders.plan.transfers
     assert vllm.num_held == 0
     assert not vllm.side.has_work
@@ -140,7 +141,9 @@ def test_what_vllm_was_promised_is_told_when_we_fail_and_nothing_is_held_for_eve
     vllm.serving.scheduler.plan = lambda: 1 // 0
     orders = vllm.orders()
     assert vllm.serving is None
-    assert orders.undone == {"c": tuple(vllm.tables["c"][0][:3])}  # b's rank tells of it itself
+    assert {name: load.lost for name, load in orders.ended.items()} == {
+        "c": tuple(vllm.tables["c"][0][:3])
+    }  # b's rank tells of it itself
     assert orders.drain
     held = vllm.num_held
     assert held == 5
@@ -192,7 +195,7 @@ def test_what_is_held_on_the_device_is_not_forgotten_in_quiet_steps(serve: Serve
     for block in vllm.pool.blocks:  # from now on vLLM evicts: nothing may wait for a next turn
         vllm.pool.name(block, b"%d" % block.block_id, 0)
     vllm.orders({"b": 1})
-    vllm.serving.blocks.begin_step()
+    vllm.serving.engine.begin_step()
     vllm.free(request)
     assert vllm.num_held == len(HASHES)
     orders = vllm.orders({"b": 1})

@@ -11,11 +11,11 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
 
 from kvferry.config import Config
-from kvferry.connectors.vllm.messages import RankShape, TierShape
-from kvferry.connectors.vllm.ranks import (
-    Place,
+from kvferry.connectors.common.messages import RankShape, TierShape
+from kvferry.connectors.common.ranks import (
+    RankPlace,
     disagreement,
-    shapes_of,
+    shape_of,
     tier_movers,
     tiers_of_ranks,
 )
@@ -108,10 +108,11 @@ def two() -> Iterator[list[RankMemory]]:
 
 
 def test_ranks_over_one_host_memory_split_a_tier_by_key(two: list[RankMemory]) -> None:
-    assert [tier.num_places is None for tier in shapes_of(two[0])] == [False, True]
+    shape = shape_of(two[0], [KV.layout], RankPlace(Rank(0)))
+    assert [tier.num_places is None for tier in shape.tiers] == [False, True]
     some = keys(range(8))
     movers = [
-        tier_movers(each, Place(Rank(number), 2, 2, replicates=True))
+        tier_movers(each, RankPlace(Rank(number), 2, 2, replicates=True))
         for number, each in enumerate(two)
     ]
     slots = as_slots(range(8))
@@ -130,4 +131,4 @@ def test_ranks_over_one_host_memory_split_a_tier_by_key(two: list[RankMemory]) -
 
 
 def test_a_rank_alone_moves_everything_itself(two: list[RankMemory]) -> None:
-    assert tier_movers(two[0], Place(Rank(0))) is two[0].tiers
+    assert tier_movers(two[0], RankPlace(Rank(0))) is two[0].tiers

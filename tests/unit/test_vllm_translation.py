@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.cache import reach
-from kvferry.connectors.vllm.blocks import VllmBlocks, next_to_go, table_of
-from kvferry.connectors.vllm.logs import Guard
-from kvferry.connectors.vllm.requests import Naming, RequestKeys, Tracked
-from kvferry.connectors.vllm.translate import place_of, support_of
+from kvferry.connectors.common.guard import Guard
+from kvferry.connectors.common.session import RequestState
+from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys, VllmEngine
+from kvferry.connectors.vllm.setup import place_of, support_of
 from kvferry.core.identity import Namespace, adopt
 from kvferry.core.keys import Keys
 from kvferry.scheduler.transfers import NO_BLOCK
@@ -94,7 +94,7 @@ def test_how_a_failed_load_is_told():
 
 def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
-    chain = RequestKeys(request, Naming(NAMESPACE))
+    chain = RequestKeys(request, EndedKeys(NAMESPACE))
     assert chain.keys() == adopt(NAMESPACE, [b"a", b"b"])
     request.block_hashes.append(b"c")
     assert chain.keys() == adopt(NAMESPACE, [b"a", b"b", b"c"])
@@ -110,11 +110,11 @@ def hashes_of(*tokens):
     return [bytes(tokens[: at + 1]).ljust(32, b"-") for at in range(len(tokens))]
 
 
-def turn(naming, *tokens, past=0, computed=None):
+def turn(ended_keys, *tokens, past=0, computed=None):
     """A request of one token a block, named and ended."""
     computed = 16 * (len(tokens) if computed is None else computed)
     request = SimpleNamespace(block_hashes=hashes_of(*tokens), num_computed_tokens=computed)
-    chain = RequestKeys(request, naming)
+    chain = RequestKeys(request, ended_keys)
     chain.num_past = past
     return chain
 
@@ -126,46 +126,48 @@ def test_who_goes_on_with_one_that_has_ended_takes_up_its_keys(monkeypatch):
         named.append(len(hashes))
         return adopt(namespace, hashes)
 
-    monkeypatch.setattr("kvferry.connectors.vllm.requests.adopt", counted)
-    naming = Naming(NAMESPACE)
-    first = turn(naming, 1, 2, 3, 4, computed=3)  # of the last block not every token is computed
+    monkeypatch.setattr("kvferry.connectors.vllm.engine.adopt", counted)
+    ended_keys = EndedKeys(NAMESPACE)
+    first = turn(
+        ended_keys, 1, 2, 3, 4, computed=3
+    )  # of the last block not every token is computed
     first.end(())
     first.keys()
-    second = turn(naming, 1, 2, 3, 7, 8, past=3)
+    second = turn(ended_keys, 1, 2, 3, 7, 8, past=3)
     assert second.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 7, 8))
     assert named == [4, 2]
     second.request.block_hashes.append(hashes_of(1, 2, 3, 7, 8, 9)[-1])
     assert second.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 7, 8, 9))
     assert named == [4, 2, 1]
-    another = turn(naming, 1, 2, 3, 5, past=3)  # what one has taken up is not remembered twice
+    another = turn(ended_keys, 1, 2, 3, 5, past=3)  # what one has taken up is not remembered twice
     assert another.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 5))
     assert named[-1] == 4
 
 
 def test_keys_are_taken_up_only_where_the_hash_and_the_place_are_the_same():
-    naming = Naming(NAMESPACE)
+    ended_keys = EndedKeys(NAMESPACE)
     for tokens, past in (((5, 2, 3, 4), 3), ((1, 2, 3, 4), 2), ((1, 2, 3), 9), ((1, 2, 3), 0)):
-        ended = turn(naming, 1, 2, 3)
+        ended = turn(ended_keys, 1, 2, 3)
         ended.end(())
         ended.keys()
-        assert turn(naming, *tokens, past=past).keys() == adopt(NAMESPACE, hashes_of(*tokens))
-    same_hash = turn(naming, 9, 9, 9)
+        assert turn(ended_keys, *tokens, past=past).keys() == adopt(NAMESPACE, hashes_of(*tokens))
+    same_hash = turn(ended_keys, 9, 9, 9)
     same_hash.request.block_hashes[1] = hashes_of(1, 2, 3)[-1]  # not chained: at another place
     same_hash.num_past = 2
     assert same_hash.keys() == adopt(NAMESPACE, same_hash.request.block_hashes)
 
 
 def test_the_keys_of_requests_that_ended_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvferry.connectors.vllm.requests._MOST_KEYS", 8)
-    naming = Naming(NAMESPACE)
+    monkeypatch.setattr("kvferry.connectors.vllm.engine._MAX_KEYS", 8)
+    ended_keys = EndedKeys(NAMESPACE)
     for token in range(9):
-        ended = turn(naming, token, 2, 3)
+        ended = turn(ended_keys, token, 2, 3)
         ended.end(())
         ended.keys()
         ended.keys()  # once is enough
-    assert naming._num_keys == 6 == sum(map(len, naming._ended.values()))
-    assert naming.take(hashes_of(6, 2, 3)[-1]) is None
-    assert naming.take(hashes_of(8, 2, 3)[-1]) == adopt(NAMESPACE, hashes_of(8, 2, 3))
+    assert ended_keys._num_keys == 6 == sum(map(len, ended_keys._ended.values()))
+    assert ended_keys.take(hashes_of(6, 2, 3)[-1]) is None
+    assert ended_keys.take(hashes_of(8, 2, 3)[-1]) == adopt(NAMESPACE, hashes_of(8, 2, 3))
 
 
 class FakePool:
@@ -203,24 +205,20 @@ class FakePool:
         return found or None
 
 
-def head_of(pool):
-    return VllmBlocks((), pool).queue_head
-
-
 def ferried(request):
     """What our scheduler has of a request, as far as blocks are asked for."""
-    return SimpleNamespace(chain=RequestKeys(request, Naming(NAMESPACE)))
+    return SimpleNamespace(chain=RequestKeys(request, EndedKeys(NAMESPACE)))
 
 
 def test_holds_are_counted_per_mention():
     pool = FakePool()
-    holds = VllmBlocks((), pool)
+    holds = VllmEngine((), NAMESPACE, pool)
     holds.hold([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
     assert [block.ref_cnt for block in pool.blocks[:4]] == [0, 1, 2, 0]
-    holds.drop([DeviceBlocks(0, as_slots([1, 2]))])
+    holds.release([DeviceBlocks(0, as_slots([1, 2]))])
     assert pool.freed == [2, 1]
     assert holds.num_held == 1
-    holds.drop_all()
+    holds.release_all()
     assert holds.num_held == 0
     assert not any(block.ref_cnt for block in pool.blocks)
 
@@ -228,32 +226,32 @@ def test_holds_are_counted_per_mention():
 @pytest.mark.parametrize("twice", [[3, 3], [3, 4, 3]])
 def test_a_block_that_is_held_twice_is_dropped_twice(twice):
     pool = FakePool()
-    holds = VllmBlocks((), pool)
+    holds = VllmEngine((), NAMESPACE, pool)
     for _ in range(2):
         holds.hold([DeviceBlocks(0, as_slots(twice))])
     for left in (len(twice), 0):
-        holds.drop([DeviceBlocks(0, as_slots(twice))])
+        holds.release([DeviceBlocks(0, as_slots(twice))])
         assert holds.num_held == left
     assert not any(block.ref_cnt for block in pool.blocks)
 
 
 def test_holds_know_which_blocks_only_they_keep():
     pool = FakePool()
-    holds = VllmBlocks((), pool)
+    holds = VllmEngine((), NAMESPACE, pool)
     assert not holds.keeps_free_blocks
     pool.blocks[1].ref_cnt = pool.blocks[2].ref_cnt = 1  # a request's own
     holds.hold([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
     assert not holds.keeps_free_blocks
     pool.free_blocks([pool.blocks[2]])
     assert holds.keeps_free_blocks
-    holds.drop([DeviceBlocks(0, as_slots([2])), DeviceBlocks(1, as_slots([2]))])
+    holds.release([DeviceBlocks(0, as_slots([2])), DeviceBlocks(1, as_slots([2]))])
     assert not holds.keeps_free_blocks
 
 
 def test_evictions_are_seen_before_they_come():
     """Seen red with a look at the queue's head alone, and with its end mark taken for a block."""
     pool = FakePool(num_blocks=41)  # an eighth: five
-    holds = VllmBlocks((), pool)
+    holds = VllmEngine((), NAMESPACE, pool)
     assert not holds.evicts
     pool.blocks[6].block_hash = b"far"
     holds.begin_step()
@@ -273,25 +271,28 @@ def test_the_free_queue_is_offered_soonest_first():
     pool = FakePool()
     for number, group in [(1, 0), (2, 1), (4, 0), (6, 0)]:
         pool.blocks[number].block_hash = b"hash%d" % number + group.to_bytes(4, "big")
-    offers = {group: (keys, ids) for group, keys, ids in next_to_go(head_of(pool), 5, NAMESPACE)}
+    offered = VllmEngine((), NAMESPACE, pool).next_evicted
+    offers = {group: (keys, ids) for group, keys, ids in offered(5)}
     assert offers[0] == (adopt(NAMESPACE, [b"hash1", b"hash4"]), [1, 4])
     assert offers[1] == (adopt(NAMESPACE, [b"hash2"]), [2])
-    assert list(next_to_go(head_of(pool), 0, NAMESPACE)) == []
-    assert sum(len(ids) for _, _, ids in next_to_go(head_of(pool), 100, NAMESPACE)) == 4
+    assert list(offered(0)) == []
+    assert sum(len(ids) for _, _, ids in offered(100)) == 4
 
 
 def test_tables_by_the_manager_or_by_content():
     groups = (reach.FullAttention(16), reach.SlidingWindow(32, window=32))
     request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d"])
     manager = SimpleNamespace(get_block_ids=lambda name: ([3, 5, 4, 6], [0, 7]))
-    full, window = VllmBlocks(groups, FakePool(), manager).tables(ferried(request), 64, 0)
+    full, window = VllmEngine(groups, NAMESPACE, FakePool(), manager).tables(
+        ferried(request), 64, 0
+    )
     assert list(full) == [3, 5, 4, 6]
     assert list(window) == [NO_BLOCK, 7]
     pool = FakePool()
     for number, name in [(3, b"a"), (5, b"b"), (6, b"d")]:
         pool.blocks[number].block_hash = name + bytes(4)
     pool.blocks[7].block_hash = b"d" + (1).to_bytes(4, "big")
-    full, window = VllmBlocks(groups, pool).tables(ferried(request), 64, 16)
+    full, window = VllmEngine(groups, NAMESPACE, pool).tables(ferried(request), 64, 16)
     assert list(full) == [NO_BLOCK, 5, NO_BLOCK, 6]
     assert list(window) == [NO_BLOCK, 7]
 
@@ -304,7 +305,7 @@ def test_states_are_found_by_content_alone():
     for number, name in [(1, b"a"), (2, b"c")]:
         pool.blocks[number].block_hash = name + (1).to_bytes(4, "big")
     groups = (reach.FullAttention(16), reach.RecurrentState(16))
-    full, states = VllmBlocks(groups, pool, manager).tables(ferried(request), 64, 0)
+    full, states = VllmEngine(groups, NAMESPACE, pool, manager).tables(ferried(request), 64, 0)
     assert list(full) == [3, 5, 4, 6]
     assert list(states) == [1, NO_BLOCK, 2, NO_BLOCK]
 
@@ -316,7 +317,7 @@ def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone(
     for number, name in [(1, b"c"), (3, b"a"), (5, b"another's"), (4, b"c")]:
         pool.blocks[number].block_hash = name + bytes(4)
     pool.blocks[2].block_hash = b"b" + (1).to_bytes(4, "big")  # another group's
-    blocks, ended = VllmBlocks((reach.FullAttention(16),), pool), ferried(request)
+    blocks, ended = VllmEngine((reach.FullAttention(16),), NAMESPACE, pool), ferried(request)
     (unknown,) = blocks.remains(ended, 80, 0)
     assert list(unknown) == [3, NO_BLOCK, 1, NO_BLOCK, NO_BLOCK]
     blocks.remember(ended, ([3, 2, 4, 5],))
@@ -327,9 +328,10 @@ def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone(
 
 
 def test_tables_are_cut_and_filled():
-    assert list(table_of([0, 3, 4], 2)) == [NO_BLOCK, 3]
-    assert list(table_of([3], 3)) == [3, NO_BLOCK, NO_BLOCK]
-    assert list(table_of([0, 2])) == [NO_BLOCK, 2]
+    table = VllmEngine((), NAMESPACE, FakePool()).table
+    assert list(table([0, 3, 4], 2)) == [NO_BLOCK, 3]
+    assert list(table([3], 3)) == [3, NO_BLOCK, NO_BLOCK]
+    assert list(table([0, 2])) == [NO_BLOCK, 2]
 
 
 def test_prefill_is_timed_once_and_only_if_computed_here():
@@ -341,7 +343,7 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
         num_prompt_tokens=100,
         block_hashes=[],
     )
-    tracked = Tracked(request, ferried(request))
+    tracked = RequestState(request, ferried(request))
     assert tracked.time_prefill() is None
     assert tracked.time_prefill() is None
     request.num_output_tokens = 1
@@ -351,14 +353,14 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
     assert num_tokens == 68
     assert seconds >= 0
     assert tracked.time_prefill() is None
-    resumed = Tracked(request, ferried(request))
+    resumed = RequestState(request, ferried(request))
     assert resumed.time_prefill() is None
     assert resumed.time_prefill() is None
 
 
 def test_a_guard_trips_once_and_stays(caplog):
     guard = Guard("test")
-    with caplog.at_level(logging.ERROR, "kvferry.connectors.vllm.logs"):
+    with caplog.at_level(logging.ERROR, "kvferry.connectors.common.guard"):
         guard.trip("hook", RuntimeError("a mistake"))
         guard.trip("hook", RuntimeError("another"))
     assert guard.reason == "hook: RuntimeError: a mistake"
@@ -366,7 +368,9 @@ def test_a_guard_trips_once_and_stays(caplog):
 
 
 def test_an_empty_chain_has_no_keys():
-    assert RequestKeys(SimpleNamespace(block_hashes=[]), Naming(NAMESPACE)).keys() == Keys.empty()
+    assert (
+        RequestKeys(SimpleNamespace(block_hashes=[]), EndedKeys(NAMESPACE)).keys() == Keys.empty()
+    )
 
 
 def parallel_config(tensor=1, pipeline=1, rank=0, **more):

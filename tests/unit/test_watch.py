@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 
-from kvferry.connectors.vllm.reports import SEPARATOR, idle_figures
+from kvferry.connectors.common.reports import SEPARATOR, idle_figures
 from kvferry.errors import InputError, UnreachableError
 from kvferry.telemetry.catalog import INFO
 from kvferry.telemetry.http import HttpServer

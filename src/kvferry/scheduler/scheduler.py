@@ -792,6 +792,11 @@ class Scheduler:
         self._parts.tell_owing()
         return self._parts.journal.request_ids()
 
+    @property
+    def load_bandwidth(self) -> float | None:
+        """Bytes per second of loads to the device, as measured; None while unknown."""
+        return self._parts.hits.worth.bandwidth
+
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
         self._parts.tell_owing()

@@ -18,7 +18,7 @@ from kvferry.hints import Hints, read_seconds
 from kvferry.scheduler.control import Acted, Control
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Orders, Reply
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import CONTENT_TYPE, Source, exposition, requests_of
 from kvferry.types import KEY_BYTES, RequestId
 
@@ -30,7 +30,7 @@ _WELCOME = """kvferry
 
 
 class Endpoint(Closing):
-    """Serves what a source knows, and lets orders through its door. Owns its server and no more."""
+    """Serves what a source knows, and passes orders to the control API. Owns its server."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Endpoint(Closing):
         *,
         host: str = LOOPBACK,
         port: int = DEFAULT_PORT,
-        door: Orders | None = None,
+        control: Orders | None = None,
     ) -> None:
-        """``port`` 0 takes any that is free; ``url`` says which. A ``door`` takes orders."""
+        """``port`` 0 takes any that is free; ``url`` says which. ``control`` takes orders."""
         self._source = source
-        self._door = door
-        self._server = HttpServer(self._answer, host=host, port=port, orders=door)
+        self._control = control
+        self._server = HttpServer(self._answer, host=host, port=port, orders=control)
 
     @property
     def url(self) -> str:
@@ -73,8 +73,8 @@ class Endpoint(Closing):
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
-        if self._door is not None:
-            self._door.close()
+        if self._control is not None:
+            self._control.close()
         self._server.close()
 
 
@@ -112,20 +112,20 @@ class NamedChains:
     request_ids: list[RequestId] | None = None
 
 
-class ControlDoor:
+class ControlApi:
     """Reads orders and has them carried out. Owns the token; what is done is the scheduler's."""
 
     def __init__(
         self,
         control: Control,
-        inbox: Inbox,
+        mailbox: Mailbox,
         token: str,
         *,
         keys_of_tokens: KeysOfTokens,
         local_only: bool,
     ) -> None:
         self._control = control
-        self._inbox = inbox
+        self._mailbox = mailbox
         self._token = token.encode()
         self._keys_of_tokens = keys_of_tokens
         self._local_only = local_only
@@ -147,7 +147,7 @@ class ControlDoor:
         """Do it, and say what was done; what cannot be is refused, and nothing is done."""
         try:
             work = self._read(path[-1], body)
-            done = self._inbox.order(work)
+            done = self._mailbox.order(work)
         except (InputError, ConfigError) as error:
             return _no(HTTPStatus.BAD_REQUEST, str(error))
         except LookupError as error:
@@ -158,7 +158,7 @@ class ControlDoor:
 
     def close(self) -> None:
         """Who waits for the engine is told that it will not come."""
-        self._inbox.abandon("the engine closes")
+        self._mailbox.abandon("the engine closes")
 
     def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
         """All that can be done before the engine's turn."""

@@ -79,7 +79,7 @@ class _Question:
         return True
 
 
-class Inbox:
+class Mailbox:
     """Takes questions from any thread; the engine's own thread answers them as it comes by.
 
     Who asks what others already wait for shares their answer, so it is worked out once. A step

@@ -16,7 +16,7 @@ from kvferry.errors import InputError
 from kvferry.scheduler.journal import Copy, Entry, Explanation, Reason
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric, catalog, why_path
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.stats import Distribution, SchedulerStats
 from kvferry.types import HOST, RequestId
 
@@ -332,12 +332,12 @@ class AskedScheduler(Protocol):
 
 
 class Source:
-    """Asks a scheduler through its inbox. Owns neither; safe to call from any thread."""
+    """Asks a scheduler through its mailbox. Owns neither; safe to call from any thread."""
 
     def __init__(
         self,
         scheduler: AskedScheduler,
-        inbox: Inbox,
+        mailbox: Mailbox,
         *,
         slot_bytes: Mapping[str, int] | None = None,
         pinned_bytes: Callable[[], int | None] = lambda: None,
@@ -345,14 +345,14 @@ class Source:
         disks: Callable[[], Mapping[str, DiskFigures]] = dict,
     ) -> None:
         self._scheduler = scheduler
-        self._inbox = inbox
+        self._mailbox = mailbox
         self._slot_bytes = dict(slot_bytes or {})
         self._pinned_bytes = pinned_bytes
         self._why_path = why_path
         self._disks = disks
 
     def snapshot(self) -> Snapshot:
-        stats = self._inbox.ask(self._scheduler.stats)
+        stats = self._mailbox.ask(self._scheduler.stats)
         return Snapshot(
             stats,
             installed_version(),
@@ -369,11 +369,11 @@ class Source:
         names the rest.
         """
         ids = [request_id]
-        entry = self._inbox.ask(self._entry, request_id)
+        entry = self._mailbox.ask(self._entry, request_id)
         if entry is None:
-            every = self._inbox.ask(self._scheduler.recent)
+            every = self._mailbox.ask(self._scheduler.recent)
             ids = [found for found in reversed(every) if is_of_client(request_id, found)]
-            entry = self._inbox.ask(self._entry, ids[0]) if ids else None
+            entry = self._mailbox.ask(self._entry, ids[0]) if ids else None
         if entry is None:
             return None
         return {**plain(ids[0], entry, self._why_path), "others": ids[1:]}
@@ -387,12 +387,12 @@ class Source:
                 "asked_tokens": why.asked_tokens if why is not None else None,
                 "host_tokens": why.host_tokens if why is not None else None,
             }
-            for request_id, why in self._inbox.ask(self._latest, most)
+            for request_id, why in self._mailbox.ask(self._latest, most)
         ]
 
     def away(self) -> dict[str, str]:
         """The tiers that cannot be used now, and why."""
-        ailments = self._inbox.ask(self._scheduler.stats).ailments
+        ailments = self._mailbox.ask(self._scheduler.stats).ailments
         return {tier: ailment for tier, ailment in ailments.items() if ailment}
 
     # Run on the engine's thread, so they pick up facts and leave all else to whoever asked.

@@ -154,7 +154,7 @@ class Engine:
 
     @property
     def side(self) -> Any:
-        return self.connector._scheduler
+        return self.connector._session
 
     @property
     def worker(self) -> Any:
@@ -177,8 +177,8 @@ class Engine:
         self.settle()
         side, pool = self.side, self.scheduler.kv_cache_manager.block_pool
         assert side.guard.reason == ""
-        assert side.serving.blocks.num_held == 0
-        assert not side.serving._tracked
+        assert side.serving.engine.num_held == 0
+        assert not side.serving._requests
         side.serving.scheduler.check_integrity()
         assert side.serving.scheduler.pool.num_leases == 0
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is nobody's
@@ -239,7 +239,8 @@ class Tamper:
 @contextlib.contextmanager
 def tampering(monkeypatch: Any, **how: Any) -> Iterator[list[Tamper]]:
     """Engines made inside get tampered copies; yields the tampers, one per rank."""
-    from kvferry.connectors.vllm import ranks, worker_side
+    from kvferry.connectors.common import ranks
+    from kvferry.connectors.common import worker as worker_side
 
     real = ranks.open_rank
     made: list[Tamper] = []

@@ -150,13 +150,13 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
     assert engine.generate(prompts) == expected
     engine.forget_device()
     assert engine.generate(prompts) == expected
-    first, second = [part._scheduler for part in engine.connector._connectors]
+    first, second = [part._session for part in engine.connector._connectors]
     assert first.serving.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
     assert second.serving.scheduler.stats().hit_tokens == 0
     engine.settle()
     for side in (first, second):
         assert side.guard.reason == ""
-        assert side.serving.blocks.num_held == 0
+        assert side.serving.engine.num_held == 0
         assert side.serving.scheduler.pool.num_leases == 0
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connectors.vllm import register, translate
+from kvferry.connectors.vllm import register
+from kvferry.connectors.vllm import setup as translate
 from kvferry.connectors.vllm.connector import KvferryConnector
 
 HAS_LAYOUTS = util.find_spec("vllm.v1.kv_cache_layout") is not None

@@ -60,7 +60,7 @@ def test_a_request_aborted_while_its_blocks_are_stored(start, expect, llama, mon
     names = [engine.add(prompt) for prompt in prompts]
     for _ in range(3):
         engine.step()
-    assert engine.side.serving.blocks.num_held > 0
+    assert engine.side.serving.engine.num_held > 0
     engine.abort(names[0])
     assert engine.run()[names[1]] == expected[1]
     assert not engine.llm.reset_prefix_cache(), "stores in flight must keep their blocks"
@@ -144,7 +144,7 @@ def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, l
     engine.generate([first], max_tokens=1)
     while engine.side.serving.scheduler.rests:
         engine.step()
-    assert engine.side.serving.blocks.num_held == 6  # of 14, and the next needs 7, then 9
+    assert engine.side.serving.engine.num_held == 6  # of 14, and the next needs 7, then 9
     name = engine.add(second, 60)
     for _ in range(80):
         assert not engine.step()
@@ -184,7 +184,7 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     for _ in range(5):
         engine.generate([[1, 2, 3]])
     assert engine.side.serving is None
-    assert engine.side.former.blocks.num_held == 0
+    assert engine.side.former.engine.num_held == 0
     assert engine.llm.reset_prefix_cache()
     assert engine.generate(prompts) == expected
 
@@ -206,7 +206,7 @@ def test_a_mistake_while_copies_are_polled_leaves_nobody_waiting(start, expect, 
 
 
 def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, monkeypatch):
-    from kvferry.connectors.vllm import worker_side
+    from kvferry.connectors.vllm import connector
     from kvferry.errors import LayoutError
 
     prompts = make_prompts(26, 200)
@@ -215,7 +215,7 @@ def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, mon
     def refuse(*args):
         raise LayoutError("strange tensors")
 
-    monkeypatch.setattr(worker_side, "layouts_of", refuse)
+    monkeypatch.setattr(connector, "kv_cache_of", refuse)
     engine = start(llama, ferry=FERRY)
     assert engine.generate(prompts) == expected
     assert "strange tensors" in engine.side.refusal

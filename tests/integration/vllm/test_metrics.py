@@ -17,9 +17,10 @@ from prometheus_client.registry import CollectorRegistry
 from tests.fakes.ports import free_port
 from tests.integration.vllm.engine import make_prompts
 
-from kvferry.connectors.vllm import ranks, worker_side
+from kvferry.connectors.common import ranks
+from kvferry.connectors.common import worker as worker_side
+from kvferry.connectors.common.reports import EXPORTED, Figures, add, between, figures, values_of
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
-from kvferry.connectors.vllm.reports import EXPORTED, Figures, add, between, figures, values_of
 from kvferry.telemetry.catalog import MetricKind
 from kvferry.telemetry.collector import FerryCollector
 from kvferry.telemetry.source import Snapshot, installed_version
@@ -125,7 +126,7 @@ def test_both_endpoints_say_the_same(start, llama):
 def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeypatch):
     engine = start(llama, ferry=FERRY)
     reports, told = engine.side.serving.reports, []
-    monkeypatch.setattr("kvferry.connectors.vllm.reports._STATS_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.connectors.common.reports._STATS_SECONDS", 0.0)
     real = reports.take_stats
 
     def take_stats(**now: Any) -> Figures | None:

@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 import pytest
+from tests.fakes.overlap import overlap_every_load
 from tests.integration.vllm import asynchronous
 from tests.integration.vllm.engine import Engine, make_prompts, tampering
 from tests.integration.vllm.reference import in_a_process
 
-from kvferry.connectors.vllm.overlap import LandingLoads
+from kvferry.connectors.common.overlap import LayerwiseLoads
 from kvferry.transfer.engine.cpu import CpuEngine, _BlockViews
 
 FERRY = {
@@ -21,13 +22,18 @@ FERRY = {
     "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
-    "overlap_loads": "always",
+    "overlap_loads": "auto",
 }
 PART_SECONDS = 0.03
 """How long each part of a load takes here: long after its request has begun to run."""
 
 LATE_SECONDS = 0.3
 """The same where a test must see what is read too early, also on a machine that is busy."""
+
+
+@pytest.fixture(autouse=True)
+def every_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap_every_load(monkeypatch)
 
 
 @pytest.fixture
@@ -55,19 +61,19 @@ def _slow_down(monkeypatch: Any, seconds: float = PART_SECONDS) -> None:
 def told_early(engine: Engine, monkeypatch: Any) -> list[str]:
     """The requests that vLLM is told of before their loads have landed."""
     told: list[str] = []
-    real = LandingLoads.told
+    real = LayerwiseLoads.tell
 
     def noted(self: Any, load: Any) -> None:
         told.append(load.request_id)
         real(self, load)
 
-    monkeypatch.setattr(LandingLoads, "told", noted)
+    monkeypatch.setattr(LayerwiseLoads, "tell", noted)
     return told
 
 
 def poison(engine: Engine) -> None:
     """Whoever reads a block before its load lands finds this."""
-    for tensor in engine.worker._kv_caches.values():
+    for tensor in engine.worker._cache.tensors.values():
         tensor.fill_(7.0)
 
 
@@ -82,7 +88,7 @@ def test_a_prompt_comes_back_while_it_is_computed(start, expect, llama, slow_par
         poison(engine)
         assert engine.generate(prompts) == expected
     assert told
-    assert engine.stats.overlaps["always"] > 0
+    assert engine.stats.overlaps["alone"] > 0
     engine.check_idle()
 
 
@@ -142,7 +148,7 @@ def test_others_go_on_though_it_is_aborted_in_mid_flight(
             engine.step()
         for name in names:
             engine.abort(name)
-        assert engine.side.serving.blocks.num_held > 0
+        assert engine.side.serving.engine.num_held > 0
         assert engine.generate(others) == expected
     engine.check_idle()
 
@@ -176,6 +182,7 @@ def asynchronously(model, prompts):
     fails = lambda transfer: transfer.dst == "device" and next(count) % 3 == 0  # noqa: E731
     with pytest.MonkeyPatch.context() as monkeypatch:
         _slow_down(monkeypatch)
+        overlap_every_load(monkeypatch)
         with tampering(monkeypatch, fails=fails) as tampers:
             engine = Engine(model, ferry=FERRY, async_scheduling=True)
         assert asynchronous.is_asynchronous(engine)

@@ -84,7 +84,7 @@ pytestmark = pytest.mark.timeout(600)
 # vLLM tells of equal ranks for latent attention only, which on a CPU has no prefix cache. One KV
 # head on two ranks is the same case: this says so in every process.
 EQUAL_RANKS = """
-from kvferry.connectors.vllm import translate
+from kvferry.connectors.vllm import setup as translate
 translate._num_replicas = lambda *configs: 2
 """
 

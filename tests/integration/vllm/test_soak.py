@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 import pytest
+from tests.fakes.overlap import overlap_every_load
 from tests.integration.vllm.engine import make_prompts, tampering
 
 from kvferry.transfer.engine.cpu import _BlockViews
@@ -39,12 +40,14 @@ def conversations(expect, model, count):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "overlap"), [("llama", "off"), ("llama", "always"), ("gemma_hits", "off")]
+    ("kind", "overlap"), [("llama", "off"), ("llama", "auto"), ("gemma_hits", "off")]
 )
 def test_no_wrong_token(start, expect, request, monkeypatch, kind, overlap):
-    """With ``always`` requests run while their loads land, at any pace."""
+    """With ``auto`` all requests run while their loads land, at any pace."""
     model = request.getfixturevalue(kind)
     chooser = random.Random(74)
+    if overlap == "auto":
+        overlap_every_load(monkeypatch)
     real_load = _BlockViews.load
 
     def at_any_pace(views, transfer, host, start=0):
@@ -90,7 +93,7 @@ def test_no_wrong_token(start, expect, request, monkeypatch, kind, overlap):
     seen["loaded"] = engine.loaded_blocks
     seen["failed"] = tampers[0].num_failed
     seen["evicted"] = engine.stats.pool.evicted
-    seen["overlapped"] = engine.stats.overlaps.get("always", 0)
+    seen["overlapped"] = engine.stats.overlaps.get("alone", 0)
     print(dict(seen))
     assert all(seen[what] for what in ("right", "aborted", "loaded", "failed", "evicted"))
     assert seen["preempted"] or kind != "llama"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.fakes.vllm_parts import STAND_INS, VllmParts, vllms_own
 
-from kvferry.connectors.vllm.messages import StepReceipts
+from kvferry.connectors.common.messages import StepReceipts
 from kvferry.connectors.vllm.versions import NEWEST
 from kvferry.types import Outcome, Rank, Receipt, TransferId
 

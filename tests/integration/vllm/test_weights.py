@@ -10,7 +10,8 @@ from tests.integration.vllm import models
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts
 from tests.integration.vllm.server import Server
 
-from kvferry.connectors.vllm.weights import Freshness, Weights, weights_of_caller
+from kvferry.connectors.common.weights import Freshness, Weights
+from kvferry.connectors.vllm.control import weights_of_caller
 
 # A machine under load must not turn into failed copies.
 FERRY = {

@@ -18,16 +18,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connectors.vllm import translate
-from kvferry.connectors.vllm.logs import speak_as_vllm
-from kvferry.connectors.vllm.messages import RankShape, StepOrders, StepReceipts
+from kvferry.connectors.common.guard import log_like
+from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceipts
+from kvferry.connectors.common.session import SchedulerSession
+from kvferry.connectors.common.worker import WorkerSession
+from kvferry.connectors.vllm import setup
+from kvferry.connectors.vllm.control import weights_of_caller
+from kvferry.connectors.vllm.engine import VllmEngine, step_of
+from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
-from kvferry.connectors.vllm.scheduler_side import SchedulerSide
-from kvferry.connectors.vllm.translate import Setup
 from kvferry.connectors.vllm.versions import require_fit
-from kvferry.connectors.vllm.worker_side import WorkerSide
 
-# Our messages are plain data; vLLM asks whether they are of its own kinds.
+# The messages are plain data; vLLM asks whether they are of its own kinds.
 KVConnectorMetadata.register(StepOrders)
 KVConnectorHandshakeMetadata.register(RankShape)
 KVConnectorWorkerMetadata.register(StepReceipts)
@@ -35,11 +37,11 @@ KVConnectorWorkerMetadata.register(StepReceipts)
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
 
-_NOBODY = (None, None)
+_NONE_FINISHED = (None, None)
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's connector. Owns one of the two sides; decides nothing."""
+    """vLLM's connector: translates its hooks for one of the two sessions. Decides nothing."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         require_fit(vllm.__version__, KvferryConnector)
@@ -47,33 +49,35 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
         # after it has made us.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-        config = translate.config_of(vllm_config)
-        speak_as_vllm(config.log_level)
-        support = translate.support_of(
+        config = setup.config_of(vllm_config)
+        log_like("vllm", config.log_level)
+        support = setup.support_of(
             vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS
         )
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         # One of the two, under a name that needs no question at every hook.
-        self._at_scheduler: SchedulerSide
-        self._at_worker: WorkerSide
-        if role == KVConnectorRole.SCHEDULER:
-            setup = Setup.of(vllm_config, kv_cache_config, config, support)
-            self._at_scheduler = self._scheduler = SchedulerSide(setup)
+        self._session: SchedulerSession
+        self._worker: WorkerSession
+        self._is_scheduler = role == KVConnectorRole.SCHEDULER
+        self._by_request = not support.fails_by_block
+        if self._is_scheduler:
+            facts = setup.setup_of(vllm_config, kv_cache_config, config, support)
+            self._namespace = setup.namespace_of(vllm_config, kv_cache_config, 1)
+            self._session = SchedulerSession(facts)
         else:
-            self._by_request = not support.fails_by_block
-            self._at_worker = self._worker = WorkerSide(
-                place=translate.place_of(vllm_config, kv_cache_config),
+            self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+            self._num_blocks = kv_cache_config.num_blocks
+            self._worker = WorkerSession(
+                place=setup.place_of(vllm_config, kv_cache_config),
                 config=config,
-                groups=translate.layer_names_of(kv_cache_config),
-                num_blocks=kv_cache_config.num_blocks,
-                contents=translate.contents_of(vllm_config, kv_cache_config),
+                contents=setup.contents_of(vllm_config, kv_cache_config),
+                find_weights=weights_of_caller,
+                broadcast=_broadcast,
                 refusal=support.refusal,
             )
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return translate.preferred_layout()
+        return setup.preferred_layout()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -86,122 +90,134 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- in the workers -------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._at_worker.register(kv_caches)
+        self._worker.register(lambda: kv_cache_of(kv_caches, self._groups, self._num_blocks))
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
-        self._at_worker.register_whole(kv_cache)
+        """One tensor holds all layers of the only group."""
+        self.register_kv_caches({names[0]: kv_cache for names in self._groups})
 
     def get_handshake_metadata(self) -> Any:
-        return self._at_worker.introduce()
+        return self._worker.introduce()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._at_worker.begin(self._get_connector_metadata())
+        self._worker.begin(self._get_connector_metadata())
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         """Before a step; loads themselves may be started after its forward."""
         super().bind_connector_metadata(connector_metadata)
-        early = self._at_worker.early
-        if early is not None and connector_metadata.computes:
-            early.begin_forward(_mode_of_step())
+        layerwise = self._worker.layerwise
+        if layerwise is not None and connector_metadata.computes:
+            layerwise.begin_forward(_mode_of_step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request runs when its blocks are there, or will be before their layer is computed."""
-        early = self._at_worker.early
-        if early is not None and early.listens:
-            early.before_layer(layer_name)
+        layerwise = self._worker.layerwise
+        if layerwise is not None and layerwise.listens:
+            layerwise.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Blocks are stored whole, after the forward; but here ends a layer."""
-        early = self._at_worker.early
-        if early is not None and early.listens:
-            early.after_layer(layer_name)
+        layerwise = self._worker.layerwise
+        if layerwise is not None and layerwise.listens:
+            layerwise.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._at_worker.after_forward()
+        self._worker.after_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        worker = self._at_worker
-        if not (worker.is_busy or worker.told.arrived):
-            return _NOBODY  # as in most steps, and there are many
+        worker = self._worker
+        if not (worker.is_busy or worker.finished.arrived):
+            return _NONE_FINISHED  # as in most steps, and there are many
         worker.poll()
-        return None, worker.told.take_arrived() or None
+        return None, worker.finished.take_arrived() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As ``get_finished``, for a vLLM that wants failures in the same answer."""
         results = super().get_transfer_results(finished_req_ids)
-        failed = self._at_worker.told.take_failed()
+        failed = self._worker.finished.take_failed()
         if self._by_request:
             results.failed_recving = failed
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid = self._at_worker.told.take_invalid()
+        finished = self._worker.finished
+        invalid = finished.take_invalid() if finished.invalid else set()
         return invalid if not self._by_request else set()
 
     def build_connector_worker_meta(self) -> Any:
-        return self._at_worker.take_receipts()
+        return self._worker.take_receipts()
 
     # -- in the scheduler -----------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        self._at_scheduler.bind_manager(kv_cache_manager)
+        self._bind(kv_cache_manager.block_pool, kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._at_scheduler.bind_block_pool(gpu_block_pool)
+        self._bind(gpu_block_pool)
+
+    def _bind(self, pool: Any, manager: Any = None) -> None:
+        groups = self._session.setup.groups
+        self._session.bind(lambda: VllmEngine(groups, self._namespace, pool, manager))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._at_scheduler.meet_ranks(list(metadata.values()))
+        self._session.meet_ranks(list(metadata.values()))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._at_scheduler.meet_ranks(list(metadata.values()))
+        self._session.meet_ranks(list(metadata.values()))
 
     def on_new_request(self, request: Any) -> None:
-        self._at_scheduler.expect(request)
+        if not getattr(request, "skip_reading_prefix_cache", False):
+            self._session.expect(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._at_scheduler.match(request, num_computed_tokens)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        found = self._session.match(request, num_computed_tokens)
+        return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._at_scheduler.allocated(request, blocks, num_external_tokens)
+        self._session.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return self._at_scheduler.orders(scheduler_output)
+        return self._session.orders(step_of(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._at_scheduler.take(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReceipts):
+            self._session.take(report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._at_scheduler.finished(request, (block_ids,))
+        self._session.finished(request, (block_ids,))
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._at_scheduler.finished(request, block_ids)
+        self._session.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._at_scheduler.has_work
+        return self._session.has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self._at_scheduler.frees_soon()
+        return self._session.frees_soon()
 
     def reset_cache(self) -> bool | None:
-        return self._at_scheduler.reset()
+        return self._session.reset()
 
     def take_events(self) -> Iterable[Any]:
-        return self._at_scheduler.take_events()
+        return self._session.take_events()
 
     # -- on both sides --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        data = self._scheduler.take_stats() if self._scheduler is not None else None
+        data = self._session.take_stats() if self._is_scheduler else None
         return FerryStats(data=data) if data is not None else None
 
     @classmethod
@@ -219,10 +235,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        (self._session if self._is_scheduler else self._worker).close()
+
+
+def _broadcast(sent: Any) -> Any:
+    """The first rank's object, on every rank of the tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast_object(sent, src=0)
 
 
 def _mode_of_step() -> str:

@@ -1,20 +1,18 @@
-"""Control from outside in vLLM: tokens named as vLLM names blocks, and an idle engine woken."""
+"""What kvferry looks up in vLLM's own process: block hashes, a sleeping engine, the model."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvferry.connectors.vllm.messages import RankShape
+from kvferry.connectors.common.weights import Weights
 from kvferry.core.identity import Namespace, adopt
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.tiers.disk.marking import here_apart, mark_apart
 
-log = logging.getLogger("vllm.kvferry")
+log = logging.getLogger(__name__)
 
 
 def block_hasher(algorithm: str, hash_tokens: int) -> Callable[[list[int], str], list[bytes]]:
@@ -44,15 +42,12 @@ def block_hasher(algorithm: str, hash_tokens: int) -> Callable[[list[int], str],
 
 
 class VllmTokens:
-    """From tokens to keys, as vLLM's own requests have them. Owns nothing of vLLM's.
+    """From tokens to keys, as vLLM's own requests have them; called on any thread."""
 
-    Its hashes are made when they are first wanted, on whatever thread wants them.
-    """
-
-    def __init__(self, namespace: Namespace, algorithm: str, hash_tokens: int) -> None:
+    def __init__(self, namespace: Namespace, algorithm: str) -> None:
+        """``namespace`` is for hash blocks of as many tokens as vLLM's have."""
         self._namespace = namespace
         self._algorithm = algorithm
-        self._hash_tokens = hash_tokens
         self._hashes: Callable[[list[int], str], list[bytes]] | None = None
 
     def __call__(self, tokens: list[int], salt: str) -> Keys:
@@ -60,7 +55,7 @@ class VllmTokens:
             return Keys.empty()
         try:
             if self._hashes is None:
-                self._hashes = block_hasher(self._algorithm, self._hash_tokens)
+                self._hashes = block_hasher(self._algorithm, self._namespace.block_tokens)
             found = self._hashes(tokens, salt)
         except Exception as error:  # another vLLM than those we know
             log.warning("kvferry cannot name blocks by their tokens", exc_info=True)
@@ -71,73 +66,44 @@ class VllmTokens:
         return adopt(self._namespace, found)
 
 
-class EngineBell:
-    """Wakes vLLM's engine loop where it sleeps for want of requests. Owns nothing of vLLM's.
+def find_waker() -> Callable[[], None]:
+    """What wakes vLLM's engine loop where it sleeps for want of requests.
 
-    vLLM steps only while there is work, and asks for that only when a message comes in. So the
-    loop's own message for that is put into its queue. Where there is no such loop (vLLM as a
-    library) nothing is woken: orders wait for the next step.
+    vLLM steps only while there is work, and asks for that only when a message comes in: so the
+    loop's own message for that is put into its queue. Without such a loop (vLLM as a library)
+    orders wait for the next step. Call it on the engine's thread, while vLLM calls us.
     """
+    for caller in _callers():
+        if hasattr(caller, "input_queue") and hasattr(caller, "run_busy_loop"):
+            try:
+                from vllm.v1.engine import EngineCoreRequestType
 
-    def __init__(self) -> None:
-        self._queue: Any = None
-        self._message: Any = None
-
-    def find(self) -> None:
-        """On the engine's thread, while it makes us: who called us has the queue."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            loop: Any = frame.f_locals.get("self")
-            if hasattr(loop, "input_queue") and hasattr(loop, "run_busy_loop"):
-                self._queue = loop.input_queue
-                self._message = _wake_message()
-                return
-            frame = frame.f_back
-
-    def __call__(self) -> None:
-        if self._queue is not None and self._message is not None:
-            self._queue.put_nowait(self._message)
+                queue, message = caller.input_queue, (EngineCoreRequestType.WAKEUP, None)
+            except (ImportError, AttributeError):  # a vLLM without such a message
+                break
+            return lambda: queue.put_nowait(message)
+    return lambda: None
 
 
-def _wake_message() -> Any:
+def weights_of_caller(device: Any) -> Weights | None:
+    """Weights on ``device`` of the model whose runner called us; None if they cannot be found."""
     try:
-        from vllm.v1.engine import EngineCoreRequestType
-
-        return (EngineCoreRequestType.WAKEUP, None)
-    except (ImportError, AttributeError):  # a vLLM without such a message
-        return None
-
-
-# ------------------------------------------------------------------------------------------------
-# A reset that holds whatever happens next: the scheduler's side marks the ranks' stores itself.
-#
-# The ranks hear of a reset with the next step, and a server may be killed before there is one.
-# Stores
-# on this host are marked at once: whoever opens them next forgets first. Of ranks on other hosts
-# the
-# stores are out of reach; but a block counts only if every rank has it, so one rank that has
-# forgotten is enough.
+        for caller in _callers():
+            get_model = getattr(caller, "get_model", None)
+            if callable(get_model):
+                weights = Weights.of_model(get_model(), device)
+                if weights is not None:
+                    return weights
+                break
+        log.warning("kvferry finds no weights to look at; reset its cache after updates")
+    except Exception:
+        log.exception("kvferry cannot look at the model's weights; reset its cache after updates")
+    return None
 
 
-_START_SECONDS = 10.0
-"""Beside what a drive may take: the mark is written by a process that has to start first."""
-
-
-class DiskMarks:
-    """Knows the stores of all ranks, and which of them can be reached from here.
-
-    Asked while the ranks have just opened them: a store that vanishes later is no reason to believe
-    that it never was here.
-    """
-
-    def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
-        stores = [store for shape in shapes for tier in shape.tiers for store in tier.stores]
-        self._timeout = drive_seconds + _START_SECONDS
-        self._here = here_apart(stores, self._timeout) if stores else []
-        self._is_apart = bool(stores) and not self._here
-
-    def write(self) -> str:
-        """Mark them; why what is on disk may still be found after a crash, or nothing."""
-        if self._is_apart:
-            log.warning("no rank's disk can be reached from here: it forgets with the next step")
-        return mark_apart(self._here, self._timeout) if self._here else ""
+def _callers() -> Iterator[Any]:
+    """The objects whose methods called us, the nearest first: vLLM does not introduce them."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]

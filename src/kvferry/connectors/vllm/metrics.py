@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvferry.connectors.vllm import reports as figures
-from kvferry.connectors.vllm.reports import BOUNDS, EXPORTED, SEPARATOR
+from kvferry.connectors.common import reports as figures
+from kvferry.connectors.common.reports import BOUNDS, EXPORTED, SEPARATOR
 from kvferry.telemetry.catalog import IDLE, Metric, MetricKind
 
 PREFIX = "vllm:"

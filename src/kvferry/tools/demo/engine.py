@@ -22,7 +22,7 @@ from kvferry.rank import Contents, tier_setup
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import Ordered
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Tier
@@ -158,7 +158,7 @@ class Offloader(Closing):
             ],
         )
         self.scheduler.watch_requests()
-        self.inbox = Inbox()
+        self.mailbox = Mailbox()
         # Threads start here. Nothing after this line can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
@@ -179,7 +179,7 @@ class Offloader(Closing):
 
     def settle(self) -> Settled:
         """Learn which transfers ended since the last call. Answer questions of other threads."""
-        self.inbox.answer()
+        self.mailbox.answer()
         for change in self.worker.health():
             self.scheduler.note_health(change)
         return self.scheduler.settle(self.worker.poll())
@@ -195,7 +195,7 @@ class Offloader(Closing):
             found = {name: tier.figures() for name, tier in self._tiers.items()}
             return {name: figures for name, figures in found.items() if figures is not None}
 
-        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes, disks=disks)
+        return Source(self.scheduler.onlooker, self.mailbox, slot_bytes=slot_bytes, disks=disks)
 
     def close(self) -> None:
         """Finish the transfers under way, then end both halves. Safe to call twice."""

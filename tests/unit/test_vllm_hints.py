@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import queue
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.fakes.desk import Desk, story
 
-from kvferry.connectors.vllm import control as outside
-from kvferry.connectors.vllm.control import EngineBell, VllmTokens
-from kvferry.connectors.vllm.requests import Naming
-from kvferry.connectors.vllm.translate import hints_of, opened, tenant_of
+from kvferry.connectors.common.hints import read_hints, tenant_of
+from kvferry.connectors.vllm import control
+from kvferry.connectors.vllm.control import VllmTokens, find_waker
+from kvferry.connectors.vllm.engine import _HINTS, VllmEngine
 from kvferry.core.identity import Namespace
 from kvferry.errors import InputError
 from kvferry.hints import NAMES, Hints
 from kvferry.scheduler.request import HintedRequest
 
-NAMING = Naming(Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4))
+NAMESPACE = Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4)
+ENGINE = VllmEngine((), NAMESPACE, SimpleNamespace(hash_block_size=4))
+
+
+def hints_of(params: object) -> tuple[Hints, str]:
+    return read_hints(params, _HINTS)
 
 
 def request(**more: Any) -> SimpleNamespace:
@@ -63,7 +69,7 @@ def test_what_was_read_before_is_known_by_what_it_says_alone():
 def nested(depth: int, kind: type) -> object:
     value: object = 1
     for _ in range(depth):
-        value = {"ended": value} if kind is dict else [value]
+        value = {"over": value} if kind is dict else [value]
     return value
 
 
@@ -90,7 +96,7 @@ def test_parameters_of_any_kind_are_borne(params):
     """Seen red: an AttributeError, for which kvferry was taken out of service."""
     desk = Desk(tenants="*")
     sent = request(kv_transfer_params=params, cache_salt=None)
-    opened(desk.scheduler, sent, NAMING).end()
+    ENGINE.open(desk.scheduler, sent).end()
     hints, words = hints_of(params)
     assert hints == Hints()
     if not isinstance(params, dict):
@@ -110,20 +116,20 @@ def test_a_mistake_of_ours_with_hints_is_the_hints_alone(monkeypatch):
 def test_a_request_without_parameters_is_opened_as_ever():
     scheduler = Desk().scheduler
     for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
-        assert type(opened(scheduler, plain, NAMING)).__name__ == "Request"
-    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}), NAMING)
+        assert type(ENGINE.open(scheduler, plain)).__name__ == "Request"
+    hinted = ENGINE.open(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}))
     assert isinstance(hinted, HintedRequest)
 
 
 def test_a_salt_is_a_tenant_where_tenants_are_told_apart():
     scheduler = Desk(tenants="*").scheduler
-    salted = opened(scheduler, request(kv_transfer_params=None, cache_salt="s"), NAMING)
+    salted = ENGINE.open(scheduler, request(kv_transfer_params=None, cache_salt="s"))
     assert salted.hints == Hints(tenant=tenant_of("s"))
     named = {"kvferry": {"tenant": "search"}}
-    both = opened(scheduler, request(kv_transfer_params=named, cache_salt="s"), NAMING)
+    both = ENGINE.open(scheduler, request(kv_transfer_params=named, cache_salt="s"))
     assert both.hints == Hints(tenant="search")
     assert salted.tenant != both.tenant
-    assert opened(scheduler, request(), NAMING).tenant == 0
+    assert ENGINE.open(scheduler, request()).tenant == 0
 
 
 def test_unheeded_hints_are_explained_once_the_request_is_over():
@@ -143,28 +149,27 @@ class Loop:
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
 
-    def run_busy_loop(self, bell: EngineBell) -> None:
-        bell.find()
+    def run_busy_loop(self) -> Any:
+        return find_waker()
 
 
-def test_the_bell_is_found_and_rung(monkeypatch):
-    monkeypatch.setattr(outside, "_wake_message", lambda: ("wake", None))
-    bell, loop = EngineBell(), Loop()
-    bell()  # found nobody yet: rings for nobody
-    loop.run_busy_loop(bell)
-    bell()
+def test_an_idle_engine_loop_is_found_and_woken(monkeypatch):
+    types = SimpleNamespace(EngineCoreRequestType=SimpleNamespace(WAKEUP="wake"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", types)
+    for name in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    loop = Loop()
+    loop.run_busy_loop()()
     assert loop.input_queue.get_nowait() == ("wake", None)
-    alone = EngineBell()
-    alone.find()
-    alone()
+    find_waker()()  # no loop calls us: nothing is woken
 
 
 def test_tokens_of_an_unknown_vllm_are_refused_in_words(monkeypatch):
     def fails(*_: object) -> Any:
         raise ImportError("no such module")
 
-    monkeypatch.setattr(outside, "block_hasher", fails)
-    tokens = VllmTokens(NAMING.namespace, "sha256", 4)
+    monkeypatch.setattr(control, "block_hasher", fails)
+    tokens = VllmTokens(NAMESPACE, "sha256")
     assert len(tokens([], "")) == 0
     with pytest.raises(InputError, match="cannot be named by tokens"):
         tokens([1, 2, 3, 4], "")

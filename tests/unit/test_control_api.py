@@ -9,14 +9,14 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
-from kvferry.telemetry.endpoint import ControlDoor
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.endpoint import ControlApi
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.tools.cli.control import _tell
 
 FIRST, SECOND, CHAT = numbered([1, 2, 3]), numbered([1, 2, 4]), numbered([7, 8])
 
 
-class AtOnce(Inbox):
+class AtOnce(Mailbox):
     """Carries orders out where they are given."""
 
     def order(self, work, patience=0.0):
@@ -35,7 +35,7 @@ class Asked:
         ):
             self.desk.keep(name, keys, 4 * len(keys))
             self.desk.scheduler.control.remember(name, keys)
-        self.door = ControlDoor(
+        self.door = ControlApi(
             self.desk.scheduler.control,
             AtOnce(),
             "x" * 16,

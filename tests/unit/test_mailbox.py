@@ -1,4 +1,4 @@
-"""The inbox: whoever asks, the engine's thread does little, does it once, and waits for nobody."""
+"""The mailbox: the engine's thread does little, does it once, and never waits for a client."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.journal import Copy, Entry
-from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 
 
 class Askers:
     """Threads that ask and wait. Owns them; their answers come in no particular order."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._asked = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self.answers: list[object] = []
-        put = inbox._put
+        put = mailbox._put
 
         def noted(key: Any) -> Any:
             question = put(key)
             self._asked.release()
             return question
 
-        inbox._put = noted  # type: ignore[method-assign]
+        mailbox._put = noted  # type: ignore[method-assign]
 
     def ask(self, work: Callable[..., object], *args: object) -> None:
         def run() -> None:
-            self.answers.append(self._inbox.ask(work, *args, patience=30))
+            self.answers.append(self._mailbox.ask(work, *args, patience=30))
 
         thread = threading.Thread(target=run)
         self._threads.append(thread)
@@ -46,16 +46,16 @@ class Askers:
             thread.join()
 
 
-def answer_all(inbox: Inbox, askers: Askers) -> None:
+def answer_all(mailbox: Mailbox, askers: Askers) -> None:
     while any(thread.is_alive() for thread in askers._threads):
-        inbox.answer()
+        mailbox.answer()
     askers.join()
 
 
 def test_only_what_waited_at_entry_is_answered():
     """Clients that ask again as soon as they are answered must not keep the engine."""
-    inbox = Inbox(pause=0)
-    askers = Askers(inbox)
+    mailbox = Mailbox(pause=0)
+    askers = Askers(mailbox)
     calls = []
 
     def greedy() -> None:
@@ -64,14 +64,14 @@ def test_only_what_waited_at_entry_is_answered():
             askers.ask(greedy)
 
     askers.ask(greedy)
-    inbox.answer()
+    mailbox.answer()
     assert len(calls) == 1
-    answer_all(inbox, askers)
+    answer_all(mailbox, askers)
 
 
 def test_the_same_question_is_worked_out_once_for_all_who_wait():
-    inbox = Inbox(pause=0)
-    askers = Askers(inbox)
+    mailbox = Mailbox(pause=0)
+    askers = Askers(mailbox)
     calls = []
 
     def snapshot() -> object:
@@ -80,62 +80,62 @@ def test_the_same_question_is_worked_out_once_for_all_who_wait():
 
     for _ in range(8):
         askers.ask(snapshot)
-    inbox.answer()
+    mailbox.answer()
     askers.join()
     assert len(calls) == 1
     assert len(set(askers.answers)) == 1
     askers.ask(snapshot)  # who asks later gets a later answer
-    inbox.answer()
+    mailbox.answer()
     askers.join()
     assert len(calls) == 2
 
 
 def test_one_step_answers_a_few_questions_only():
-    inbox = Inbox(pause=0, most=3)
-    askers = Askers(inbox)
+    mailbox = Mailbox(pause=0, most=3)
+    askers = Askers(mailbox)
     calls: list[object] = []
     for number in range(10):
         askers.ask(calls.append, number)
-    inbox.answer()
+    mailbox.answer()
     assert calls == [0, 1, 2]  # those who waited longest
-    inbox.answer()
+    mailbox.answer()
     assert calls == [0, 1, 2, 3, 4, 5]
-    answer_all(inbox, askers)
+    answer_all(mailbox, askers)
     assert calls == list(range(10))
 
 
 def test_between_two_answers_the_engine_is_left_alone():
     now = [0.0]
-    inbox = Inbox(pause=0.05, clock=lambda: now[0])
-    askers = Askers(inbox)
+    mailbox = Mailbox(pause=0.05, clock=lambda: now[0])
+    askers = Askers(mailbox)
     calls: list[object] = []
     askers.ask(calls.append, "a")
-    inbox.answer()
+    mailbox.answer()
     askers.ask(calls.append, "b")
     for now[0] in (0.01, 0.04):
-        inbox.answer()
+        mailbox.answer()
         assert calls == ["a"]
     now[0] = 0.06
-    inbox.answer()
+    mailbox.answer()
     assert calls == ["a", "b"]
     askers.join()
 
 
 def test_the_engine_does_not_wait_for_those_who_ask():
-    inbox = Inbox(pause=0)
-    askers = Askers(inbox)
+    mailbox = Mailbox(pause=0)
+    askers = Askers(mailbox)
     askers.ask(abs, 1)
-    with inbox._lock:  # somebody is just putting a question down
-        inbox.answer()
+    with mailbox._lock:  # somebody is just putting a question down
+        mailbox.answer()
         assert askers.answers == []
-    inbox.answer()
+    mailbox.answer()
     askers.join()
     assert askers.answers == [1]
 
 
 def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
     """Who looks for itself may find a dictionary changed: then it looks again."""
-    inbox, counts, looks = Inbox(), {"a": 1}, []
+    mailbox, counts, looks = Mailbox(), {"a": 1}, []
 
     def look() -> dict[str, int]:
         looks.append(1)
@@ -146,13 +146,13 @@ def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
                 counts[f"new {len(looks)}"] = 1  # the engine's thread, as it wakes up
         return found
 
-    assert inbox.ask(look, patience=0.001)["a"] == 1
+    assert mailbox.ask(look, patience=0.001)["a"] == 1
     assert len(looks) == 3
 
 
 def test_who_shares_a_look_that_failed_looks_again_too():
     """The one whose patience ended looked, and the engine woke up; the other only waited."""
-    inbox, looks, found = Inbox(), [], []
+    mailbox, looks, found = Mailbox(), [], []
 
     def look() -> str:
         looks.append(1)
@@ -162,7 +162,7 @@ def test_who_shares_a_look_that_failed_looks_again_too():
         return "facts"
 
     def ask(patience: float) -> None:
-        found.append(inbox.ask(look, patience=patience))
+        found.append(mailbox.ask(look, patience=patience))
 
     patient = threading.Thread(target=ask, args=(0.3,))
     patient.start()
@@ -177,48 +177,48 @@ def test_a_look_that_always_fails_is_an_error():
         raise RuntimeError("deque mutated during iteration")
 
     with pytest.raises(RuntimeError, match="mutated"):
-        Inbox().ask(look, patience=0.001)
+        Mailbox().ask(look, patience=0.001)
 
 
 def test_a_question_is_answered_on_the_engines_thread():
-    inbox, where, done = Inbox(), [], threading.Event()
+    mailbox, where, done = Mailbox(), [], threading.Event()
 
     def ask():
-        where.append(inbox.ask(threading.get_ident, patience=30))
+        where.append(mailbox.ask(threading.get_ident, patience=30))
         done.set()
 
     asker = threading.Thread(target=ask)
     asker.start()
     while not done.wait(0.001):
-        inbox.answer()
+        mailbox.answer()
     asker.join()
     assert where == [threading.get_ident()]
 
 
 def test_an_idle_engine_is_not_waited_for():
-    inbox = Inbox()
+    mailbox = Mailbox()
     for number in range(5):
-        assert inbox.ask(partial(abs, -number), patience=0.001) == number
-    assert not inbox._open  # nothing piles up
-    inbox.answer()
+        assert mailbox.ask(partial(abs, -number), patience=0.001) == number
+    assert not mailbox._open  # nothing piles up
+    mailbox.answer()
 
 
 def test_an_error_belongs_to_whoever_asked():
-    inbox = Inbox()
+    mailbox = Mailbox()
     with pytest.raises(ZeroDivisionError):
-        inbox.ask(lambda: 1 // 0, patience=0.001)
+        mailbox.ask(lambda: 1 // 0, patience=0.001)
 
     def bad():
         raise ValueError("no")
 
     def ask():
         with pytest.raises(ValueError, match="no"):
-            inbox.ask(bad, patience=30)
+            mailbox.ask(bad, patience=30)
 
     asker = threading.Thread(target=ask)
     asker.start()
     while asker.is_alive():
-        inbox.answer()  # must not raise here
+        mailbox.answer()  # must not raise here
     asker.join()
 
 
@@ -248,20 +248,20 @@ class FakeScheduler:
 
 def test_the_engines_thread_only_hands_out_facts():
     """What costs time (names, words, text) is the asking thread's own."""
-    inbox, scheduler, words = Inbox(pause=0), FakeScheduler(), []
+    mailbox, scheduler, words = Mailbox(pause=0), FakeScheduler(), []
 
     def why_path(copy: Copy) -> str:
         words.append(threading.get_ident())
         return "because"
 
     # However late the engine comes by: who asks does not look for itself.
-    inbox.ask = partial(inbox.ask, patience=30)  # type: ignore[method-assign]
-    source = Source(scheduler, inbox, why_path=why_path)  # type: ignore[arg-type]
+    mailbox.ask = partial(mailbox.ask, patience=30)  # type: ignore[method-assign]
+    source = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
     told: list[object] = []
     asker = threading.Thread(target=lambda: told.append(source.explain("cmpl-a")))
     asker.start()
     while asker.is_alive():
-        inbox.answer()
+        mailbox.answer()
     asker.join()
     assert told[0]["copies"][0]["why"] == "because"  # type: ignore[index]
     assert set(scheduler.threads) == {threading.get_ident()}
@@ -269,8 +269,8 @@ def test_the_engines_thread_only_hands_out_facts():
 
 
 def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
-    inbox, scheduler = Inbox(), FakeScheduler()
-    inbox.ask = partial(inbox.ask, patience=0.001)  # type: ignore[method-assign]
+    mailbox, scheduler = Mailbox(), FakeScheduler()
+    mailbox.ask = partial(mailbox.ask, patience=0.001)  # type: ignore[method-assign]
     seen = []
 
     def why_path(copy: Copy) -> str:
@@ -278,6 +278,6 @@ def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
         seen.append(copy)
         return ""
 
-    source = Source(scheduler, inbox, why_path=why_path)  # type: ignore[arg-type]
+    source = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
     assert source.explain("cmpl-a-0-8b2677e5") is not None
     assert len(seen) == 1

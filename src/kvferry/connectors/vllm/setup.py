@@ -1,29 +1,21 @@
-"""vLLM's configuration in our words: settings, groups, namespace. Pure functions, read once."""
+"""vLLM's configuration as kvferry's settings, groups, namespace and ranks. Pure functions."""
 
 from __future__ import annotations
 
 import json
-import logging
-import marshal
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from hashlib import blake2b
 from importlib import util
 from typing import Any
 
 from kvferry.cache import reach
 from kvferry.cache.policies.contract import policy_named
 from kvferry.config import Config
-from kvferry.connectors.vllm.logs import Seldom
-from kvferry.connectors.vllm.ranks import Place
-from kvferry.connectors.vllm.requests import Naming, RequestKeys
+from kvferry.connectors.common.contract import SessionSetup
+from kvferry.connectors.common.ranks import RankPlace
+from kvferry.connectors.vllm.control import VllmTokens, find_waker
+from kvferry.connectors.vllm.events import VllmEvents
 from kvferry.core.identity import Namespace
-from kvferry.errors import InputError
-from kvferry.hints import Hints
 from kvferry.rank import Contents
-from kvferry.scheduler.request import Request
-from kvferry.scheduler.scheduler import Scheduler
 from kvferry.types import Rank
 
 
@@ -101,11 +93,8 @@ def _group_of(spec: Any) -> reach.Group | None:
     if kind == "ChunkedLocalAttentionSpec":
         return reach.ChunkedLocal(block_tokens, chunk=int(one.attention_chunk_size))
     # Only where vLLM keeps a state per block, by the block's hash, and writes it once.
-    mode, num_drafts = (
-        getattr(one, "mamba_cache_mode", ""),
-        getattr(one, "num_speculative_blocks", 0),
-    )
-    if kind == "MambaSpec" and mode == "align" and not num_drafts:
+    is_aligned = getattr(one, "mamba_cache_mode", "") == "align"
+    if kind == "MambaSpec" and is_aligned and not getattr(one, "num_speculative_blocks", 0):
         return reach.RecurrentState(block_tokens)
     return None
 
@@ -131,29 +120,6 @@ def preferred_layout() -> str | None:
     capability = current_platform.get_device_capability()
     # Blackwell's attention kernels want the heads outside the tokens of a block.
     return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
-
-
-def uses_draft_layers(vllm_config: Any) -> bool:
-    """Whether layers of a draft model, which run behind the model's own, keep KV as well."""
-    speculative = vllm_config.speculative_config
-    return speculative is not None and bool(speculative.use_eagle())
-
-
-def splits_batches(vllm_config: Any) -> bool:
-    """Whether vLLM runs parts of a batch side by side, on streams of their own."""
-    parallel = vllm_config.parallel_config
-    return bool(getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0))
-
-
-def wants_events(vllm_config: Any) -> bool:
-    """Whether routers listen to which blocks are where."""
-    events = getattr(vllm_config, "kv_events_config", None)
-    return events is not None and bool(events.enable_kv_cache_events)
-
-
-def hash_algorithm(vllm_config: Any) -> str:
-    """By what vLLM names blocks."""
-    return str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Namespace:
@@ -207,18 +173,14 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def layer_names_of(kv_cache_config: Any) -> Sequence[Sequence[str]]:
-    return [group.layer_names for group in kv_cache_config.kv_cache_groups]
-
-
-def place_of(vllm_config: Any, kv_cache_config: Any) -> Place:
+def place_of(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
     """This worker among the others."""
     parallel = vllm_config.parallel_config
     num_ranks = int(parallel.world_size)
     # As far as vLLM says: all of them where it counts no hosts.
     here = int(getattr(parallel, "local_world_size", None) or num_ranks)
     replicates = num_ranks > 1 and here == num_ranks == _num_replicas(vllm_config, kv_cache_config)
-    return Place(Rank(int(parallel.rank)), num_ranks, here, replicates)
+    return RankPlace(Rank(int(parallel.rank)), num_ranks, here, replicates)
 
 
 def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -231,124 +193,45 @@ def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     return size if kinds == {"MLAAttentionSpec"} else 1
 
 
-# ------------------------------------------------------------------------------------------------
-# What is known of a server before its ranks are heard. Read once, then frozen.
+def setup_of(
+    vllm_config: Any, kv_cache_config: Any, config: Config, support: Support
+) -> SessionSetup:
+    """The scheduler side of one server; ConfigError for a policy that does not exist."""
+    for policy in (config.policy, config.tier_policy):
+        policy_named(policy)  # refused now, like any other setting, not once ranks are up
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    speculative = vllm_config.speculative_config
+    # Layers of such a draft model run behind the model's own, and keep KV as well.
+    uses_drafts = speculative is not None and bool(speculative.use_eagle())
+    events = getattr(vllm_config, "kv_events_config", None)
+    has_listeners = events is not None and bool(events.enable_kv_cache_events)
+    namespace = namespace_of(vllm_config, kv_cache_config, 1)
+    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
+    setup = SessionSetup(
+        config=config,
+        groups=support.groups,
+        num_ranks=int(parallel.world_size),
+        reported_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 1,
+        refusal=support.refusal,
+        fails_by_block=support.fails_by_block,
+        uses_drafts=uses_drafts,
+        engine_here=int(parallel.data_parallel_rank_local or 0),
+        event_forms=VllmEvents if has_listeners else None,
+        keys_of_tokens=lambda hash_tokens: VllmTokens(
+            replace(namespace, block_tokens=hash_tokens), algorithm
+        ),
+        find_waker=find_waker,
+        log_name="vllm.kvferry",
+    )
+    return replace(setup, overlap_refusal=_overlap_refusal(setup, parallel))
 
 
-@dataclass(frozen=True)
-class Setup:
-    """One server's scheduler side in our words.
-
-    ``namespace`` is for hash blocks of one token: how many vLLM's have its block pool says.
-    ``told_tokens`` are those of a block of the first group, by which vLLM is told of failed loads.
-    ``engine_here`` counts the engines of a data-parallel server on this host. vLLM names blocks by
-    ``hash_algorithm``. Where it ``splits_batches``, two halves of one run at the same time.
-    """
-
-    config: Config
-    support: Support
-    num_ranks: int
-    namespace: Namespace
-    told_tokens: int
-    uses_drafts: bool
-    has_listeners: bool
-    engine_here: int
-    hash_algorithm: str = "sha256"
-    splits_batches: bool = False
-
-    @property
-    def groups(self) -> tuple[reach.Group, ...]:
-        return self.support.groups
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no block is given up while its request runs."""
-        return all(isinstance(group, reach.FullAttention) for group in self.groups)
-
-    @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any, config: Config, support: Support) -> Setup:
-        for policy in (config.policy, config.tier_policy):
-            policy_named(policy)  # refused now, like any other setting, not once ranks are up
-        parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
-        return cls(
-            config=config,
-            support=support,
-            num_ranks=int(parallel.world_size),
-            namespace=namespace_of(vllm_config, kv_cache_config, 1),
-            told_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 1,
-            uses_drafts=uses_draft_layers(vllm_config),
-            has_listeners=wants_events(vllm_config),
-            engine_here=int(parallel.data_parallel_rank_local or 0),
-            hash_algorithm=hash_algorithm(vllm_config),
-            splits_batches=splits_batches(vllm_config),
-        )
-
-
-# ------------------------------------------------------------------------------------------------
-# What a client of vLLM said of a request, in our words: hints in ``kv_transfer_params``.
-
-log = logging.getLogger("vllm.kvferry")
-
-OURS = "kvferry"
-"""The key of our hints in ``kv_transfer_params``; vLLM's own offloading reads two beside it."""
-
-_VLLMS = {"max_offload_tokens": "max_store_tokens", "max_load_tokens": "max_load_tokens"}
-
-_MOST_BYTES = 4096
-_VERSION = 2
-"""Of what ``marshal`` writes: the last without references, which would tell equal data apart."""
-
-_complaint = Seldom(seconds=60.0)
-
-
-def opened(scheduler: Scheduler, request: Any, naming: Naming) -> Request:
-    """Open a request of vLLM's, as the parameters that came with it say."""
-    chain = RequestKeys(request, naming)
-    params = getattr(request, "kv_transfer_params", None)
-    if params is None and not scheduler.has_tenants:
-        return scheduler.open(request.request_id, chain)
-    hints, words = hints_of(params if params is not None else {})
-    salt = getattr(request, "cache_salt", None)
-    if scheduler.has_tenants and salt and not hints.tenant:
-        hints = replace(hints, tenant=tenant_of(salt))
-    return scheduler.open(request.request_id, chain, hints, unheeded=words)
-
-
-def tenant_of(salt: str) -> str:
-    """Who sends this salt, by a name that does not give it away: a salt may be a secret."""
-    return f"salt-{blake2b(salt.encode(errors='replace'), digest_size=4).hexdigest()}"
-
-
-def hints_of(params: Any) -> tuple[Hints, str]:
-    """The hints among a request's parameters, and why some were not understood.
-
-    A request is served all the same: who sent it may be one of many, and the server is everybody's.
-    Many requests say the same, and to read it takes longer than to look a request up.
-    """
-    try:
-        written = marshal.dumps(params, _VERSION)
-    except ValueError:  # not plain data, or nested too deep
-        written = b""
-    hints, words = _known(written) if 0 < len(written) <= _MOST_BYTES else _read(params)
-    if words and _complaint.is_due():
-        log.warning("kv_transfer_params: %s (said once a minute)", words)
-    return hints, words
-
-
-@lru_cache(maxsize=64)
-def _known(written: bytes) -> tuple[Hints, str]:
-    return _read(marshal.loads(written))
-
-
-def _read(params: object) -> tuple[Hints, str]:
-    try:
-        if not isinstance(params, Mapping):
-            raise InputError(f"kv_transfer_params must be a mapping, got {type(params).__name__}")
-        given = params.get(OURS, {})
-        if not isinstance(given, Mapping):
-            raise InputError(f"{OURS} must be a mapping of hints, got {type(given).__name__}")
-        said = {ours: params[name] for name, ours in _VLLMS.items() if name in params}
-        return Hints.read({**said, **given}), ""
-    except Exception as error:  # a mistake of ours, too: it would take us out of service
-        why = str(error) if isinstance(error, InputError) else type(error).__name__
-        return Hints(), f"the hints of this request are not heeded: {why}"
+def _overlap_refusal(setup: SessionSetup, parallel: Any) -> str:
+    """Why no request of this server may run before its load has landed; empty where it may."""
+    if len(setup.groups) != 1 or not setup.is_full:
+        return "only one group of full attention can be waited for layer by layer"
+    if setup.uses_drafts:
+        return "the layers of a draft model run after the model's own"
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0):
+        return "vLLM runs two halves of a batch side by side"
+    return ""

@@ -1,0 +1,140 @@
+"""What a connector's session needs of its engine: facts at start, block tables, holds, events.
+
+A second engine implements :class:`Engine` and fills in a :class:`SessionSetup`; the session does
+the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvferry.cache.reach import FullAttention, Group
+from kvferry.config import Config
+from kvferry.core.keys import Keys
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import BlockTable, EngineBlocks, Ordered
+from kvferry.types import DeviceBlocks
+
+
+class EngineRequest(Protocol):
+    """The engine's own request; these numbers change while it lives."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+
+
+class Step(NamedTuple):
+    """One step of the engine: how many tokens each request computes in it.
+
+    ``new`` requests run for the first time; ``preempted`` ones lose their device blocks.
+    """
+
+    scheduled: Mapping[str, int]
+    num_tokens: int
+    new: Sequence[str] = ()
+    preempted: Collection[str] = ()
+    num_allocated: Callable[[], int] = lambda: 0
+    """Counts the device blocks given out in this step; called with lazy stores only."""
+
+
+class Engine(EngineBlocks, Protocol):
+    """The engine's device blocks and requests, as the scheduler side sees them.
+
+    A held block is given to no request, so a request may end while its blocks are copied.
+    """
+
+    hash_tokens: int
+    """Tokens that one key of a request's chain covers."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def keeps_free_blocks(self) -> bool:
+        """Whether some block is held by copies alone, and so is free once they have ended."""
+
+    def begin_step(self) -> None:
+        """Forget what was read from the engine in the step before."""
+
+    def open(self, scheduler: Scheduler, request: Any) -> Request:
+        """Open the scheduler's request for one of the engine's, with the hints it came with."""
+
+    def table(self, ids: Sequence[int]) -> BlockTable:
+        """The engine's block table with NO_BLOCK for blocks that a request does not have."""
+
+    def resume(self, request: Request, num_computed_tokens: int) -> None:
+        """The engine has so many tokens of this request already, perhaps of one that ended."""
+
+    def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """A request ends that has these blocks, by group."""
+
+    def hold(self, mentions: Iterable[DeviceBlocks | Ordered]) -> None:
+        """Hold these blocks, once for each mention."""
+
+    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
+        """End one hold for each mention."""
+
+    def release_all(self) -> None:
+        """End every hold. Call it only once no rank copies."""
+
+    def next_evicted(self, depth: int) -> Iterator[tuple[int, Keys, list[int]]]:
+        """Per group, keys and ids of the blocks among the next ``depth`` to be given away."""
+
+
+class EventForms(Protocol):
+    """The engine's own events for routers; ``medium`` names the tier kind."""
+
+    host: str
+    lower: str
+
+    def describe(self, request: Any, group: int, start: int, size: int) -> Any:
+        """What an event says of the block of ``size`` tokens from token ``start`` on."""
+
+    def stored(self, block: Any, medium: str) -> Any: ...
+
+    def removed(self, block: Any, medium: str) -> Any: ...
+
+
+KeysOfTokens = Callable[[list[int], str], Keys]
+"""From token ids and a salt to the keys of a request with these tokens."""
+
+
+@dataclass(frozen=True)
+class SessionSetup:
+    """What is known of a server before its ranks are heard.
+
+    A failed load is reported by blocks of ``reported_tokens``, which are the first group's;
+    ``fails_by_block`` says that this is enough for the engine to recover. ``engine_here`` counts
+    the engines of a data-parallel server on this host. ``refusal`` says why the model is not
+    served, ``overlap_refusal`` why no request may run before its load has landed.
+    """
+
+    config: Config
+    groups: tuple[Group, ...]
+    num_ranks: int
+    reported_tokens: int
+    refusal: str = ""
+    fails_by_block: bool = True
+    uses_drafts: bool = False
+    engine_here: int = 0
+    overlap_refusal: str = ""
+    event_forms: Callable[[int], EventForms] | None = None
+    """Makes events for routers, given the tokens of a key; None without listeners."""
+    keys_of_tokens: Callable[[int], KeysOfTokens] | None = None
+    """Makes what names blocks by tokens, given the tokens of a key; None where nothing can."""
+    find_waker: Callable[[], Callable[[], None]] = lambda: lambda: None
+    """Finds what wakes an idle engine; called on the engine's thread."""
+    log_name: str = "kvferry"
+    """Logger of the line that says what is in service."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no block is given up while its request runs."""
+        return all(isinstance(group, FullAttention) for group in self.groups)

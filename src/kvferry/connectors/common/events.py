@@ -1,0 +1,147 @@
+"""Which blocks can be had from this server without computing, reported to routers as events.
+
+An engine's events name a medium: one for host memory, one for any tier below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvferry.cache.events import EventKind
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import Group
+from kvferry.connectors.common.contract import EventForms
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import LowerTier
+from kvferry.scheduler.transfers import Ordered
+from kvferry.types import HOST, Key, TierName
+
+_MAX_LOWER = 1 << 17
+"""Blocks below the host that routers know of; then the oldest is taken back. A shared store never
+says what it has dropped, and what is known of a block takes some 500 bytes."""
+
+
+class _Reported:
+    """A block that routers know of, and the tiers that it is on."""
+
+    __slots__ = ("block", "places")
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+        self.places: set[TierName] = set()
+
+    @property
+    def is_lower(self) -> bool:
+        return bool(self.places - {HOST})
+
+
+class BlockEvents:
+    """Owns what was ordered until it can be matched, and what routers know of until it goes.
+
+    Reads what the pools evict from their event logs, and listens to the tiers.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        groups: Sequence[Group],
+        forms: EventForms,
+        tiers: Sequence[LowerTier] = (),
+    ) -> None:
+        self._forms = forms
+        self._pool = pool
+        self._groups = groups
+        self._ordered: dict[Key, Any] = {}
+        self._reported: dict[Key, _Reported] = {}
+        self._lower: dict[Key, None] = {}  # the oldest first
+        self._events: list[Any] = []
+        pools = [(HOST, pool), *((each.name, each.pool) for each in tiers)]
+        self._evicted = [
+            (name, each.log.reader((EventKind.EVICT,))) for name, each in pools if each is not None
+        ]
+        for tier in tiers:
+            tier.listen(self)
+
+    def ordered(self, part: Ordered) -> None:
+        """These blocks of a request are being stored."""
+        request, size = part.request.chain.request, self._groups[part.group].block_tokens
+        places = part.positions if isinstance(part.positions, range) else part.positions.tolist()
+        for place, key in zip(places, part.keys, strict=True):
+            self._ordered[key] = self._forms.describe(request, part.group, place * size, size)
+
+    def settled(self) -> None:
+        """Stores may have landed: report those that can be matched from now on."""
+        self._read_evictions()
+        if not self._ordered:
+            return
+        keys = Keys.from_bytes(self._ordered)
+        known, cached = self._pool.known(keys), self._pool.cached(keys)
+        for key, is_known, is_cached in zip(list(self._ordered), known, cached, strict=True):
+            if is_cached or not is_known:
+                block = self._ordered.pop(key)
+                if is_cached:
+                    self._add(key, self._reported.setdefault(key, _Reported(block)), HOST)
+
+    # -- what tiers report ----------------------------------------------------------------------
+
+    def came(self, tier: TierName, keys: Keys) -> None:
+        self._read_evictions()
+        for key in keys:
+            reported = self._reported.get(key)
+            if reported is not None:
+                self._add(key, reported, tier)
+        while len(self._lower) > _MAX_LOWER:
+            key = next(iter(self._lower))
+            for place in self._reported[key].places - {HOST}:
+                self._drop(key, place)
+
+    def went(self, tier: TierName, keys: Keys | None) -> None:
+        self._read_evictions()
+        for key in list(self._reported) if keys is None else keys:
+            self._drop(key, tier)
+
+    def rose(self, keys: Keys) -> None:
+        self._read_evictions()
+        for key in keys:
+            reported = self._reported.get(key)
+            if reported is not None and HOST not in reported.places:
+                self._ordered[key] = reported.block
+
+    def _read_evictions(self) -> None:
+        """Report what the pools have evicted, before newer events of the same keys."""
+        for name, reader in self._evicted:
+            for event in reader.take():
+                for key in event.all_keys():
+                    self._drop(key, name)
+
+    # -- what routers hear ----------------------------------------------------------------------
+
+    def _add(self, key: Key, reported: _Reported, place: TierName) -> None:
+        if place in reported.places:
+            return
+        if place == HOST:
+            self._events.append(self._forms.stored(reported.block, self._forms.host))
+        elif not reported.is_lower:
+            self._lower[key] = None
+            self._events.append(self._forms.stored(reported.block, self._forms.lower))
+        reported.places.add(place)
+
+    def _drop(self, key: Key, place: TierName) -> None:
+        reported = self._reported.get(key)
+        if reported is None or place not in reported.places:
+            return
+        reported.places.remove(place)
+        if place == HOST:
+            self._events.append(self._forms.removed(reported.block, self._forms.host))
+        elif not reported.is_lower:
+            del self._lower[key]
+            self._events.append(self._forms.removed(reported.block, self._forms.lower))
+        if not reported.places:
+            del self._reported[key]
+
+    def take(self) -> Iterable[Any]:
+        """Events since the last call."""
+        self._read_evictions()
+        events, self._events = self._events, []
+        return events

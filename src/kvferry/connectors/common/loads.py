@@ -1,0 +1,186 @@
+"""Load tracking: which requests wait for which transfers, on the scheduler side and on a rank.
+
+A load in one piece ends on the ranks: each tells the engine when its transfers have ended. A load
+in pieces, whose last blocks are still being promoted, ends on the scheduler side: it has the
+receipts of all ranks, and orders them to tell the engine (:class:`EndedLoad`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connectors.common.messages import EndedLoad
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.transfers import Ordered
+from kvferry.types import Landing, TransferId
+
+
+class LoadInPieces:
+    """One load whose blocks are ordered as they reach the host. Owns what of it has landed."""
+
+    def __init__(self, request: Request, blocks: tuple[int, ...], epoch: int) -> None:
+        self.request = request
+        self._blocks = blocks
+        self._lost = dict.fromkeys(blocks)
+        self._epoch = epoch
+        self._ordered: dict[TransferId, list[int]] = {}  # not yet handed to the ranks
+        self._sent: dict[TransferId, list[int]] = {}
+
+    def order(self, piece: Ordered) -> None:
+        self._ordered[piece.transfer] = piece.blocks.tolist()
+
+    def send(self) -> None:
+        """A plan goes to the ranks. Pieces that were cancelled are not in it."""
+        loading = self.request.loading
+        self._sent |= {id_: b for id_, b in self._ordered.items() if id_ in loading}
+        self._ordered.clear()
+
+    def land(self, landing: Landing) -> None:
+        for block in self._sent.pop(landing.transfer_id, ()):
+            if not landing.reason:
+                self._lost.pop(block, None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no piece of it is under way on any rank, and none will be ordered."""
+        return not (self._ordered or self._sent or self.request.has_more_to_load)
+
+    def ended(self) -> EndedLoad:
+        return EndedLoad(self._blocks, tuple(self._lost), self._epoch)
+
+
+class PromisedLoads:
+    """Loads that the engine waits for and that no rank was told of, and all loads in pieces."""
+
+    def __init__(self) -> None:
+        self._whole: dict[Request, tuple[tuple[TransferId, ...], tuple[int, ...]]] = {}
+        self._pieces: dict[Request, LoadInPieces] = {}
+        self._early: set[str] = set()
+        self._ended: dict[str, EndedLoad] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._whole or self._pieces or self._ended)
+
+    def promise(
+        self,
+        request: Request,
+        blocks: tuple[int, ...],
+        ordered: Sequence[Ordered],
+        *,
+        epoch: int,
+        is_early: bool = False,
+    ) -> None:
+        """The engine counts on ``blocks``; ``ordered`` is what will fill them, or nothing."""
+        if not ordered:
+            self._ended[request.id] = EndedLoad(blocks, blocks, epoch)
+        elif request.has_more_to_load:
+            self._pieces[request] = LoadInPieces(request, blocks, epoch)
+            self.order(ordered)
+        else:
+            self._whole[request] = tuple([part.transfer for part in ordered]), blocks
+            if is_early:
+                self._early.add(request.id)
+
+    def order(self, pieces: Iterable[Ordered]) -> None:
+        """More pieces were ordered."""
+        for piece in pieces:
+            self._pieces[piece.request].order(piece)
+
+    def land(self, landed: Iterable[Landing]) -> None:
+        """These transfers have ended on every rank."""
+        for landing in landed if self._pieces else ():
+            for load in self._pieces.values():
+                load.land(landing)
+
+    @property
+    def are_ending(self) -> bool:
+        """Whether the ranks are about to be told that a load in pieces has ended."""
+        return bool(self._pieces) and any(load.has_ended for load in self._pieces.values())
+
+    def take_loads(self) -> dict[str, tuple[TransferId, ...]]:
+        """Loads of a step's plan, without those that were cancelled since they were ordered."""
+        loads = {
+            request.id: transfers
+            for request, (transfers, _) in self._whole.items()
+            if request.loading.issuperset(transfers)
+        }
+        self._whole.clear()
+        return loads
+
+    def take_early(self) -> frozenset[str]:
+        """Those of them whose requests may run before the load has landed."""
+        early = frozenset(self._early)
+        self._early.clear()
+        return early
+
+    def take_ended(self) -> dict[str, EndedLoad]:
+        """Loads that the ranks are to tell the engine of. Call it with every plan."""
+        for request, load in tuple(self._pieces.items()):
+            load.send()
+            if load.has_ended:
+                del self._pieces[request]
+                self._ended[request.id] = load.ended()
+        ended, self._ended = self._ended, {}
+        return ended
+
+    @property
+    def unkept(self) -> dict[str, EndedLoad]:
+        """Every load that the engine waits for and no rank was told of, as it stands now."""
+        unkept = dict(self._ended)
+        for request, load in self._pieces.items():
+            unkept[request.id] = load.ended()
+        for request, (_, blocks) in self._whole.items():
+            unkept[request.id] = EndedLoad(blocks, blocks)
+        return unkept
+
+
+# -- on a rank ----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class AwaitedLoad:
+    """A load in one piece on one rank: ends with the last of its ``waiting`` transfers.
+
+    If it ``is_early``, the engine may be told before it lands, which ``is_told`` notes.
+    """
+
+    request_id: str
+    waiting: set[TransferId]
+    epoch: int
+    is_early: bool = False
+    blocks: list[int] = field(default_factory=list)
+    failed: bool = False
+    is_told: bool = False
+    transfers: frozenset[TransferId] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transfers = frozenset(self.waiting)
+
+
+class FinishedLoads:
+    """What a rank tells the engine of loads at the end of a step."""
+
+    def __init__(self) -> None:
+        self.arrived: set[str] = set()
+        """Requests that need not wait any longer, whether their blocks came or not."""
+        self.failed: set[str] = set()
+        self.invalid: set[int] = set()
+        """Device blocks that were to be loaded and were not."""
+
+    def fail(self, request_id: str, blocks: Iterable[int]) -> None:
+        self.arrived.add(request_id)
+        self.failed.add(request_id)
+        self.invalid.update(blocks)
+
+    def take_arrived(self) -> set[str]:
+        arrived, self.arrived = self.arrived, set()
+        return arrived
+
+    def take_failed(self) -> set[str]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def take_invalid(self) -> set[int]:
+        invalid, self.invalid = self.invalid, set()
+        return invalid

@@ -1,0 +1,120 @@
+"""What the scheduler side and the ranks send each other through the engine: plain, picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.tiers.disk.figures import DiskFigures
+from kvferry.tiers.disk.setup import StoreAt
+from kvferry.transfer.planner.choose import PathChoices
+from kvferry.types import KEY_BYTES, Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
+
+NO_PLAN = Plan(step=0)
+
+
+class EndedLoad(NamedTuple):
+    """A load that the scheduler side ends: its device blocks, and those that were not filled.
+
+    ``epoch`` is that of the load. Every rank tells the engine of it once.
+    """
+
+    blocks: tuple[int, ...]
+    lost: tuple[int, ...]
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class StepOrders:
+    """Scheduler side to every rank: one step's plan.
+
+    ``loads`` names, by request, the transfers of loads whose end the ranks tell the engine.
+    ``ended`` are loads that the scheduler side has ended itself: loads in pieces, and loads that
+    no transfer will bring. ``computes`` says that a forward pass belongs to this step, which its
+    stores must follow. ``drain`` asks the ranks to finish all copies before they answer: the
+    scheduler side is out of service and reads no receipts. ``epoch`` changes with every reset.
+    ``is_quiet`` marks a step that only decodes and orders nothing. ``early`` are the loads whose
+    requests may run before the load has landed.
+    """
+
+    plan: Plan = NO_PLAN
+    loads: dict[str, tuple[TransferId, ...]] = field(default_factory=dict)
+    ended: dict[str, EndedLoad] = field(default_factory=dict)
+    computes: bool = False
+    drain: bool = False
+    epoch: int = 0
+    is_quiet: bool = False
+    early: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class TierShape:
+    """One tier below a rank's host memory; ``num_places`` is None if it finds blocks by key.
+
+    ``keys`` and ``places`` name the blocks of an earlier life, oldest first: 36 bytes a block,
+    because there may be millions. One object of the tier holds up to ``most_in_one`` blocks of a
+    chain. ``stores`` says where a disk tier's files are.
+    """
+
+    name: TierName
+    num_places: int | None
+    keys: KeyRows = field(default_factory=lambda: np.empty((0, KEY_BYTES // 8), dtype="<u8"))
+    places: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    most_in_one: int = 1
+    stores: tuple[StoreAt, ...] = ()
+
+    def without_blocks(self) -> TierShape:
+        return TierShape(
+            self.name, self.num_places, most_in_one=self.most_in_one, stores=self.stores
+        )
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """One rank at start: how many host slots it has, or why it has none.
+
+    ``choices`` are the measurements by which it picks copy paths. ``tiers`` are nearest first.
+    """
+
+    rank: Rank
+    num_slots: int = 0
+    ready_slots: int = 0
+    slot_bytes: int = 0
+    block_bytes: tuple[int, ...] = ()
+    layout: str = ""
+    is_shared: bool = False
+    choices: PathChoices | None = None
+    tiers: tuple[TierShape, ...] = ()
+    refusal: str = ""
+
+    def without_blocks(self) -> RankShape:
+        """The same shape without the blocks of its tiers, which are sent once and not kept."""
+        return replace(self, tiers=tuple(tier.without_blocks() for tier in self.tiers))
+
+
+@dataclass(frozen=True)
+class StepReceipts:
+    """Every rank to the scheduler side: what ended since the last step.
+
+    ``ready`` and ``pinned`` have usable host slots and pinned bytes, where these changed.
+    ``shapes`` are sent once, for engines without a handshake. ``drained`` names the ranks that
+    were asked to drain and have. ``stale`` are epochs whose blocks no longer fit the weights.
+    ``health`` has tiers that went away or came back; ``disks``, once a second, the drives' figures.
+    """
+
+    receipts: tuple[Receipt, ...] = ()
+    ready: tuple[tuple[Rank, int], ...] = ()
+    shapes: tuple[RankShape, ...] = ()
+    drained: tuple[Rank, ...] = ()
+    pinned: tuple[tuple[Rank, int], ...] = ()
+    stale: tuple[int, ...] = ()
+    health: tuple[Health, ...] = ()
+    disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
+
+    def aggregate(self, other: StepReceipts) -> StepReceipts:
+        """The receipts of two ranks, or of two groups of ranks, together."""
+        names = [each.name for each in fields(self)]
+        return StepReceipts(*(getattr(self, name) + getattr(other, name) for name in names))

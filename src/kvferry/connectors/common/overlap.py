@@ -1,0 +1,222 @@
+"""Layer-wise overlap: a request that is alone runs while its load lands, layer behind layer.
+
+::
+
+    step n       ordered ──> queued on the device: it cannot fail any more ──> the engine is told
+    step n + 1   before layer 0: wait for part 0 │ layer 0 … │ wait for part 1 │ layer k … │ …
+    later        landed: a receipt as for any other load
+
+An engine goes on without a load that fails only until it has computed with it. So it is told once
+all of the load is queued on the device; what it computes then is queued behind the load's parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
+from kvferry.connectors.common.contract import SessionSetup
+from kvferry.connectors.common.loads import AwaitedLoad
+from kvferry.connectors.common.messages import RankShape
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.transfer.engine.contract import CopyEngine
+from kvferry.transfer.layout import GroupLayout, LayerParts
+from kvferry.types import TransferId
+
+log = logging.getLogger(__name__)
+
+WORTH_SECONDS = 2e-3
+"""A load that takes longer is worth a forward pass in pieces, where it could be one graph."""
+
+_WHOLE = 1 << 30
+"""A part after all others."""
+
+
+class OverlapDecider:
+    """Asks the overlap policy about each load, and says how long a load takes. Owns no request."""
+
+    def __init__(
+        self,
+        setup: SessionSetup,
+        shape: RankShape,
+        scheduler: Scheduler,
+        has_others: Callable[[], bool],
+        *,
+        hash_tokens: int,
+    ) -> None:
+        """``has_others`` says whether another request computes in these steps, or soon will."""
+        is_off = setup.config.overlap_loads == "off" or bool(setup.overlap_refusal)
+        # An engine that shares parts of blocks copies those before the connector is called.
+        self._is_off = is_off or hash_tokens != setup.groups[0].block_tokens
+        self._policy = Overlapping("off" if self._is_off else setup.config.overlap_loads)
+        self._choices = shape.choices
+        self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0
+        self._block_tokens = setup.groups[0].block_tokens
+        self._scheduler = scheduler
+        self._has_others = has_others
+
+    def decide(self, num_tokens: int) -> OverlapDecision:
+        """For a load of so many tokens that is about to be ordered."""
+        if self._is_off:
+            return self._policy.decide(None, has_others=False)
+        has_others = self._has_others()
+        return self._policy.decide(self._seconds(num_tokens, has_others), has_others=has_others)
+
+    def leaves_a_block(self, num_tokens: int) -> bool:
+        """Whether to compute a prompt's last block although it could be loaded.
+
+        A single token is computed by one graph of all layers, which must wait for the whole load;
+        more tokens are computed layer by layer. Only a request that is alone has the time.
+        """
+        if self._is_off:
+            return False
+        seconds = self._seconds(num_tokens, has_others=False)
+        return seconds is not None and seconds >= WORTH_SECONDS and not self._has_others()
+
+    def _seconds(self, num_tokens: int, has_others: bool) -> float | None:
+        """By the planner's measurements; where it has none, by the loads so far."""
+        num_blocks = -(-num_tokens // self._block_tokens)
+        if self._choices is not None:
+            return self._choices.load_seconds(0, num_blocks, busy=has_others)
+        bandwidth = self._scheduler.load_bandwidth
+        return num_blocks * self._block_bytes / bandwidth if bandwidth else None
+
+
+class LayerwiseLoads:
+    """Owns which loads the engine may be told of early, and how far compute waits for them.
+
+    An engine may replay one graph of all layers instead of calling for each. In every mode of
+    computing, some step must have called for every layer before the calls are relied on.
+    """
+
+    tells_beside_others = False
+    """Whether the engine is told early in a step that computes; tests switch it on."""
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        layers: Sequence[str],
+        layout: GroupLayout,
+        *,
+        land: Callable[[], None],
+        parts: LayerParts | None = None,
+    ) -> None:
+        """``layers`` are those of the only group, in the order in which they run.
+
+        ``land`` waits until all loads have landed: for a driver that cannot order compute.
+        """
+        self._engine = engine
+        self._land = land
+        tensors: dict[str, list[str]] = {}
+        for tensor, _, _ in layout.spans:
+            tensors.setdefault(tensor.rpartition("[")[0], []).append(tensor)
+        parts = parts or LayerParts.of(layout)
+        self._part_of = {
+            name: parts.last_of(layout, tensors[name]) for name in layers if name in tensors
+        }
+        self._next_of = {
+            name: self._part_of[after] for name, after in itertools.pairwise(self._part_of)
+        }
+        self._last_part = max(self._part_of.values(), default=0)
+        self._ordered: list[AwaitedLoad] = []  # in the order in which they land
+        self._told: dict[TransferId, None] = {}
+        self._awaited: tuple[TransferId, ...] = ()  # of the forward pass that runs
+        self._calls: dict[str, set[str]] = {}
+        self._is_called = True
+        self._mode = ""
+        self._waited = _WHOLE  # compute is behind this part of what was told
+        self.listens = False
+        """Whether a layer's calls mean anything in this step."""
+
+    # -- telling --------------------------------------------------------------------------------
+
+    def ordered(self, load: AwaitedLoad) -> None:
+        """A load is under way; one that must land first is in line all the same."""
+        self._ordered.append(load)
+
+    def ended(self, load: AwaitedLoad) -> None:
+        """Its receipts are here."""
+        if load in self._ordered:
+            self._ordered.remove(load)
+        for transfer_id in load.transfers:
+            self._told.pop(transfer_id, None)
+
+    def due(self, *, computes: bool) -> AwaitedLoad | None:
+        """The load that the engine may be told of now: the one that lands next, if any.
+
+        A request that ran with a later load would wait for all loads before it. In a step that
+        ``computes``, other requests would wait for the load too.
+        """
+        load = self._ordered[0] if self._ordered else None
+        if load is None or not load.is_early or load.is_told:
+            return None
+        if computes and not self.tells_beside_others:
+            return None
+        landed = self._engine.num_landed
+        return None if any(landed(each) is None for each in load.transfers) else load
+
+    def tell(self, load: AwaitedLoad) -> None:
+        """The engine is told of it: from now on compute must be ordered behind it."""
+        load.is_told = True
+        self._told |= dict.fromkeys(load.transfers)
+
+    # -- a forward pass -------------------------------------------------------------------------
+
+    def begin_forward(self, mode: str) -> None:
+        """A step with a forward pass begins; ``mode`` says how, empty where it is one graph."""
+        self._mode = mode
+        calls = self._calls.setdefault(mode, set())
+        is_known = self._is_called and len(calls) == len(self._part_of)
+        self.listens = bool(mode) and not is_known
+        self._waited = _WHOLE
+        self._awaited = tuple(self._told)
+        if self._awaited and mode and is_known:
+            self.listens, self._waited = True, -1
+            self._wait(0)
+        elif self._awaited:
+            self._order(_WHOLE)
+
+    def before_layer(self, name: str) -> None:
+        part = self._part_of.get(name)
+        if part is not None:
+            self._wait(part)
+            self._calls[self._mode].add(name)
+
+    def after_layer(self, name: str) -> None:
+        """A layer's KV is written before its attention runs, so the next layer's part is due."""
+        part = self._next_of.get(name)
+        if part is not None:
+            self._wait(part)
+
+    def end_forward(self) -> None:
+        """All of its work is queued, and what is queued later comes after the loads.
+
+        So each load is waited for once; but for those that the engine was told of meanwhile.
+        """
+        self.listens = False
+        if self._waited < self._last_part:
+            # A layer may have been computed too early. It was seen to call, in this very mode.
+            log.error(
+                "the engine did not call for every layer (%s): loads land first from now on",
+                self._mode,
+            )
+            self._is_called = False
+            self._order(_WHOLE)
+        self._waited = _WHOLE
+        for transfer_id in self._awaited:
+            self._told.pop(transfer_id, None)
+        self._awaited = ()
+
+    def _wait(self, part: int) -> None:
+        if part > self._waited:
+            self._order(part)
+            self._waited = part
+
+    def _order(self, part: int) -> None:
+        try:
+            self._engine.order_compute_after_part(self._awaited, part)
+        except Exception:  # compute that is not behind the loads must not be queued before
+            log.exception("the device will not wait for loads, so the engine does")
+            self._land()

@@ -1,0 +1,214 @@
+"""What the ranks have and how the scheduler side sees it: memory, tiers, stores on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.cache.policies.contract import policy_named
+from kvferry.config import Config
+from kvferry.connectors.common.messages import RankShape, TierShape
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import format_size
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
+from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
+from kvferry.scheduler.recovery import united, within
+from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
+from kvferry.tiers.disk.marking import here_apart, mark_apart
+from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
+from kvferry.transfer.layout import GroupLayout
+from kvferry.types import Rank, TierName
+
+log = logging.getLogger(__name__)
+
+_START_SECONDS = 10.0
+"""What a child process that marks stores may take to start, beside the drive's own time."""
+
+Broadcast = Callable[[Any], Any]
+"""Called on every rank of a host with one object: returns the object of the first rank."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank among the others; with ``replicates`` all of them hold the same KV, on one host."""
+
+    rank: Rank
+    num_ranks: int = 1
+    num_ranks_here: int = 1
+    replicates: bool = False
+
+
+# -- on a rank ----------------------------------------------------------------------------------
+
+
+def open_rank(
+    device: Any,
+    layouts: Sequence[GroupLayout],
+    config: Config,
+    place: RankPlace,
+    contents: Contents,
+    broadcast: Broadcast | None = None,
+) -> RankMemory:
+    """Host memory and a copy engine for KV tensors on ``device``.
+
+    Ranks that hold the same KV share one host memory, whose handle they ``broadcast``.
+    """
+    shared = None
+    if place.replicates:
+        assert broadcast is not None, "ranks with the same KV need a way to share host memory"
+        shared = _share_host(config, slot_layout(layouts, config), place, broadcast)
+    facts: dict[str, Any] = {
+        "rank": place.rank,
+        "num_ranks": place.num_ranks,
+        "num_ranks_here": place.num_ranks_here,
+        "shared": shared,
+        "contents": contents,
+    }
+    if device.type == "cpu":  # there the model computes in the thread that calls us
+        return open_on_cpu(layouts, config, **facts)
+    if device.type == "cuda":
+        device_index = device.index or 0
+        return open_on_gpu(layouts, config, device=device_index, is_starting=True, **facts)
+    raise ConfigError(f"kvferry has no copy engine for KV tensors on {device}")
+
+
+def _share_host(
+    config: Config, slots: SlotLayout, place: RankPlace, broadcast: Broadcast
+) -> SharedMemory:
+    """One host memory for all ranks: the first makes it, the others open it. Called by all."""
+    made: SharedMemory | None = None
+    sent: SharedHandle | str | None = None
+    if place.rank == 0:
+        try:
+            made = HostMemory.share(config.host, slots)
+            sent = made.handle
+        except KvferryError as error:  # the others wait to hear
+            sent = str(error)
+    sent = broadcast(sent)
+    if not isinstance(sent, SharedHandle):
+        raise ConfigError(f"the ranks' common host memory: {sent}")
+    return made if made is not None else HostMemory.share(sent, slots)
+
+
+def mover_of(memory: RankMemory, place: RankPlace) -> Mover:
+    """What carries this rank's transfers: only its part of them where ranks share memory."""
+    if not place.replicates:
+        return memory.engine
+    return SharedMover(memory.engine, rank=place.rank, num_ranks=place.num_ranks)
+
+
+def tier_movers(memory: RankMemory, place: RankPlace) -> Mapping[TierName, LowerTierMover]:
+    """What carries this rank's moves: only its part of them where ranks share memory."""
+    if not place.replicates:
+        return memory.tiers
+    return {
+        name: SharedMover(tier, rank=place.rank, num_ranks=place.num_ranks)
+        for name, tier in memory.tiers.items()
+    }
+
+
+def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlace) -> RankShape:
+    """A rank's slots, blocks and path choices, and its tiers with the blocks they still have."""
+    tiers = []
+    for name, tier in memory.tiers.items():
+        keys, places = tier.recovered()
+        numbers = places.astype(np.int32)
+        tiers.append(
+            TierShape(name, tier.num_places, keys.array, numbers, tier.most_in_one, tier.stores())
+        )
+    kinds = [f"{layout.num_segments} x {format_size(int(layout.sizes[0]))}" for layout in layouts]
+    return RankShape(
+        rank=place.rank,
+        num_slots=memory.host.num_slots,
+        ready_slots=memory.ready_slots,
+        slot_bytes=memory.host.tier.slot_bytes,
+        block_bytes=tuple(layout.block_bytes for layout in layouts),
+        layout=", ".join(dict.fromkeys(kinds)),
+        is_shared=place.replicates,
+        choices=getattr(memory.engine, "choices", None),
+        tiers=tuple(tiers),
+    )
+
+
+# -- on the scheduler side ----------------------------------------------------------------------
+
+
+def disagreement(shapes: Iterable[RankShape]) -> str:
+    """Why the ranks' tiers cannot be used together; empty where they can.
+
+    A block lies on all ranks or on none, so they must have the same tiers in the same order.
+    """
+    first, *others = sorted(shapes, key=lambda shape: shape.rank)
+    for other in others:
+        if _words(other.tiers) != _words(first.tiers):
+            return (
+                f"rank {first.rank} has {_words(first.tiers)} below host memory, rank "
+                f"{other.rank} {_words(other.tiers)}; give all ranks the same tiers"
+            )
+    return ""
+
+
+def _words(tiers: Sequence[TierShape]) -> str:
+    words = [f"{tier.name} ({'by key' if tier.num_places is None else 'places'})" for tier in tiers]
+    return ", ".join(words) or "no tier"
+
+
+def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTier]:
+    """The scheduler's tiers: each with as many places as every rank has, and what is in them.
+
+    Ranks that share one host memory have places of their own each (``SharedMover``).
+    """
+    write, policy = WriteMode(config.tier_write), policy_named(config.tier_policy)
+    shapes = sorted(shapes, key=lambda shape: shape.rank)
+    tiers = []
+    for same in zip(*(shape.tiers for shape in shapes), strict=True):
+        name = same[0].name
+        num_places = min((each.num_places for each in same if each.num_places), default=None)
+        if num_places is None:
+            # Where each rank has a part of the keys, an object's blocks are as much further apart:
+            # by and large, for which rank has a key is chance.
+            apart = len(same) if shapes[0].is_shared else 1
+            most = max(each.most_in_one for each in same)
+            most_in_one = apart * most if most > 1 else 1
+            tiers.append(
+                lower_tier(name, None, write, most_in_one=most_in_one, remembers_noes=apart == 1)
+            )
+            continue
+        recovered = [
+            within((Keys(each.keys), each.places.astype(np.int64)), num_places) for each in same
+        ]
+        if shapes[0].is_shared:
+            recovered = [united(recovered, num_places)]
+            num_places *= len(same)
+        tiers.append(lower_tier(name, num_places, write, policy, recovered=recovered))
+    return tiers
+
+
+class DiskMarks:
+    """Marks the ranks' stores on disk at a reset, so that a killed server forgets them too.
+
+    The ranks hear of a reset with the next step, and there may be none. Stores on this host are
+    marked at once: the next process that opens them forgets first. Stores of ranks on other hosts
+    are out of reach; but a block counts only if every rank has it, so one rank is enough.
+    """
+
+    def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
+        """Call it while the ranks have just opened their stores: a store that vanishes later is
+        no reason to believe that it never was here.
+        """
+        stores = [store for shape in shapes for tier in shape.tiers for store in tier.stores]
+        self._timeout = drive_seconds + _START_SECONDS
+        self._here = here_apart(stores, self._timeout) if stores else []
+        self._is_apart = bool(stores) and not self._here
+
+    def write(self) -> str:
+        """Mark them; returns why blocks may still be found after a crash, or nothing."""
+        if self._is_apart:
+            log.warning("no rank's disk can be reached from here: it forgets with the next step")
+        return mark_apart(self._here, self._timeout) if self._here else ""

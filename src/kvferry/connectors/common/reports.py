@@ -1,0 +1,258 @@
+"""What a server's operators see of kvferry: figures for the engine's metrics, and the endpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from kvferry.connectors.common.contract import SessionSetup
+from kvferry.connectors.common.events import BlockEvents
+from kvferry.connectors.common.messages import RankShape, StepReceipts
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import LowerTier
+from kvferry.telemetry import catalog as names
+from kvferry.telemetry.catalog import Metric, MetricKind, catalog, why_path
+from kvferry.telemetry.mailbox import Mailbox
+from kvferry.telemetry.source import Snapshot, Source, idle, installed_version, samples
+from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
+from kvferry.tiers.disk.figures import DiskFigures, add_up
+from kvferry.types import DEVICE, HOST, Rank
+
+log = logging.getLogger(__name__)
+
+EXPORTED = {metric.name: metric for metric in catalog()}
+BOUNDS = {names.TRANSFER_BYTES.name: SIZE_BOUNDS, names.TRANSFER_SECONDS.name: TIME_BOUNDS}
+SEPARATOR = "\x1f"
+
+_SUM = "sum"
+_STATS_SECONDS = 1.0
+
+Figures = dict[str, float]
+"""Values by metric name and labels, joined by ``SEPARATOR``: what travels between processes."""
+
+
+def figures(snapshot: Snapshot) -> Figures:
+    """A snapshot as flat numbers."""
+    flat: Figures = {}
+    for metric, labels, value in samples(snapshot):
+        key = SEPARATOR.join((metric.name, *labels))
+        if isinstance(value, Distribution):
+            flat |= {f"{key}{SEPARATOR}{i}": float(n) for i, n in enumerate(value.counts) if n}
+            flat[f"{key}{SEPARATOR}{_SUM}"] = value.total
+        else:
+            flat[key] = float(value)
+    return flat
+
+
+def idle_figures(reason: str) -> Figures:
+    """The figures of a kvferry that serves nothing, for one of the catalog's reasons."""
+    flat: Figures = {SEPARATOR.join((names.INFO.name, installed_version())): 1.0}
+    for metric, labels, value in idle(reason):
+        assert not isinstance(value, Distribution)
+        flat[SEPARATOR.join((metric.name, *labels))] = value
+    return flat
+
+
+def between(before: Figures, now: Figures) -> Figures:
+    """One interval: differences for counters, the latest value for gauges."""
+    return {
+        key: value - before.get(key, 0) if adds_up(key) else value for key, value in now.items()
+    }
+
+
+def add(figures: Figures, others: Figures) -> None:
+    """Add another interval's figures to these."""
+    for key, value in others.items():
+        figures[key] = figures.get(key, 0) + value if adds_up(key) else value
+
+
+@lru_cache(maxsize=4096)  # once a second for every figure there is
+def adds_up(key: str) -> bool:
+    """Whether a figure is a counter's or a histogram's, not a gauge's."""
+    metric = EXPORTED.get(key.split(SEPARATOR, 1)[0])
+    return metric is not None and metric.kind is not MetricKind.GAUGE
+
+
+def log_line(figures: Figures) -> dict[str, int | float]:
+    """The few figures worth a line in a log."""
+    line: dict[str, int | float] = {
+        "kvferry_queries": _sum(figures, names.QUERIES),
+        "kvferry_asked_tokens": _sum(figures, names.ASKED_TOKENS),
+        "kvferry_hit_tokens": _sum(figures, names.HIT_TOKENS),
+    }
+    for verb, route in (("load", (HOST, DEVICE)), ("store", (DEVICE, HOST))):
+        num_bytes = _sum(figures, names.MOVED_BYTES, *route)
+        seconds = _sum(figures, names.MOVED_SECONDS, *route)
+        past = "loaded" if verb == "load" else "stored"
+        line[f"kvferry_{past}_bytes"] = num_bytes
+        line[f"kvferry_{verb}_gb_per_s"] = round(num_bytes / seconds / 1e9, 3) if seconds else 0.0
+    line["kvferry_failed_transfers"] = _sum(figures, names.FAILED)
+    line["kvferry_transfers_in_flight"] = _sum(figures, names.IN_FLIGHT)
+    return line
+
+
+def _sum(figures: Figures, metric: Metric, *labels: str) -> float:
+    start = SEPARATOR.join((metric.name, *labels))
+    return sum(
+        value for key, value in figures.items() if key == start or key.startswith(start + SEPARATOR)
+    )
+
+
+def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple[float, int]]:
+    """Values, and how often, that fill a histogram's buckets as counted and have the counted sum.
+
+    An engine's histogram takes one value at a time, and only how many fell into each bucket is
+    known. The real sum is between that of all lower bounds and that of all upper ones: so is this,
+    with every value at the same point of its bucket.
+    """
+    counts = {int(i): round(n) for i, n in parts.items() if i != _SUM and n > 0}
+    total = parts.get(_SUM, 0.0)
+    edges = (0.0, *bounds)
+    low = sum(n * edges[i] for i, n in counts.items())
+    width = sum(n * (edges[i + 1] - edges[i]) for i, n in counts.items() if i < len(bounds))
+    above = counts.get(len(bounds), 0)
+    share = min(1.0, max(0.0, (total - low) / width)) if width else 0.0
+    rest = max(0.0, total - low - share * width)
+    found = []
+    for i, n in counts.items():
+        if i == len(bounds):
+            value = edges[i] + rest / above
+        else:
+            value = min(edges[i] + share * (edges[i + 1] - edges[i]), edges[i + 1])
+        # A bucket begins right after its lower bound: on it, a value would count one too low.
+        found.append((max(value, math.nextafter(edges[i], math.inf)), n))
+    return found
+
+
+class Reports:
+    """Owns the endpoint, the mailbox of its questions and orders, and what was reported so far."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        setup: SessionSetup,
+        *,
+        shape: RankShape,
+        tiers: Sequence[LowerTier],
+        hash_tokens: int,
+    ) -> None:
+        """``shape`` is the first rank's; each engine on a host has a metrics port of its own."""
+        self._scheduler = scheduler
+        scheduler.watch_requests()
+        self._slot_bytes: dict[str, int] = dict.fromkeys(
+            (HOST, *(tier.name for tier in shape.tiers)), shape.slot_bytes
+        )
+        self._pinned: dict[Rank, int] = {}
+        self._disks: dict[tuple[Rank, str], DiskFigures] = {}
+        self.events: BlockEvents | None = None
+        if setup.event_forms is not None:
+            forms = setup.event_forms(hash_tokens)
+            self.events = BlockEvents(scheduler.pool, scheduler.groups, forms, tiers)
+        self._reported: Figures = {}
+        self._reported_at = 0.0
+        self.mailbox = Mailbox()
+        self._control = self._control_api(setup, hash_tokens)
+        self._endpoint: Any = None
+        if setup.config.metrics_port is not None:
+            self._serve(setup, shape)
+        elif self._control is not None:
+            log.warning("kvferry takes no orders: control is served on metrics_port; give one")
+
+    def _control_api(self, setup: SessionSetup, hash_tokens: int) -> Any:
+        """What carries out orders; None where the settings let no client give any."""
+        config = setup.config
+        if config.control == "off" or config.control_token is None:
+            return None
+        from kvferry.telemetry.endpoint import ControlApi
+
+        self.mailbox.wake = setup.find_waker()
+        assert setup.keys_of_tokens is not None
+        return ControlApi(
+            self._scheduler.control,
+            self.mailbox,
+            config.control_token,
+            keys_of_tokens=setup.keys_of_tokens(hash_tokens),
+            local_only=config.control == "local",
+        )
+
+    def _serve(self, setup: SessionSetup, shape: RankShape) -> None:
+        from kvferry.telemetry.endpoint import Endpoint
+
+        config, choices = setup.config, shape.choices
+        assert config.metrics_port is not None
+        num_sharing = setup.num_ranks if shape.is_shared else 1
+        source = Source(
+            self._scheduler.onlooker,
+            self.mailbox,
+            slot_bytes=self._slot_bytes,
+            pinned_bytes=self._pinned_bytes,
+            why_path=lambda copy: why_path(copy, choices, num_sharing=num_sharing),
+            disks=self._summed_disks,
+        )
+        port = config.metrics_port + setup.engine_here
+        try:
+            self._endpoint = Endpoint(
+                source, host=config.metrics_host, port=port, control=self._control
+            )
+        except Exception as error:
+            log.warning("kvferry serves no metrics of its own: %s", error)
+
+    # -- what the session notes -----------------------------------------------------------------
+
+    def note(self, report: StepReceipts) -> None:
+        """What ranks say of their memory and drives."""
+        self._pinned |= dict(report.pinned)
+        for rank, tier, disk in report.disks:
+            self._disks[rank, tier] = disk
+
+    def finished(self, request: Request) -> None:
+        """A request ends that orders may name later."""
+        if self._control is not None:
+            self._scheduler.control.remember(request.id, request.chain.keys())
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether an order waits for a step of the engine."""
+        return self.mailbox.has_orders or self._scheduler.control.is_busy
+
+    # -- figures --------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to report again."""
+        return time.monotonic() >= self._reported_at + _STATS_SECONDS
+
+    def take_stats(self, *, num_held: int) -> Figures | None:
+        """What was counted since the last call; None if that is nothing."""
+        counted = figures(
+            Snapshot(
+                self._scheduler.stats(),
+                installed_version(),
+                self._slot_bytes,
+                self._pinned_bytes(),
+                num_held,
+                idle="",
+                disks=self._summed_disks(),
+            )
+        )
+        before, self._reported, self._reported_at = self._reported, counted, time.monotonic()
+        return between(before, counted) if counted != before else None
+
+    def _pinned_bytes(self) -> int:
+        return sum(list(self._pinned.values()))  # a copy: an endpoint's thread may ask
+
+    def _summed_disks(self) -> dict[str, DiskFigures]:
+        """Of all ranks."""
+        found: dict[str, list[DiskFigures]] = {}
+        for (_, tier), disk in list(self._disks.items()):
+            found.setdefault(tier, []).append(disk)
+        return {tier: add_up(parts) for tier, parts in found.items()}
+
+    def close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()

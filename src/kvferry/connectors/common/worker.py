@@ -1,0 +1,528 @@
+"""The connector in an engine's worker: carries out plans and reports what became of them.
+
+::
+
+    begin ── loads ──┐                    ┌── receipts ──> the scheduler side
+                     ├─> our worker ─────>┤
+    after_forward ── stores               └── requests ──> the engine: blocks are there, or not
+
+A store must come after the forward pass that writes its blocks is queued; a load may start before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.config import Config
+from kvferry.connectors.common.guard import Guard
+from kvferry.connectors.common.loads import AwaitedLoad, FinishedLoads
+from kvferry.connectors.common.messages import (
+    NO_PLAN,
+    EndedLoad,
+    RankShape,
+    StepOrders,
+    StepReceipts,
+)
+from kvferry.connectors.common.overlap import LayerwiseLoads
+from kvferry.connectors.common.ranks import (
+    Broadcast,
+    RankPlace,
+    mover_of,
+    open_rank,
+    shape_of,
+    tier_movers,
+)
+from kvferry.connectors.common.weights import Freshness, Weights
+from kvferry.rank import Contents, RankMemory
+from kvferry.tiers.disk.figures import DiskFigures
+from kvferry.transfer.layout import GroupLayout
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Health,
+    Outcome,
+    Plan,
+    Question,
+    Rank,
+    Receipt,
+    Transfer,
+    TransferId,
+)
+from kvferry.worker import Worker
+
+log = logging.getLogger(__name__)
+
+FIRST_EPOCH = 0
+"""Its blocks have the same names in every life of a server; those of later epochs do not."""
+
+_CHECK_SECONDS = 0.05
+"""A check of the weights takes the thread that runs the model 0.2 ms."""
+
+_DISK_SECONDS = 1.0
+
+_STALE = "the model's weights have changed"
+
+_IDLE_SECONDS = 0.5e-3
+"""How long a step without a forward may wait for a load. An engine with nothing to compute steps as
+fast as it can, and would keep the interpreter from the thread that queues the copies."""
+_NAP_SECONDS = 2e-5
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The KV cache on this rank: a layout per group, the device, and the order of the layers.
+
+    ``tensors`` keeps the memory alive: the copy engine copies by address.
+    """
+
+    layouts: Sequence[GroupLayout]
+    device: Any
+    layers: Sequence[str]
+    tensors: Any
+
+
+class WriteFence:
+    """Owns writes to tiers that outlive the server, until the weights were checked for them."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self.names = frozenset(spec.name for spec in config.all_tiers if spec.outlives_us)
+        self._clock = clock
+        self._held: list[Transfer] = []
+        self._marked: list[Transfer] = []
+        self._check_at = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._held or self._marked)
+
+    def hold(self, transfers: list[Transfer]) -> list[Transfer]:
+        """Keep those that write to a tier which outlives the server; returns the others."""
+        if not self.names:
+            return transfers
+        self._held += [transfer for transfer in transfers if transfer.dst in self.names]
+        return [transfer for transfer in transfers if transfer.dst not in self.names]
+
+    def is_due(self) -> bool:
+        """Whether it is time to check the weights for what is held."""
+        return bool(self._held) and self._clock() >= self._check_at
+
+    def note_mark(self) -> None:
+        """Digests of the weights as they are now will be taken."""
+        if self._held:
+            self._marked += self._held
+            self._held = []
+            self._check_at = self._clock() + _CHECK_SECONDS
+
+    def take_marked(self) -> tuple[Transfer, ...]:
+        """Those whose blocks are older than the last digests."""
+        marked, self._marked = tuple(self._marked), []
+        return marked
+
+    def take_all(self) -> tuple[Transfer, ...]:
+        self.note_mark()
+        return self.take_marked()
+
+
+class RankStatus:
+    """Reports what has changed of a rank's memory: usable slots, pinned bytes, drives."""
+
+    def __init__(
+        self, rank: Rank, memory: RankMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rank = rank
+        self._memory = memory
+        self._clock = clock
+        self._reported_ready = 0
+        self.is_grown = False
+        """Whether all host memory is usable, and that was reported."""
+        self._disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
+        self._disks_at = 0.0
+
+    def news(self) -> dict[str, Any]:
+        """Fields of :class:`StepReceipts`, those that have changed."""
+        news: dict[str, Any] = {}
+        memory, rank = self._memory, self._rank
+        if not self.is_grown and (num_ready := memory.ready_slots) != self._reported_ready:
+            self._reported_ready = num_ready
+            self.is_grown = num_ready == memory.host.num_slots
+            news["ready"] = ((rank, num_ready),)
+            news["pinned"] = ((rank, memory.host.stats().pinned_bytes),)
+        if memory.tiers and self._clock() >= self._disks_at:
+            self._disks_at = self._clock() + _DISK_SECONDS
+            disks = tuple((rank, name, figures) for name, figures in memory.disks().items())
+            if disks != self._disks:
+                self._disks = news["disks"] = disks
+        return news
+
+
+class WorkerSession:
+    """Owns this rank's worker and host memory; knows which request waits for which transfer.
+
+    Used on the engine's worker thread only. No exception leaves it: a broken rank fails its orders.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: RankPlace,
+        config: Config,
+        contents: Contents,
+        find_weights: Callable[[Any], Weights | None] = lambda device: None,
+        broadcast: Broadcast | None = None,
+        refusal: str = "",
+    ) -> None:
+        """``find_weights`` is given the KV cache's device; ``broadcast`` sends to all ranks.
+
+        ``refusal`` says why the scheduler side will be idle: then no memory is taken.
+        """
+        self.guard = Guard(f"rank {place.rank}")
+        self.rank = place.rank
+        self.shape = RankShape(self.rank, refusal=refusal or "the engine has no KV cache yet")
+        self._is_idle = bool(refusal)
+        self._config = config
+        self._place = place
+        self._contents = contents
+        self._find_weights = find_weights
+        self._broadcast = broadcast
+        self._cache: KvCache | None = None
+        self._memory: RankMemory | None = None
+        self._worker: Worker | None = None
+        self._status: RankStatus | None = None
+        self._has_sent_shape = self._drained = False
+        self._later: Plan = NO_PLAN
+        self._computes = False
+        self._is_run_due = False  # a load has come, and the model has not run since
+        self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
+        self._ended: dict[str, EndedLoad] = {}  # to be reported once the weights are checked
+        self._num_awaited = 0  # receipts
+        self._moves: set[TransferId] = set()  # of lower tiers and loads in pieces, under way
+        self._receipts: list[Receipt] = []
+        self._health: list[Health] = []
+        self.finished = FinishedLoads()
+        self.is_busy = True
+        """Whether something of an earlier step is still to be seen to, or reported."""
+        self._freshness = Freshness()
+        self._fence = WriteFence(config)
+        self.layerwise: LayerwiseLoads | None = None
+        """Where loads may be read before they have landed."""
+
+    # -- start and end --------------------------------------------------------------------------
+
+    def register(self, find_cache: Callable[[], KvCache]) -> None:
+        """Take the KV cache that ``find_cache`` describes and make the host memory for it."""
+        if self._is_idle:
+            return
+        try:
+            self._register(find_cache())
+        except Exception as error:
+            self.guard.trip("register", error)
+            self.shape = RankShape(self.rank, refusal=self.guard.reason)
+
+    def _register(self, cache: KvCache) -> None:
+        self._cache = cache
+        weights = self._find_weights(cache.device)
+        contents, first = self._contents, None
+        if self._fence.names and weights is not None:
+            contents = replace(contents, weights=weights.digests_of_all())
+            first = weights.begin().result()
+        self._freshness = Freshness(weights, first)
+        memory = self._memory = open_rank(
+            cache.device, cache.layouts, self._config, self._place, contents, self._broadcast
+        )
+        self._status = RankStatus(self.rank, memory)
+        mover = mover_of(memory, self._place)
+        if self._config.overlap_loads != "off" and len(cache.layouts) == 1:
+            self.layerwise = LayerwiseLoads(
+                memory.engine, cache.layers, cache.layouts[0], land=self._drain
+            )
+        self._worker = Worker(
+            {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
+            tiers=tier_movers(memory, self._place),
+            rank=self.rank,
+        )
+        self.shape = shape_of(memory, cache.layouts, self._place)
+
+    def introduce(self) -> RankShape:
+        """This rank's shape. Asked once, when the engine has started and before the first step."""
+        if self._memory is not None:
+            self._memory.note_started()
+        shape, self.shape = self.shape, self.shape.without_blocks()  # it may be large: sent once
+        return shape
+
+    def close(self) -> None:
+        parts = [part for part in (self._worker, self._memory) if part is not None]
+        for end in (self._check_fence, self._release_fence, *(part.close for part in parts)):
+            try:
+                end()
+            except Exception:
+                log.exception("kvferry did not close: %s", end.__qualname__)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin(self, orders: StepOrders) -> None:
+        """Start the step's loads, and its stores too where there is no forward to wait for."""
+        if orders.is_quiet and not self.is_busy:
+            self._computes = True
+            self._is_run_due = False
+            return
+        self.is_busy = True
+        try:
+            self._begin(orders)
+        except Exception as error:
+            self.guard.trip("begin", error)
+            self._give_up(orders)
+
+    def _give_up(self, orders: StepOrders) -> None:
+        """Nothing may wait for this rank: what was ordered, and is under way, counts as failed."""
+        self._drain()
+        for load in self._loads.values():
+            if not load.is_told:  # of those told all has landed by now
+                self.finished.fail(load.request_id, load.blocks)
+        self._loads.clear()
+        blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
+        for request_id, ids in orders.loads.items():
+            lost = [block for each in ids for block in blocks.get(each, ())]
+            self.finished.fail(request_id, lost)
+        for request_id, ended in (self._ended | orders.ended).items():
+            self.finished.fail(request_id, ended.blocks)
+        self._ended.clear()
+        ordered = {transfer.id for transfer in orders.plan.transfers}
+        held = [transfer for transfer in self._fence.take_all() if transfer.id not in ordered]
+        self._refuse((*held, *orders.plan.transfers, *orders.plan.questions), self.guard.reason)
+
+    def _begin(self, orders: StepOrders) -> None:
+        self._computes = orders.computes
+        if self._later.transfers:
+            self._flush()
+        if self._fence:
+            self._release_fence(orders.epoch)
+        if orders.epoch != self._freshness.epoch:
+            self._freshness.enter(orders.epoch)
+        plan = orders.plan
+        if plan.transfers or plan.questions or plan.forget or orders.loads or orders.ended:
+            self._carry_out(orders)
+        if orders.computes:
+            self._is_run_due = False
+            if self._memory is not None and not self._is_grown:
+                self._memory.note_step()
+            if self._fence.is_due():
+                self._check_fence()
+        else:
+            self._flush()
+            if self._fence:
+                self._check_fence()
+                self._release_fence(orders.epoch)
+        if orders.drain:
+            self._drain()
+            self._drained = True
+
+    @property
+    def _is_grown(self) -> bool:
+        return self._status is None or self._status.is_grown
+
+    def _carry_out(self, orders: StepOrders) -> None:
+        plan = orders.plan
+        if orders.loads:
+            self._await_loads(orders)
+        stores: list[Transfer] = []
+        others: list[Transfer] = []
+        for transfer in plan.transfers:
+            if transfer.id in self._loads:
+                self._loads[transfer.id].blocks += transfer.dst_slots.tolist()
+            (stores if transfer.src == DEVICE else others).append(transfer)
+        if self.shape.tiers:
+            self._moves.update([order.id for order in others if order.id not in self._loads])
+            self._moves.update([question.id for question in plan.questions])
+        if orders.ended:
+            self._ended |= orders.ended
+            self._freshness.mark()  # what came of them must fit the weights as they are now
+        if orders.epoch == FIRST_EPOCH:
+            others = self._fence.hold(others)
+        if orders.loads and self._freshness.is_stale(orders.epoch):
+            self._refuse(others, _STALE)
+            others = []
+        if others or plan.questions or plan.forget:
+            self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
+        if any(transfer.dst == DEVICE for transfer in others):
+            self._freshness.mark()
+            self._fence.note_mark()
+        self._later = Plan(plan.step, tuple(stores))
+
+    def _await_loads(self, orders: StepOrders) -> None:
+        for request_id, ids in orders.loads.items():
+            load = AwaitedLoad(request_id, set(ids), orders.epoch)
+            self._loads.update(dict.fromkeys(ids, load))
+            if self.layerwise is not None:
+                load.is_early = request_id in orders.early
+                self.layerwise.ordered(load)
+        if self._memory is not None:
+            # The forward of this step, that of a request whose load came first, or that of one
+            # which may run before its own has landed, runs beside them: even if the model rests
+            # while they are submitted.
+            num_loading = len({load.request_id for load in self._loads.values()})
+            is_beside = orders.computes or self._is_run_due or num_loading > 1
+            self._memory.note_beside(is_beside or bool(orders.early))
+
+    def after_forward(self) -> None:
+        """The step's forward is queued: its blocks may be stored."""
+        if self.layerwise is not None and self._computes:
+            self.layerwise.end_forward()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._later.transfers:
+            later, self._later = self._later, NO_PLAN
+            self._execute(later)
+
+    def _execute(self, plan: Plan) -> None:
+        orders: list[Transfer | Question] = [*plan.transfers, *plan.questions]
+        if self._worker is None or self.guard.reason:
+            self._refuse(orders, self.guard.reason or self.shape.refusal)
+            if plan.forget and self._worker is not None:  # lasting tiers must hear of it still
+                self._worker.execute(Plan(plan.step, forget=plan.forget))
+            return
+        self._num_awaited += len(orders)
+        if self._memory is not None and not self._is_grown:
+            self._memory.note_plan(plan)
+        try:
+            self._worker.execute(plan)
+        except Exception as error:
+            self.guard.trip("execute", error)
+            self._refuse(orders, self.guard.reason)
+
+    def _check_fence(self) -> None:
+        if self._fence:
+            self._freshness.mark()
+            self._fence.note_mark()
+
+    def _release_fence(self, epoch: int = FIRST_EPOCH) -> None:
+        """Write what the fence holds, unless it may be of other weights."""
+        if epoch != FIRST_EPOCH:
+            self._refuse(self._fence.take_all(), _STALE)
+            return
+        checked = self._fence.take_marked()
+        if checked and self._freshness.is_stale(FIRST_EPOCH):
+            self._refuse(checked, _STALE)
+        elif checked:
+            self._execute(Plan(0, checked))
+
+    def _refuse(self, orders: Sequence[Transfer | Question], reason: str) -> None:
+        """Every order ends in a receipt, or the scheduler would wait for it for ever."""
+        for order in orders:
+            self._take(Receipt(order.id, self.rank, Outcome.FAILED, reason))
+
+    # -- what happened --------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take what has ended by now; where nothing else is to do, what ends in a moment."""
+        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended):
+            return
+        self._poll()
+        end = time.monotonic() + _IDLE_SECONDS
+        while self._loads or (self._moves and not self._receipts):
+            if self._computes or self.finished.arrived or time.monotonic() >= end:
+                return
+            time.sleep(_NAP_SECONDS)
+            self._poll()
+
+    def _poll(self) -> None:
+        if self._worker is None and not self._ended:
+            return
+        try:
+            self._freshness.look()
+            if self._worker is not None:
+                self._take_all(self._worker.poll())
+                if self.shape.tiers:
+                    self._health += self._worker.health()
+            if self._ended:
+                self._report_ended()
+            if self.layerwise is not None and self._loads:
+                self._tell_early(self.layerwise)
+        except Exception as error:
+            self.guard.trip("poll", error)
+            self._give_up(StepOrders())
+
+    def _report_ended(self) -> None:
+        """Tell the engine of loads that the scheduler side has ended."""
+        for request_id, ended in self._ended.items():
+            lost = ended.lost
+            if len(lost) < len(ended.blocks) and self._freshness.is_stale(ended.epoch):
+                lost = ended.blocks  # some came before the weights changed
+            if lost:
+                self.finished.fail(request_id, lost)
+            else:
+                self.finished.arrived.add(request_id)
+                self._is_run_due = True
+        self._ended.clear()
+
+    def _tell_early(self, layerwise: LayerwiseLoads) -> None:
+        """Let a request run whose load cannot fail any more, though it has not landed yet."""
+        load = layerwise.due(computes=self._computes)
+        if load is None or not self._freshness.is_known or self._freshness.is_stale(load.epoch):
+            return
+        layerwise.tell(load)
+        self.finished.arrived.add(load.request_id)
+
+    def _drain(self) -> None:
+        """Finish the copies from and to the device."""
+        self._flush()
+        if self._worker is not None:
+            try:
+                self._take_all(self._worker.drain_device())
+            except Exception as error:
+                self.guard.trip("drain", error)
+
+    def _take_all(self, receipts: Sequence[Receipt]) -> None:
+        self._num_awaited -= len(receipts)
+        for receipt in receipts:
+            self._take(receipt)
+
+    def _take(self, receipt: Receipt) -> None:
+        load = self._loads.pop(receipt.transfer_id, None)
+        if load is None:
+            self._moves.discard(receipt.transfer_id)
+            self._receipts.append(receipt)
+            return
+        if not load.is_told and self._freshness.is_stale(load.epoch):
+            receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
+        self._receipts.append(receipt)
+        load.waiting.discard(receipt.transfer_id)
+        load.failed |= receipt.outcome is not Outcome.OK
+        if not load.waiting:
+            self._end(load, receipt.reason)
+
+    def _end(self, load: AwaitedLoad, reason: str) -> None:
+        """All transfers of a load have ended."""
+        if self.layerwise is not None:
+            self.layerwise.ended(load)
+        if load.is_told:
+            if load.failed:  # with the device: what was computed with it is lost like all else
+                log.error("a load failed after it was on its way: %s", reason)
+        elif load.failed:
+            self.finished.fail(load.request_id, load.blocks)
+        else:
+            self.finished.arrived.add(load.request_id)
+            self._is_run_due = True
+
+    def take_receipts(self) -> StepReceipts | None:
+        """What the scheduler side does not know yet; None if that is nothing."""
+        if not (self.is_busy or self._receipts):
+            return None
+        news = self._status.news() if self._status is not None else {}
+        if self._freshness.unreported:
+            news["stale"] = self._freshness.take_stale()
+        if self._receipts:
+            news["receipts"], self._receipts = tuple(self._receipts), []
+        if self._health:
+            news["health"], self._health = tuple(self._health), []
+        if self._drained:
+            news["drained"], self._drained = (self.rank,), False
+        if not self._has_sent_shape:
+            news["shapes"] = (self.shape,)
+            self._has_sent_shape, self.shape = True, self.shape.without_blocks()
+        awaits = self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended
+        self.is_busy = bool(awaits or self._later.transfers or self._fence or not self._is_grown)
+        return StepReceipts(**news) if news else None

@@ -1,0 +1,342 @@
+"""vLLM's side of the contract: its requests' keys, its device blocks, and its free queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+
+from kvferry.cache.reach import Group, RecurrentState
+from kvferry.connectors.common.contract import Step
+from kvferry.connectors.common.hints import read_hints, tenant_of
+from kvferry.core.identity import Namespace, adopt, adopt_one
+from kvferry.core.keys import Keys
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, Ordered
+from kvferry.types import DeviceBlocks, Key
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in block tables for a block that a request does not have."""
+
+_NEXT = 32
+"""So many of the next free blocks are looked at, or an eighth of all."""
+
+_MAX_KEYS = 1 << 17
+"""Keys of ended requests that are kept: 4 MiB."""
+
+_GROUP_BYTES = 4
+"""A block's hash in vLLM's pool ends in its group's number."""
+
+_HINTS = (("max_offload_tokens", "max_store_tokens"), ("max_load_tokens", "max_load_tokens"))
+"""Parameters of vLLM's own offloading, and the hints that mean the same."""
+
+_NO_KEYS = Keys.empty()
+
+
+class EndedKeys:
+    """Owns the keys of requests that ended lately, by the hash of their last block.
+
+    A request that continues one of those has the same hash there, and so the same keys up to
+    there: only its new blocks need keys.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._ended: dict[bytes, Keys] = {}  # the oldest first
+        self._num_keys = 0
+
+    def remember(self, last: bytes, keys: Keys) -> None:
+        self.take(last)
+        self._ended[last] = keys
+        self._num_keys += len(keys)
+        while self._num_keys > _MAX_KEYS:
+            self.take(next(iter(self._ended)))
+
+    def take(self, last: bytes) -> Keys | None:
+        keys = self._ended.pop(last, None)
+        if keys is not None:
+            self._num_keys -= len(keys)
+        return keys
+
+
+class RequestKeys:
+    """The chain of one vLLM request: the keys of the hash blocks it has so far.
+
+    Reads ``block_hashes``, which vLLM extends with every full block of known tokens. Those hashes
+    cover the salt, the adapter and the images of the request.
+    """
+
+    __slots__ = ("_ended", "_keys", "_last", "_num_ended", "had_blocks", "num_past", "request")
+
+    def __init__(self, request: Any, ended: EndedKeys) -> None:
+        self.request = request
+        self._ended = ended
+        self._keys = _NO_KEYS
+        self._last: bytes | None = None
+        self._num_ended = 0  # blocks, once it has ended; until that is remembered
+        self.num_past = 0
+        """Blocks that vLLM had of it when it came: it may continue a request that has ended."""
+        self.had_blocks: Sequence[Sequence[int]] = ()
+        """Once it has ended: its device blocks by group. Other requests may have them by now."""
+
+    def __len__(self) -> int:
+        return len(self.request.block_hashes)
+
+    def __getitem__(self, position: int) -> Key:
+        return adopt_one(self._ended.namespace, self.request.block_hashes[position])
+
+    def keys(self) -> Keys:
+        hashes = self.request.block_hashes
+        known = len(self._keys.array)
+        # Chained, so one equal hash means that all before it are equal: a request whose tokens
+        # were replaced (streamed input) starts over.
+        if known > len(hashes) or (known and hashes[known - 1] != self._last):
+            self._keys, known = _NO_KEYS, 0
+        if not known and 0 < self.num_past <= len(hashes):
+            last = hashes[self.num_past - 1]
+            past = self._ended.take(last)
+            if past is not None and len(past) == self.num_past:
+                self._keys, self._last, known = past, last, len(past)
+        if known < len(hashes):
+            new = adopt(self._ended.namespace, hashes[known:])
+            self._keys = self._keys + new if known else new
+            self._last = hashes[-1]
+        if 0 < self._num_ended <= len(hashes):
+            count, self._num_ended = self._num_ended, 0
+            # Copied, or a few keys of a long prompt would keep all of its alive.
+            ended = self._keys if count == len(hashes) else self._keys.take(np.arange(count))
+            self._ended.remember(hashes[count - 1], ended)
+        return self._keys
+
+    def end(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """It has ended with these blocks: a next turn continues where it is computed up to."""
+        self.had_blocks = block_ids
+        computed = getattr(self.request, "num_computed_tokens", 0)
+        self._num_ended = computed // self._ended.namespace.block_tokens
+
+
+class VllmEngine:
+    """vLLM's block pool for the session. Owns one reference per held block.
+
+    With vLLM's cache manager, block tables are asked from that; without, from its prefix cache,
+    which names blocks by content: they hold the right bytes even if another request computed them.
+    Of recurrent states only that can be trusted: a table also has the block that the next tokens
+    write, and forgets those it no longer needs.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], namespace: Namespace, block_pool: Any, manager: Any = None
+    ) -> None:
+        """``namespace`` is for hash blocks of one token: the pool says how many they have."""
+        self._groups = groups
+        self._pool = block_pool
+        self._manager = manager
+        self.hash_tokens = int(block_pool.hash_block_size)
+        self._namespace = replace(namespace, block_tokens=self.hash_tokens)
+        self._ended = EndedKeys(self._namespace)
+        self._held: Counter[int] = Counter()
+        self._evicts: bool | None = None
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def open(self, scheduler: Scheduler, request: Any) -> Request:
+        """Open a request of vLLM's with the hints and the tenant it came with."""
+        keys = RequestKeys(request, self._ended)
+        params = getattr(request, "kv_transfer_params", None)
+        if params is None and not scheduler.has_tenants:
+            return scheduler.open(request.request_id, keys)
+        hints, reason = read_hints(params if params is not None else {}, _HINTS)
+        salt = getattr(request, "cache_salt", None)
+        if scheduler.has_tenants and salt and not hints.tenant:
+            hints = replace(hints, tenant=tenant_of(salt))
+        return scheduler.open(request.request_id, keys, hints, unheeded=reason)
+
+    def resume(self, request: Request, num_computed_tokens: int) -> None:
+        keys: Any = request.chain
+        keys.num_past = num_computed_tokens // self.hash_tokens
+
+    def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        keys: Any = request.chain
+        keys.end(block_ids)
+
+    # -- what there is --------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks)
+
+    @property
+    def num_held(self) -> int:
+        return self._held.total()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that vLLM could give to a request now."""
+        return int(self._pool.get_num_free_blocks())
+
+    def begin_step(self) -> None:
+        """What vLLM is about to give away is looked at anew, at most once before the next call."""
+        self._evicts = None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether one of the next blocks that vLLM gives away is one its prefix cache knows.
+
+        Not the very next: ended requests put their last, nameless blocks at the queue's head. And
+        where no block is left, the next one comes from a request that ends.
+        """
+        if self._evicts is None:
+            block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+            self._evicts = False
+            for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
+                is_end = block is None or block.next_free_block is None  # the queue's own mark
+                if is_end or block.block_hash is not None:
+                    self._evicts = True
+                    break
+                block = block.next_free_block
+        return self._evicts
+
+    def next_evicted(self, depth: int) -> Iterator[tuple[int, Keys, list[int]]]:
+        """Per group, keys and ids of named blocks among the first ``depth`` of the free queue."""
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        named: dict[int, tuple[list[bytes], list[int]]] = {}
+        for _ in range(depth):
+            if block is None or block.next_free_block is None:  # the queue's own end mark
+                break
+            if block.block_hash is not None and not block.is_null:
+                name = bytes(block.block_hash)
+                group = int.from_bytes(name[-_GROUP_BYTES:], "big")
+                hashes, ids = named.setdefault(group, ([], []))
+                hashes.append(name[:-_GROUP_BYTES])
+                ids.append(block.block_id)
+            block = block.next_free_block
+        for group, (hashes, ids) in named.items():
+            yield group, adopt(self._namespace, hashes), ids
+
+    # -- tables ---------------------------------------------------------------------------------
+
+    def table(self, ids: Sequence[int], length: int | None = None) -> BlockTable:
+        """vLLM's table with NO_BLOCK for missing blocks, cut or filled up to ``length``."""
+        table = np.array(ids if length is None else ids[:length], dtype=np.int64)
+        table[table == NULL_BLOCK] = NO_BLOCK
+        if length is not None and len(table) < length:
+            table = np.append(table, np.full(length - len(table), NO_BLOCK))
+        return table
+
+    def tables(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
+        """A table per group for the first ``num_tokens``; below ``from_token`` it may be blank."""
+        keys: Any = request.chain
+        known = None
+        if self._manager is not None:
+            known = self._manager.get_block_ids(keys.request.request_id)
+        return [
+            self.table(known[number], num_tokens // group.block_tokens)
+            if known is not None and not isinstance(group, RecurrentState)
+            else self._by_content(number, keys.request.block_hashes, num_tokens, from_token)
+            for number, group in enumerate(self._groups)
+        ]
+
+    def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
+        """The same of a request that has ended: whatever the prefix cache still has of it."""
+        keys: Any = request.chain
+        hashes, had = keys.request.block_hashes, keys.had_blocks or ((),) * len(self._groups)
+        return [
+            self._by_content(number, hashes, num_tokens, from_token, had[number])
+            for number in range(len(self._groups))
+        ]
+
+    def _by_content(
+        self,
+        number: int,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        from_token: int,
+        had: Sequence[int] = (),
+    ) -> BlockTable:
+        """Where the prefix cache has these blocks: mostly where the request ``had`` them.
+
+        A block has its content's name for as long as the cache knows it, and a look at one block is
+        much cheaper than a search.
+        """
+        blocks, block_tokens = self._pool.blocks, self._groups[number].block_tokens
+        per_block = block_tokens // self.hash_tokens
+        length = min(num_tokens // block_tokens, len(hashes) // per_block)
+        first = min(from_token // block_tokens, length)
+        names = hashes[(first + 1) * per_block - 1 : length * per_block : per_block]
+        table = [NO_BLOCK] * first
+        suffix = number.to_bytes(_GROUP_BYTES, "big")
+        wanted, there = [name + suffix for name in names], had[first:length]
+        if [blocks[likely].block_hash for likely in there] == wanted:  # mostly: at once
+            return np.array([*table, *there], dtype=np.int64)
+        for name, whole, likely in zip(names, wanted, chain(there, repeat(NULL_BLOCK))):  # noqa: B905
+            if blocks[likely].block_hash == whole:
+                table.append(likely)
+            else:
+                cached = self._pool.get_cached_block(name, [number])
+                table.append(cached[0].block_id if cached else NO_BLOCK)
+        return np.array(table, dtype=np.int64)
+
+    # -- holding --------------------------------------------------------------------------------
+
+    @property
+    def keeps_free_blocks(self) -> bool:
+        """Whether some block is in use by copies alone: it is free once they have ended."""
+        blocks = self._pool.blocks
+        return any(blocks[number].ref_cnt == count for number, count in self._held.items())
+
+    def hold(self, mentions: Iterable[DeviceBlocks | Ordered]) -> None:
+        blocks = self._pool.blocks
+        for mention in mentions:
+            numbers = mention.blocks.tolist()
+            self._pool.touch([blocks[number] for number in numbers])
+            self._held.update(numbers)
+
+    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
+        blocks, held = self._pool.blocks, self._held
+        for mention in mentions:
+            numbers = mention.blocks.tolist()
+            # Backwards: the end of a conversation is the first to be given away.
+            self._pool.free_blocks([blocks[number] for number in reversed(numbers)])
+            # Mostly each is held once. By hand else: a load has a thousand blocks, and subtracting
+            # counters takes twice as long.
+            counts = list(map(held.pop, numbers, repeat(0)))
+            if counts.count(1) == len(counts):
+                continue
+            held.update(
+                {number: count for number, count in zip(numbers, counts, strict=True) if count}
+            )
+            for number in numbers:
+                count = held[number] - 1
+                if count:
+                    held[number] = count
+                else:
+                    held.pop(number)  # not del, which a Counter does in Python
+
+    def release_all(self) -> None:
+        blocks = self._pool.blocks
+        self._pool.free_blocks([blocks[number] for number in self._held.elements()])
+        self._held.clear()
+
+
+def step_of(output: Any) -> Step:
+    """A step as vLLM's scheduler puts it out."""
+    new = output.scheduled_new_reqs
+    return Step(
+        output.num_scheduled_tokens,
+        output.total_num_scheduled_tokens,
+        [each.req_id for each in new] if new else (),
+        output.preempted_req_ids or (),
+        lambda: _num_allocated(output),
+    )
+
+
+def _num_allocated(output: Any) -> int:
+    """Device blocks that requests were given in this step."""
+    tables = [request.block_ids for request in output.scheduled_new_reqs]
+    tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids]
+    return sum(len(ids) for table in tables for ids in table)

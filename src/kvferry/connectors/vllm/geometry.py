@@ -1,0 +1,84 @@
+"""KV geometry: from the tensors vLLM registers to block layouts, by storage and strides.
+
+vLLM hands over one view per layer, sometimes several (a state and its convolution). They may lie in
+one storage or in many, and layers of different groups may lie over each other. All of them have an
+axis that counts blocks; everything else inside a block is opaque::
+
+    (blocks, 2, tokens, heads, size)      packed K and V
+    (2, blocks, tokens, heads, size)      split K and V
+    (blocks * n, ...)                     a kernel that works on n-ths of a block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvferry.connectors.common.worker import KvCache
+from kvferry.errors import LayoutError
+from kvferry.transfer.layout import GroupLayout, TensorView, describe, view_of
+
+
+def kv_cache_of(
+    kv_caches: Mapping[str, Any], groups: Sequence[Sequence[str]], num_blocks: int
+) -> KvCache:
+    """vLLM's KV cache as the worker side needs it; LayoutError where a tensor is not understood."""
+    first = next(iter(kv_caches.values()))
+    device = (first[0] if isinstance(first, (list, tuple)) else first).device
+    layouts = layouts_of(kv_caches, groups, num_blocks)
+    return KvCache(layouts, device, groups[0], dict(kv_caches))
+
+
+def layouts_of(
+    kv_caches: Mapping[str, Any], groups: Sequence[Iterable[str]], num_blocks: int
+) -> tuple[GroupLayout, ...]:
+    """One layout per group, from the tensors of the layers it names.
+
+    Layers without a tensor (they live on another rank) are left out, and so are views seen before
+    (layers that share their KV).
+    """
+    return tuple(
+        _group_layout(kv_caches, names, num_blocks, number) for number, names in enumerate(groups)
+    )
+
+
+def _group_layout(
+    kv_caches: Mapping[str, Any], names: Iterable[str], num_blocks: int, number: int
+) -> GroupLayout:
+    views: dict[str, TensorView] = {}
+    seen = set()
+    for name in names:
+        for part, tensor in enumerate(_tensors(kv_caches.get(name))):
+            view = _blocks_first(view_of(tensor, f"{name}[{part}]"), num_blocks)
+            place = (view.address, view.shape, view.strides)
+            if place not in seen:
+                seen.add(place)
+                views[view.name] = view
+    if not views:
+        raise LayoutError(f"group {number} has no KV tensor on this rank")
+    return describe(views, num_blocks=num_blocks, block_axis=0)
+
+
+def _tensors(entry: Any) -> Sequence[Any]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, (list, tuple)) else (entry,)
+
+
+def _blocks_first(view: TensorView, num_blocks: int) -> TensorView:
+    """The same bytes with the block axis in front and whole.
+
+    vLLM's shapes have the blocks before anything that lies inside one, so the first axis that can
+    count blocks does. Only K and V may stand before it; a cache of two blocks leaves that open.
+    """
+    axes = [a for a, extent in enumerate(view.shape) if extent and extent % num_blocks == 0]
+    if not axes or (num_blocks <= 2 and len(axes) > 1):
+        raise LayoutError(
+            f"{view.name} of shape {view.shape} has no axis that clearly counts {num_blocks} blocks"
+        )
+    axis = axes[0]
+    parts = view.shape[axis] // num_blocks
+    shape = [num_blocks, parts, *(e for a, e in enumerate(view.shape) if a != axis)]
+    step = view.strides[axis]
+    strides = [step * parts, step, *(s for a, s in enumerate(view.strides) if a != axis)]
+    return TensorView(view.name, view.address, tuple(shape), tuple(strides), view.itemsize)
