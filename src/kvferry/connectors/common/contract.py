@@ -1,6 +1,6 @@
 """What a connector's session needs of its engine: facts at start, block tables, holds, events.
 
-A second engine implements :class:`Engine` and fills in a :class:`SessionSetup`; the session does
+A second engine implements :class:`EngineAdapter` and fills in a :class:`SessionSetup`; the session does
 the rest.
 """
 
@@ -44,7 +44,7 @@ class Step(NamedTuple):
     """Counts the device blocks given out in this step; called with lazy stores only."""
 
 
-class Engine(EngineBlocks, Protocol):
+class EngineAdapter(EngineBlocks, Protocol):
     """The engine's device blocks and requests, as the scheduler side sees them.
 
     A held block is given to no request, so a request may end while its blocks are copied.

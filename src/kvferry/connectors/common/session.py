@@ -21,7 +21,7 @@ from typing import Any
 from kvferry.cache import reach
 from kvferry.cache.policies.contract import policy_named
 from kvferry.cache.pool import Pool
-from kvferry.connectors.common.contract import Engine, EngineRequest, SessionSetup, Step
+from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
 from kvferry.connectors.common.guard import Guard
 from kvferry.connectors.common.loads import PromisedLoads
 from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
@@ -190,7 +190,7 @@ class Serving:
     """
 
     def __init__(
-        self, setup: SessionSetup, shapes: Mapping[int, RankShape], engine: Engine
+        self, setup: SessionSetup, shapes: Mapping[int, RankShape], engine: EngineAdapter
     ) -> None:
         groups = setup.groups
         self.engine = engine
@@ -594,7 +594,7 @@ class SchedulerSession:
         self.refusal = setup.refusal
         self.serving: Serving | None = None
         self.former: Serving | None = None
-        self._make_engine: Callable[[], Engine] | None = None
+        self._make_engine: Callable[[], EngineAdapter] | None = None
         self._shapes: dict[int, RankShape] = {}
         self._unkept: dict[str, EndedLoad] = {}
         self._marks: DiskMarks | None = None
@@ -604,7 +604,7 @@ class SchedulerSession:
 
     # -- until it can serve -----------------------------------------------------------------------
 
-    def bind(self, make_engine: Callable[[], Engine]) -> None:
+    def bind(self, make_engine: Callable[[], EngineAdapter]) -> None:
         """The engine has its device blocks; the last call before serving begins counts."""
         self._make_engine = make_engine
         self._begin()
