@@ -1,7 +1,7 @@
 """What a connector's session needs of its engine: facts at start, block tables, holds, events.
 
-A second engine implements :class:`EngineAdapter` and fills in a :class:`SessionSetup`; the session does
-the rest.
+A second engine implements :class:`EngineAdapter` and fills in a :class:`SessionSetup`; the
+session does the rest.
 """
 
 from __future__ import annotations
