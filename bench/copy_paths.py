@@ -187,6 +187,29 @@ BESIDE_MODEL = tuple(path.name for path in COPY_PATHS if not path.is_stopgap)
 Progress = Callable[[str], None]
 
 
+class BenchRig(CopyRig):
+    """The rig of the calibration, and one large copy to compare with."""
+
+    def ceiling(
+        self, direction: Direction, num_bytes: int | None = None, *, in_flight: int = 1
+    ) -> float:
+        """GB/s of one large copy between pinned and device memory: no path can beat it."""
+        num_bytes = num_bytes or self.num_bytes
+        call = self.plain_call(direction, num_bytes, in_flight)
+        timing = self.time_in_turn([call], direction, repeats=9)[0]
+        return in_flight * num_bytes / timing.seconds / GB
+
+    def plain_call(self, direction: Direction, num_bytes: int, in_flight: int = 1) -> Call:
+        """A call that queues one large copy, ``in_flight`` times."""
+        ends = (self.device, self.host) if direction is Direction.LOAD else (self.host, self.device)
+
+        def queue(stream: int) -> None:
+            for _ in range(in_flight):
+                self.driver.copy_async(*ends, num_bytes, stream)
+
+        return queue
+
+
 class CopyBenchmark:
     """Owns the memory and paths of one run, not the other ``designs`` timed in the same run."""
 
@@ -201,7 +224,7 @@ class CopyBenchmark:
         self.driver = driver
         self.effort = effort
         self.progress = progress
-        self.rig = CopyRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
+        self.rig = BenchRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
         self.ours = open_paths(driver, ring_bytes=64 * MiB)
         self.paths: dict[str, CopyPath] = {**self.ours.paths, **(designs or {})}
 

@@ -1,9 +1,8 @@
 """Calibration: time the paths on this very machine, in a second or two.
 
-Each path is timed by direction, segment size and transfer size on an idle card, and then beside a
-running model. A path that is hopeless for small segments is not asked to copy many of them: the
-planner only needs to see that it is. A server's first start waits for all this, so nothing is timed
-more often than a choice between paths needs.
+Each path is timed by direction, segment size and transfer size on an idle card, then beside a
+running model. A path that is hopeless for small segments does not copy many of them. A server's
+first start waits for all this, so nothing is timed more often than a choice between paths needs.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ MiB = 1 << 20
 GB = 1e9
 
 NOISE_BYTES = 16 * MiB
-"""As many random bytes are made, and then repeated: more would take longer than the copies."""
+"""Random bytes that are made, then repeated: more would take longer than the copies."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians: device time of a job, and how long its caller was held."""
+    """Medians: device time of a job, and how long the call took."""
 
     seconds: float
     submit_seconds: float
@@ -55,11 +54,11 @@ Call = Callable[[int], object]
 
 
 class CopyRig:
-    """Owns ``host_bytes`` of pinned host memory, device memory, and a stream per way.
+    """Owns ``host_bytes`` of pinned host memory, device memory, and a stream per direction.
 
     Jobs have up to ``num_bytes``; the device memory is twice that. Blocks are spread over all of
-    it, layer by layer, and picked at random. ``ready`` is an event of an idle compute stream: what
-    an engine tells a path while no model runs.
+    it, layer by layer, and picked at random. ``ready`` is an event of an idle compute stream, as an
+    engine passes it while no model runs.
     """
 
     def __init__(
@@ -125,23 +124,27 @@ class CopyRig:
     def time(self, path: Path, job: CopyJob, *, repeats: int, in_flight: int = 1) -> Timing:
         """Device time from an idle stream to the end of the copy, the call itself included.
 
-        With several ``in_flight`` they are queued one after another and the time is each one's
-        share.
+        With several ``in_flight`` they are queued one after another; the time is the share of one.
         """
         call = self.call(path, job, in_flight)
-        return self.time_call(call, job.direction, repeats=repeats).over(in_flight)
+        return self.time_in_turn([call], job.direction, repeats=repeats)[0].over(in_flight)
 
-    def time_call(self, call: Call, direction: Direction, *, repeats: int) -> Timing:
-        """The same for anything that queues work on a stream."""
-        return self.time_in_turn([call], direction, repeats=repeats)[0]
+    def call(self, path: Path, job: CopyJob, in_flight: int = 1) -> Call:
+        """A call that queues ``job`` by ``path``, ``in_flight`` times."""
+
+        def queue(stream: int) -> None:
+            for _ in range(in_flight):
+                path.enqueue(job, stream, self.ready)
+
+        return queue
 
     def time_in_turn(
         self, calls: Sequence[Call], direction: Direction, *, repeats: int
     ) -> list[Timing]:
-        """The same for several, one after another and over again.
+        """Median times of several calls, each once per turn.
 
-        Neighbours of a virtual machine share its link and its processors: what they do for a
-        moment hits all of the calls, and their ratios are none the worse.
+        Neighbours of a virtual machine share its link and processors: a disturbance hits all calls
+        of a turn, so the ratios stay valid.
         """
         found: list[list[tuple[float, float]]] = [[] for _ in calls]
         collecting = gc.isenabled()
@@ -157,36 +160,8 @@ class CopyRig:
                 gc.enable()
         return [Timing(*map(statistics.median, zip(*times, strict=True))) for times in found]
 
-    def ceiling(
-        self, direction: Direction, num_bytes: int | None = None, *, in_flight: int = 1
-    ) -> float:
-        """GB/s of one large copy between pinned and device memory: what no path can beat."""
-        num_bytes = num_bytes or self.num_bytes
-        call = self.plain_call(direction, num_bytes, in_flight)
-        timing = self.time_call(call, direction, repeats=9)
-        return in_flight * num_bytes / timing.seconds / GB
-
-    def call(self, path: Path, job: CopyJob, in_flight: int = 1) -> Call:
-        """Queues ``job`` by ``path``, so often."""
-
-        def queue(stream: int) -> None:
-            for _ in range(in_flight):
-                path.enqueue(job, stream, self.ready)
-
-        return queue
-
-    def plain_call(self, direction: Direction, num_bytes: int, in_flight: int = 1) -> Call:
-        """Queues one large copy, so often."""
-        ends = (self.device, self.host) if direction is Direction.LOAD else (self.host, self.device)
-
-        def queue(stream: int) -> None:
-            for _ in range(in_flight):
-                self.driver.copy_async(*ends, num_bytes, stream)
-
-        return queue
-
     def _once(self, call: Call, direction: Direction) -> tuple[float, float]:
-        """Seconds on the device, and seconds that the caller was held."""
+        """Seconds on the device, and seconds of the call."""
         driver, stream = self.driver, self.streams[direction]
         start, end = self._events
         driver.synchronize_stream(stream)
@@ -235,15 +210,6 @@ class CopyRig:
             self.driver.copy_async(at, self.host, self.num_bytes, stream)
         self.driver.synchronize_stream(stream)
 
-
-# ------------------------------------------------------------------------------------------------
-# Calibration: time the paths on this very machine, in a second or two.
-#
-# Each path is timed by direction, segment size and transfer size on an idle card, and then beside a
-# running model. A path that is hopeless for small segments is not asked to copy many of them: the
-# planner only needs to see that it is. A server's first start waits for all this, so nothing is
-# timed
-# more often than a choice between paths needs.
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
-"""A profile: what calibration measured on one machine, for one set of paths.
+"""A profile: the measurements of one machine for one set of paths, kept as a small JSON file.
 
-What is read back may come from anywhere: a number that no copy can have taken would make the
-planner fail, or choose by nonsense, for as long as the profile is kept.
+There is one file per card, driver, link and set of paths. A file may come from anywhere: a number
+that no copy can have taken would make the planner fail, or choose by nonsense, for as long as the
+profile is kept. So a file that cannot be used counts as none, and the machine is measured again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS, Cost
 from kvferry.transfer.driver.base import DeviceIdentity
 from kvferry.transfer.job import Direction
 
+log = logging.getLogger(__name__)
+
 FORMAT = 3
 
 MOST_CELLS = 4096
@@ -27,8 +30,10 @@ MOST_BYTES = 1 << 50
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6
 LEAST_GBPS, MOST_GBPS = 1e-3, 1e6
 MOST_LOST_MS = 1e9
-"""Of model time, per gigabyte; a copy that does not get on beside a model is given this."""
+"""Of model time, per gigabyte; for a copy that makes no progress beside a model."""
 MOST_LETTERS = 1000
+MOST_FILE_BYTES = 4 << 20
+"""A profile has some ten kilobytes."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,21 @@ class Profile:
     @classmethod
     def from_json(cls, data: Any) -> Profile:
         """The reverse of ``to_json``; ValueError for anything a planner could not plan by."""
-        known = _ProfileFields("profile", data)
-        if known.get("format") != FORMAT:
-            raise ValueError(f"profile format {known.get('format')!r}, ours is {FORMAT}")
-        provenance = _ProfileFields("provenance", known.get("provenance"))
-        paths = frozenset(_word("paths", name) for name in known.all("paths"))
+        (version,) = _fields("profile", data, ("format",))
+        if version != FORMAT:
+            raise ValueError(f"profile format {version!r}, ours is {FORMAT}")
+        names = ("provenance", "paths", "cells", "busy")
+        provenance, paths, cells, busy = _fields("profile", data, names)
+        if not isinstance(provenance, Mapping):
+            raise ValueError("provenance: expected an object")
+        known = frozenset(_word("paths", name) for name in _list("paths", paths))
         return cls(
-            cells=_checked((_cell(each) for each in known.all("cells")), paths),
-            busy=tuple(_busy_cell(each) for each in known.all("busy")),
-            provenance={_word("provenance", name): provenance.word(name) for name in provenance},
-            paths=paths,
+            cells=_checked((_cell(each) for each in _list("cells", cells)), known),
+            busy=tuple(_busy_cell(each) for each in _list("busy", busy)),
+            provenance={
+                _word("provenance", k): _word("provenance", v) for k, v in provenance.items()
+            },
+            paths=known,
         )
 
 
@@ -102,26 +112,28 @@ def _plain(cell: Cell | BusyCell) -> dict[str, Any]:
 
 
 def _cell(data: Any) -> Cell:
-    cell = _ProfileFields("cells", data)
+    names = ("direction", "path", "segment_bytes", "num_segments", "seconds", "num_runs")
+    direction, path, segment_bytes, num_segments, seconds, num_runs = _fields("cells", data, names)
     return Cell(
-        Direction(cell.get("direction")),
-        cell.word("path"),
-        cell.count("segment_bytes"),
-        cell.count("num_segments"),
-        cell.number("seconds", LEAST_SECONDS, MOST_SECONDS),
-        cell.count("num_runs"),
+        Direction(direction),
+        _word("cells: path", path),
+        _count("cells: segment_bytes", segment_bytes),
+        _count("cells: num_segments", num_segments),
+        _number("cells: seconds", seconds, LEAST_SECONDS, MOST_SECONDS),
+        _count("cells: num_runs", num_runs),
     )
 
 
 def _busy_cell(data: Any) -> BusyCell:
-    cell = _ProfileFields("busy", data)
+    names = ("direction", "path", "load", "gbps", "idle_gbps", "lost_ms_per_gb")
+    direction, path, load, gbps, idle_gbps, lost = _fields("busy", data, names)
     return BusyCell(
-        Direction(cell.get("direction")),
-        cell.word("path"),
-        cell.word("load"),
-        cell.number("gbps", LEAST_GBPS, MOST_GBPS),
-        cell.number("idle_gbps", LEAST_GBPS, MOST_GBPS),
-        cell.number("lost_ms_per_gb", 0.0, MOST_LOST_MS),
+        Direction(direction),
+        _word("busy: path", path),
+        _word("busy: load", load),
+        _number("busy: gbps", gbps, LEAST_GBPS, MOST_GBPS),
+        _number("busy: idle_gbps", idle_gbps, LEAST_GBPS, MOST_GBPS),
+        _number("busy: lost_ms_per_gb", lost, 0.0, MOST_LOST_MS),
     )
 
 
@@ -143,61 +155,39 @@ def _checked(cells: Iterable[Cell], paths: Collection[str]) -> tuple[Cell, ...]:
     return tuple(kept.values())
 
 
-class _ProfileFields:
-    """Fields of a JSON object, each of the type and within the bounds that its reader names."""
-
-    def __init__(self, what: str, data: Any) -> None:
-        if not isinstance(data, Mapping):
-            raise ValueError(f"{what}: expected an object, got {type(data).__name__}")
-        self._what = what
-        self._data = data
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def get(self, name: str) -> Any:
-        if name not in self._data:
-            raise ValueError(f"{self._what}: {name} is missing")
-        return self._data[name]
-
-    def all(self, name: str) -> list[Any]:
-        value = self.get(name)
-        if not isinstance(value, list) or len(value) > MOST_CELLS:
-            raise ValueError(f"{name}: expected a list of at most {MOST_CELLS}")
-        return value
-
-    def word(self, name: str) -> str:
-        return _word(f"{self._what}: {name}", self.get(name))
-
-    def count(self, name: str) -> int:
-        value = self.get(name)
-        if type(value) is not int or not 1 <= value <= MOST_BYTES:  # a bool is no number here
-            raise ValueError(f"{self._what}: {name} is no number of anything")
-        return value
-
-    def number(self, name: str, least: float, most: float) -> float:
-        value = self.get(name)
-        if type(value) not in (int, float) or not least <= value <= most:  # NaN is never within
-            raise ValueError(f"{self._what}: {name} is no number from {least:g} to {most:g}")
-        return float(value)
+def _fields(what: str, data: Any, names: Collection[str]) -> list[Any]:
+    """The named fields of a JSON object; ValueError where one is missing."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what}: expected an object, got {type(data).__name__}")
+    for name in names:
+        if name not in data:
+            raise ValueError(f"{what}: {name} is missing")
+    return [data[name] for name in names]
 
 
-def _word(what: str, value: Any) -> str:
-    # Not to be printed raw by whoever shows the profile, and not without end.
-    if not isinstance(value, str) or len(value) > MOST_LETTERS or not value.isprintable():
-        raise ValueError(f"{what} is no plain text of at most {MOST_LETTERS} letters")
+def _list(what: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MOST_CELLS:
+        raise ValueError(f"{what}: expected a list of at most {MOST_CELLS}")
     return value
 
 
-# ------------------------------------------------------------------------------------------------
-# Where profiles are kept: a small JSON file for each card, driver, link and set of paths.
-#
-# A file we cannot read, or would not plan by, is as good as none: the machine is measured again.
+def _count(what: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MOST_BYTES:  # a bool is no number here
+        raise ValueError(f"{what} is not a count")
+    return value
 
-log = logging.getLogger(__name__)
 
-MOST_FILE_BYTES = 4 << 20
-"""A profile has some ten kilobytes."""
+def _number(what: str, value: Any, least: float, most: float) -> float:
+    if type(value) not in (int, float) or not least <= value <= most:  # NaN is never within
+        raise ValueError(f"{what} is not a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _word(what: str, value: Any) -> str:
+    # Shown to users as it is: so it must be printable and short.
+    if not isinstance(value, str) or len(value) > MOST_LETTERS or not value.isprintable():
+        raise ValueError(f"{what} is not a plain text of at most {MOST_LETTERS} letters")
+    return value
 
 
 def cache_directory() -> Path:
@@ -248,15 +238,6 @@ def load_profile(file: Path, paths: Collection[str]) -> Profile | None:
     return profile
 
 
-# ------------------------------------------------------------------------------------------------
-# The profile to plan by where nothing could be measured.
-#
-# Not numbers of a card but the shape all of them share, from what every path says of itself: a
-# kernel
-# starts sooner than anything else, a ring moves a little more per second, a copy per segment
-# pays for
-# each one, and a kernel that writes host memory stands in the model's way.
-
 KiB, MiB = 1 << 10, 1 << 20
 
 SEGMENT_BYTES = (1 * KiB, 16 * KiB, 256 * KiB, 4 * MiB)
@@ -265,7 +246,10 @@ NUM_RUNS = 256
 
 
 def builtin_profile(reason: str = "nothing was measured on this machine yet") -> Profile:
-    """A profile for any card; ``reason`` says why there is no better one."""
+    """A profile for any card; ``reason`` says why there is no better one.
+
+    Not the numbers of one card but the relations all cards share: see ``COPY_PATHS``.
+    """
     costs = [
         (direction, path.name, path.load if direction is Direction.LOAD else path.store)
         for direction in Direction

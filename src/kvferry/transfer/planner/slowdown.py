@@ -1,7 +1,7 @@
 """What a copy costs the model: rounds of a load timed alone and beside copies, in turn.
 
 The two are interleaved because a card under load changes its clock within a second: measured one
-after the other, the drift would be larger than what is looked for::
+after the other, the drift would exceed the result::
 
     load   ▏alone ▏ … ▏ beside copies ▏ … ▏alone ▏   and again
     copies            ▏▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▏
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +31,8 @@ LAYERS, TOKENS = 16, 16
 """Of the weights: 4 GiB in bf16, for few tokens."""
 
 
-class Load(Protocol):
-    """Something to run again and again on torch's current stream."""
-
-    name: str
-
-    def step(self) -> None:
-        """Queue one round."""
-
-
 class MatmulLoad:
-    """One square bf16 product per round."""
+    """A model load on torch's current stream: one square bf16 product per round."""
 
     def __init__(self) -> None:
         self.name = f"{WIDTH}³ bf16 matmul"
@@ -51,6 +42,7 @@ class MatmulLoad:
         self._out: Any = torch.empty_like(self._a)
 
     def step(self) -> None:
+        """Queue one round."""
         torch.mm(self._a, self._b, out=self._out)
 
 
@@ -83,20 +75,9 @@ class WeightLoad:
 
 
 def release() -> None:
-    """Hand the memory of loads that are gone back to the card: a server has its own use for it."""
+    """Return the memory of deleted loads to the card, for the server's own use."""
     torch.cuda.empty_cache()
 
-
-# ------------------------------------------------------------------------------------------------
-# What a copy costs the model: rounds of a load timed alone and beside copies, in turn.
-#
-# The two are interleaved because a card under load changes its clock within a second: measured one
-# after the other, the drift would be larger than what is looked for::
-#
-#     load   ▏alone ▏ … ▏ beside copies ▏ … ▏alone ▏   and again
-#     copies            ▏▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▏
-#
-# This module needs torch and is imported only for measuring.
 
 IN_FLIGHT = 3
 """Copies queued at a time: enough that the link never waits for the host."""
@@ -182,7 +163,7 @@ class _Copier:
 class _Rounds:
     """Runs the load without a gap and keeps the end of every round."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: MatmulLoad | WeightLoad) -> None:
         self._load = load
         self.ends: list[Any] = []
         self._round()
@@ -212,7 +193,7 @@ class _Rounds:
 
 def measure_slowdown(
     rig: CopyRig,
-    load: Load,
+    load: MatmulLoad | WeightLoad,
     path: Path,
     job: CopyJob,
     *,
@@ -248,7 +229,7 @@ def measure_slowdown(
 
 
 def _one_more(copier: _Copier) -> Callable[[], bool]:
-    """Until a copy has ended that was queued after now: the rate is then known up to here."""
+    """A condition: a copy queued from now on has ended, so the rate is known up to here."""
     at = len(copier.ends)
     return lambda: len(copier.ends) > at or copier.is_idle
 
