@@ -1,8 +1,8 @@
-"""Sums over the raw words of tensors, taken beside whatever else the device does.
+"""Weight digests: sums over the raw words of tensors, taken on a stream of their own.
 
-To notice that tensors have changed, not to prove that they have not: of each, the first few million
-words are summed. An update that leaves most of them alone (a small step in a coarse number format)
-still changes some.
+They notice that tensors have changed; they do not prove that tensors have not. Of each tensor the
+first few million words are summed: an update that leaves most of them alone (a small step in a
+coarse number format) still changes some.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MOST_WORDS = 1 << 21
 """Of each tensor: 4 MiB in bfloat16, a few microseconds of a data-centre GPU's memory time."""
 
 
-class Sums:
-    """Takes sums on a stream of its own. Owns that stream and no tensor."""
+class WeightDigests:
+    """Takes digests on a stream of its own. Owns that stream and no tensor."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -24,34 +24,31 @@ class Sums:
         self._point: Any = None
 
     def mark(self) -> None:
-        """Sums begun from now on are of what the work queued so far leaves behind.
-
-        They need not wait for more than that: whatever wrote the tensors was queued before.
-        """
+        """Let digests begun from now on see the results of the work queued so far, no more."""
         import torch
 
         if self._stream is not None:
             self._point = torch.cuda.current_stream(self._stream.device).record_event()
 
-    def begin(self, tensors: Sequence[Any]) -> PendingSums:
-        """Sum what the tensors hold; returns at once."""
+    def begin(self, tensors: Sequence[Any]) -> PendingDigests:
+        """Digest the contents of the tensors, one number each; returns at once."""
         import torch
 
-        # Engines give their weights classes of their own, which take a turn at every question.
+        # Engines use tensor subclasses for weights, whose Python hooks would run at every call.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._stream is None:
-                return PendingSums(_stacked(tensors), None)
+                return PendingDigests(_stacked(tensors), None)
             with torch.cuda.stream(self._stream):
                 if self._point is not None:
                     self._stream.wait_event(self._point)
                 on_device = _stacked(tensors)
                 host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
                 host.copy_(on_device, non_blocking=True)
-                return PendingSums(host, self._stream.record_event(), on_device)
+                return PendingDigests(host, self._stream.record_event(), on_device)
 
 
-class PendingSums:
-    """Sums on their way."""
+class PendingDigests:
+    """Digests that are still being computed."""
 
     def __init__(self, values: Any, done: Any, keep_alive: Any = None) -> None:
         self._values = values
@@ -60,11 +57,11 @@ class PendingSums:
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`result` need not wait."""
+        """Whether :meth:`result` returns at once."""
         return self._done is None or bool(self._done.query())
 
     def result(self) -> tuple[int, ...]:
-        """The sums; waits for them."""
+        """One number per tensor; waits for them."""
         if self._done is not None:
             self._done.synchronize()
         return tuple(self._values.tolist())

@@ -1,4 +1,21 @@
-"""Where the bytes of a block are on the device, and in what order a host slot holds them."""
+"""Where the bytes of a block are on the device, and in what order a host slot holds them.
+
+Geometry comes from storage and strides, never from shape alone: a server may permute its KV
+tensors (heads before tokens, layers inside blocks) and keep the shapes::
+
+    layer-outermost        one tensor per layer          block b: one segment per layer
+      layer 0 [b0][b1][b2]...   layer 1 [b0][b1][b2]...
+    K and V split          shape (2, blocks, ...)        block b: two segments per layer
+      K [b0][b1]...  V [b0][b1]...
+    block-outermost        one storage, layers inside    block b: one segment in all
+      [b0: layer 0 | layer 1 | ...][b1: layer 0 | layer 1 | ...]
+
+Blocks may be cut between layers into parts, so that the first layers can be read before the last
+have landed. The last part is half as long as the others: nothing hides what is read after it::
+
+    slot      | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | layer 5 | layer 6 |
+    parts     |-------- 0 --------|-------- 1 --------|-------- 2 --------|--- 3 ---|
+"""
 
 from __future__ import annotations
 
@@ -29,7 +46,7 @@ class GroupLayout:
 
     ``format`` names the order of the bytes in a slot without naming any address: slots of two
     layouts may be exchanged (through disk, between processes) only if their formats are equal.
-    ``spans`` says which bytes of a slot are whose: a tensor's name, from where, to where.
+    ``spans`` maps bytes of a slot to tensors: a tensor's name, first byte, byte after the last.
     """
 
     bases: Int64s
@@ -66,18 +83,6 @@ class GroupLayout:
         return int(self.sizes.sum())
 
 
-# ------------------------------------------------------------------------------------------------
-# Do any two segments of any two blocks share a byte? A store or load of such a layout would race.
-#
-# Writing out every (segment, block) range is exact but slow for a large cache, so the common shapes
-# are settled first: extents that never meet, and segments of one stride that fit beside each other
-# within that stride::
-#
-#     stride |<----------------->|<----------------->|
-#     block       0                    1
-#             [K0][V0] [K1][V1]   [K0][V0] [K1][V1]      residues mod stride are disjoint
-
-
 class Overlap(NamedTuple):
     """One pair of segments (or one segment with itself) that share a byte, and where."""
 
@@ -86,7 +91,16 @@ class Overlap(NamedTuple):
 
 
 def find_overlap(bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int) -> Overlap | None:
-    """One overlapping pair, or None when all ranges are disjoint."""
+    """One overlapping pair, or None when all ranges are disjoint.
+
+    Two segments of any two blocks that share a byte would race. To write out every range is exact
+    but slow for a large cache, so common shapes are settled first: extents that never meet, and
+    segments of one stride that fit beside each other within that stride::
+
+        stride |<----------------->|<----------------->|
+        block       0                    1
+                [K0][V0] [K1][V1]   [K0][V0] [K1][V1]      residues mod stride are disjoint
+    """
     if num_blocks > 1:
         tight = np.flatnonzero(strides < sizes)
         if tight.size:
@@ -144,14 +158,6 @@ def _exact(
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Where a tensor's bytes are: address, shape and strides, whatever library made it.
-#
-# Geometry comes from storage and strides, never from shape alone: a server may permute its KV
-# tensors (heads before tokens, layers inside blocks) and keep the shapes.
-
-_STRIDED = "torch.strided"
-
 _PLAIN_KINDS = "biufcmMV"
 """Kinds of numpy dtypes whose bytes are the value. Extensions such as bfloat16 are V."""
 
@@ -178,7 +184,7 @@ class TensorView:
 def named_tensors(tensors: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     """A group's tensors by name, in layer order; without names, by their number.
 
-    A bare array is refused: it could be gone through, and its blocks be taken for layers.
+    A bare array is refused: iteration would take its blocks for layers.
     """
     if isinstance(tensors, Mapping):
         return {str(name): tensor for name, tensor in tensors.items()}
@@ -195,8 +201,8 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
 def view_of(tensor: Any, name: str) -> TensorView:
     """The view of a numpy array or a torch tensor (known by its methods; torch is not imported).
 
-    LayoutError, with the tensor's name, for what has no bytes at an address, or bytes that must not
-    be written: a load would change them all the same.
+    LayoutError, with the tensor's name, if it has no bytes at an address, or bytes that a load must
+    not write.
     """
     if isinstance(tensor, TensorView):
         return tensor
@@ -204,8 +210,7 @@ def view_of(tensor: Any, name: str) -> TensorView:
         return _of_numpy(tensor, name)
     if hasattr(tensor, "data_ptr"):
         return _of_torch(tensor, name)
-    # Other objects may lend bytes that are made for the moment (an image, a number): those are gone
-    # when we come to copy them.
+    # Other objects may lend bytes made for the moment, which are gone by the time of a copy.
     raise LayoutError(
         f"{name} is a {type(tensor).__name__}; a KV tensor must be a numpy array or a torch tensor"
     )
@@ -231,9 +236,9 @@ def _of_numpy(array: npt.NDArray[Any], name: str) -> TensorView:
 
 
 def _of_torch(tensor: Any, name: str) -> TensorView:
-    layout = str(getattr(tensor, "layout", _STRIDED))
-    if layout != _STRIDED or getattr(tensor, "is_nested", False):
-        kind = layout.removeprefix("torch.") if layout != _STRIDED else "nested"
+    layout = str(getattr(tensor, "layout", "torch.strided"))
+    if layout != "torch.strided" or getattr(tensor, "is_nested", False):
+        kind = layout.removeprefix("torch.") if layout != "torch.strided" else "nested"
         raise LayoutError(f"{name} is a {kind} tensor; KV must be dense, with a stride per axis")
     where = getattr(tensor, "device", "an unknown device")
     try:
@@ -255,19 +260,6 @@ def _of_torch(tensor: Any, name: str) -> TensorView:
             f"{name} (a {type(tensor).__name__} on {where}) has no memory: nothing to copy from"
         )
     return view
-
-
-# ------------------------------------------------------------------------------------------------
-# From real KV tensors to a layout: per-block segment tables, by storage and strides.
-#
-# ::
-#
-#     layer-outermost        one tensor per layer          block b: one segment per layer
-#       layer 0 [b0][b1][b2]...   layer 1 [b0][b1][b2]...
-#     K and V split          shape (2, blocks, ...)        block b: two segments per layer
-#       K [b0][b1]...  V [b0][b1]...
-#     block-outermost        one storage, layers inside    block b: one segment in all
-#       [b0: layer 0 | layer 1 | ...][b1: layer 0 | layer 1 | ...]
 
 
 class _Axis(NamedTuple):
@@ -448,17 +440,6 @@ def _tables(pieces: list[_Piece]) -> tuple[Int64s, Int64s, Int64s]:
     return bases, strides, sizes
 
 
-# ------------------------------------------------------------------------------------------------
-# A block cut between its layers: parts that land one after the other, each a layout of its own.
-#
-# ::
-#
-#     slot      | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | layer 5 | layer 6 |
-#     parts     |-------- 0 --------|-------- 1 --------|-------- 2 --------|--- 3 ---|
-#
-# Who reads the layers in order need not wait for the last of them before it begins with the first.
-# The last part is half as long as the others: nothing is left to hide what is read after it.
-
 NUM_PARTS = 4
 """Each is one more pass over the slots, and costs a load of 900 MB 0.3 ms (one NVIDIA H200)."""
 
@@ -479,7 +460,7 @@ class LayerParts:
 
     @classmethod
     def of(cls, layout: GroupLayout, num_parts: int = NUM_PARTS) -> LayerParts:
-        """Cut between tensors; one part where it is not known which bytes are whose."""
+        """Cut between tensors; one part where ``spans`` is empty."""
         bounds = [0, *_cuts(layout, num_parts), layout.block_bytes]
         pairs = itertools.pairwise(bounds)
         return cls(tuple(LayerPart(_between(layout, *pair), pair[0]) for pair in pairs))
@@ -489,7 +470,7 @@ class LayerParts:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """How much of a block has landed with none of its parts, with the first, and so on."""
+        """The share of a block that has landed with no part, with the first, and so on."""
         sizes = [0, *(part.layout.block_bytes for part in self.parts)]
         return tuple((np.cumsum(sizes) / sum(sizes)).tolist())
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.transfer.digests import PendingSums, Sums
+from kvferry.transfer.digests import PendingDigests, WeightDigests
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Weights:
         """``places`` are in every digest; ``all_places`` in the one for tiers that outlive us."""
         self._places = places
         self._all_places = all_places
-        self._sums = Sums(device)
+        self._sums = WeightDigests(device)
 
     @classmethod
     def of_model(cls, model: Any, device: Any) -> Weights | None:
@@ -55,7 +55,7 @@ class Weights:
         self._sums.mark()
         return self._sums.begin([getattr(*place) for place in self._all_places]).result()
 
-    def begin(self) -> PendingSums:
+    def begin(self) -> PendingDigests:
         """Start a digest; returns at once."""
         return self._sums.begin([getattr(*place) for place in self._places])
 
@@ -76,7 +76,7 @@ class Freshness:
         self._known = first
         self.is_marked = False
         """Whether :meth:`look` has something to take."""
-        self._pending: PendingSums | None = None
+        self._pending: PendingDigests | None = None
         self._stale: int | None = None
         self.unreported: tuple[int, ...] = ()
         """Epochs found stale that the scheduler side does not know of."""

@@ -20,7 +20,12 @@ import numpy.typing as npt
 
 from kvferry.errors import DriverError
 
+log = logging.getLogger(__name__)
+
 Addresses = npt.NDArray[np.uint64]
+
+SYSFS = Path("/sys/bus/pci/devices")
+UNKNOWN_LINK = "unknown"
 
 UNSAFE_STREAMS = frozenset((0, 1, 2))
 """The default stream and its two special handles (legacy, per-thread).
@@ -69,7 +74,7 @@ class Driver(Protocol):
     """A GPU driver on one device. Calls may come from any thread inside ``current()``."""
 
     batch_form: BatchForm
-    """Set to ABSENT by whoever is told that the batch copy is not supported after all."""
+    """Set to ABSENT by the first caller that learns the batch copy is not supported after all."""
 
     max_batch: int | None
     """Most descriptors one batch call may carry; None where there is no limit."""
@@ -156,12 +161,6 @@ class Driver(Protocol):
         """Let go of the device. Safe to call twice."""
 
 
-# ------------------------------------------------------------------------------------------------
-# Events that are made once and used again.
-
-log = logging.getLogger(__name__)
-
-
 class EventPool:
     """Owns every event it ever handed out, until ``close``. Safe to use from several threads."""
 
@@ -173,7 +172,7 @@ class EventPool:
         self._all: set[int] = set()
 
     def take(self) -> int:
-        """An event nobody else holds; DriverError when a new one is needed and refused."""
+        """An event for the caller alone; DriverError when a new one is needed and refused."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -195,13 +194,6 @@ class EventPool:
                 self._driver.destroy_event(event)
             except DriverError as error:
                 log.warning("an event was not given back: %s", error)
-
-
-# ------------------------------------------------------------------------------------------------
-# What the kernel knows about the link a card sits on.
-
-SYSFS = Path("/sys/bus/pci/devices")
-UNKNOWN_LINK = "unknown"
 
 
 def pcie_link(bus_id: str, sysfs: Path = SYSFS) -> str:

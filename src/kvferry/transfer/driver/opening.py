@@ -20,12 +20,11 @@ def open_driver(device: int = 0) -> Driver:
         raise DriverError(f"no GPU driver could be loaded: {without_cuda}; {error}") from None
 
 
-# ------------------------------------------------------------------------------------------------
-# Lets a tier pin its memory without knowing a driver.
-
-
 class DriverRegistrar:
-    """Registers host memory with one driver, from any thread. Leaves the driver to its owner."""
+    """Registers host memory with one driver, from any thread, so that a tier needs no driver.
+
+    Leaves the driver to its owner.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

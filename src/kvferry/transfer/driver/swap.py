@@ -39,7 +39,7 @@ def swap_blocks_batch(
     copy, copies are queued one by one.
 
     ``is_src_access_order_any`` lets the driver read the sources before earlier work on ``stream``
-    has run, even now. Pass it only for sources nobody can be writing: host slots being loaded,
+    has run, even now. Pass it only for sources that no one can write: host slots being loaded,
     never live KV being stored.
     """
     handle = int(getattr(stream, "cuda_stream", stream))

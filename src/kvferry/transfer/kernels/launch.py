@@ -1,4 +1,4 @@
-"""Launching the copy kernel on a CUDA card.
+"""Compiling, preparing and launching the copy kernel on a CUDA card.
 
 Triton only compiles here. The launch goes through the same thin driver as every copy, on a raw
 stream, so that it needs neither torch nor a C compiler and costs a few microseconds.
@@ -7,6 +7,7 @@ stream, so that it needs neither torch nor a C compiler and costs a few microsec
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.errors import DriverError, InputError
-from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver.base import Driver, Priority
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.kernels.tables import RowTable, UploadedTables
+from kvferry.transfer.kernels.tables import RowShape, RowTable, common_alignment, row_shape
+from kvferry.transfer.layout import GroupLayout
+
+log = logging.getLogger(__name__)
 
 ARGUMENTS: dict[str, str] = {
     "null_address": "i64",
@@ -89,7 +93,7 @@ def widest(*, to_packed: bool, warps: int, linear: bool = False, single: bool = 
 
 
 Launch = Callable[[int, CopyArguments, int], None]
-"""Queues so many programs of one kernel, with arguments, on a stream; DriverError on refusal."""
+"""Queues a number of programs of one kernel on a stream; DriverError on refusal."""
 
 
 class Launcher(Protocol):
@@ -101,12 +105,6 @@ class Launcher(Protocol):
     def close(self) -> None:
         """Unload what was loaded. Safe to call twice."""
 
-
-# ------------------------------------------------------------------------------------------------
-# Launching the copy kernel on a CUDA card.
-#
-# Triton only compiles here. The launch goes through the same thin driver as every copy, on a raw
-# stream, so that it needs neither torch nor a C compiler and costs a few microseconds.
 
 WARP = 32
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
@@ -215,9 +213,6 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------
-# Kernels made ready: tables on the device, code loaded, arguments filled in as far as known.
-
 MAX_ROWS = 2**31 - 1
 
 
@@ -241,9 +236,9 @@ class Prepared:
     arguments: CopyArguments
 
     def begin(self, job: CopyJob, ids: int) -> CopyArguments:
-        """The arguments for all rows of ``job``; where the packed side is, the path says.
+        """The arguments for all rows of ``job``; the path adds the address of the packed side.
 
-        ``ids`` is where the ids are or, of a single block, its number.
+        ``ids`` is the address of the ids or, for a single block, its number.
         """
         arguments = self.arguments
         num_blocks = len(job.device_blocks)
@@ -260,8 +255,8 @@ class Prepared:
 class Kernels:
     """Owns what is prepared, per layout and direction; leaves the launcher to its owner.
 
-    ``linear`` for packed memory without slot numbers, a ring or (``single``) the one slot of a
-    job of one block.
+    ``linear`` for packed memory without slot numbers: a ring or (``single``) the one slot of a job
+    of one block. The tables of a layout are uploaded once, never per transfer.
     """
 
     def __init__(
@@ -278,7 +273,11 @@ class Kernels:
         self._linear = linear or single
         self._single = single
         self._is_ring = linear and not single
-        self._tables = UploadedTables(driver)
+        self._driver = driver
+        self._lock = threading.Lock()  # both directions may prepare at once
+        # Layouts are kept alive, so that an id is never that of another one.
+        self._layouts: dict[int, tuple[GroupLayout, int]] = {}
+        self._tables: dict[tuple[int, RowShape], tuple[RowTable, int]] = {}
         self._prepared: dict[tuple[int, Direction, int], Prepared] = {}
 
     def find(self, job: CopyJob) -> Prepared | None:
@@ -303,7 +302,11 @@ class Kernels:
     def close(self) -> None:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
         self._prepared.clear()
-        self._tables.close()
+        with self._lock:
+            tables, self._tables = self._tables, {}
+            self._layouts.clear()
+        for _, address in tables.values():
+            _give_back(self._driver.free_device, address)
 
     def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
         # Only host slots can be aligned worse than the layout; a ring never is.
@@ -311,8 +314,7 @@ class Kernels:
         return id(job.layout), job.direction, alignment
 
     def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
-        table = self._tables.get(job.layout, alignment)
-        rows = table.rows
+        rows, address = self._table(job.layout, alignment)
         variant = Variant(
             to_packed=job.direction is Direction.STORE,
             linear=self._linear,
@@ -324,7 +326,7 @@ class Kernels:
             single=self._single,
         )
         arguments = CopyArguments(
-            tables=table.address,
+            tables=address,
             num_segments=job.layout.num_segments,
             segment_bytes=int(job.layout.sizes[0]),
             packed_pitch=job.layout.block_bytes,
@@ -332,3 +334,48 @@ class Kernels:
             rows_per_segment=int(rows.rows_per_segment[0]),
         )
         return Prepared(rows, self._launcher.prepare(variant), arguments)
+
+    def _table(self, layout: GroupLayout, alignment: int) -> tuple[RowTable, int]:
+        """The rows of ``layout`` and the address of its table, uploaded if it is new.
+
+        ``alignment`` divides the addresses on the packed side (0: any alignment); it limits how
+        wide an access may be.
+        """
+        with self._lock:
+            known = self._layouts.setdefault(id(layout), (layout, common_alignment(layout)))
+            shape = row_shape(layout, math.gcd(known[1], alignment))
+            key = (id(layout), shape)
+            if key not in self._tables:
+                rows = RowTable(layout, shape)
+                self._tables[key] = rows, self._upload(rows)
+            return self._tables[key]
+
+    def _upload(self, rows: RowTable) -> int:
+        """Copy on a stream of its own and wait: the next user of the table may be on any stream."""
+        table = rows.tables()
+        driver = self._driver
+        pinned = driver.alloc_host(table.nbytes)
+        try:
+            ctypes.memmove(pinned, table.ctypes.data, table.nbytes)
+            address = driver.alloc_device(table.nbytes)
+            try:
+                stream = driver.create_stream(Priority.HIGH)
+                try:
+                    driver.copy_async(address, pinned, table.nbytes, stream)
+                    driver.synchronize_stream(stream)
+                finally:
+                    _give_back(driver.destroy_stream, stream)
+            except DriverError:
+                _give_back(driver.free_device, address)
+                raise
+        finally:
+            _give_back(driver.free_host, pinned)
+        return address
+
+
+def _give_back(give: Callable[[int], None], handle: int) -> None:
+    """A refusal loses the handle, not the table: a raise here would leak that too."""
+    try:
+        give(handle)
+    except DriverError as error:
+        log.warning("part of a kernel's table was not given back: %s", error)

@@ -1,20 +1,24 @@
-"""Block ids on their way to a kernel: pinned buffers, reused."""
+"""What the copy kernel reads: block ids in pinned buffers, and the rows a layout is cut into.
+
+A row is at most ``row_bytes`` contiguous bytes of one segment. Rows never cross a segment, so each
+has one device address and one place in the block::
+
+    segment 0 |---- row 0 ----|-- row 1 --|  segment 1 |---- row 2 ----|-- row 3 --|
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Driver, Priority
+from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.layout import GroupLayout, Int64s
 
@@ -25,8 +29,8 @@ MAX_BUFFERS = 64
 """Jobs whose ids may be in flight at once; one more waits for the oldest."""
 
 MAX_READ_IN_PLACE = 64
-"""Up to this many blocks the kernel reads the ids over the link: a copy would take longer to start
-than the kernel takes to read them. Beyond it the reads would get in the way of the bytes."""
+"""Up to this many blocks the kernel reads the ids over the link, in less time than a copy takes to
+start. Beyond it the reads would delay the bytes."""
 
 
 @dataclass(eq=False)
@@ -36,7 +40,7 @@ class _Buffer:
     ids: Int64s
     event: int
     is_fenced: bool = False
-    """Whether the event says when the buffer is free; until then only its taker may say so."""
+    """Whether the event marks the end of its use; until then only its taker knows."""
 
 
 class IdBuffers:
@@ -93,7 +97,7 @@ class IdBuffers:
     def num_free(self, count: int) -> int:
         """How many jobs of so many blocks could be written now without another buffer.
 
-        May be asked from another thread than that which writes.
+        Another thread than the writing one may ask.
         """
         fitting = [buffer for buffer in tuple(self._buffers) if buffer.ids.size >= 2 * count]
         return sum(self._is_free(buffer) for buffer in fitting)
@@ -149,15 +153,6 @@ class IdBuffers:
         ids = np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(host))
         return _Buffer(host, device, ids, event)
 
-
-# ------------------------------------------------------------------------------------------------
-# How a layout is cut into rows for the copy kernel: pure arithmetic, no device.
-#
-# A row is at most ``row_bytes`` contiguous bytes of one segment. Rows never cross a segment, so
-# each
-# has one device address and one place in the block::
-#
-#     segment 0 |---- row 0 ----|-- row 1 --|  segment 1 |---- row 2 ----|-- row 3 --|
 
 LANES = 32
 """Threads that share a row: one warp."""
@@ -269,79 +264,3 @@ class RowTable:
             return row * self.shape.row_bytes
         block, within = divmod(row, self.rows_per_block)
         return block * self.layout.block_bytes + int(self.places[within])
-
-
-# ------------------------------------------------------------------------------------------------
-# The kernel's tables in device memory: uploaded once per layout, never per transfer.
-
-
-@dataclass(frozen=True, eq=False)
-class Uploaded:
-    """A row table and where its copy on the device is."""
-
-    rows: RowTable
-    address: int
-
-
-class UploadedTables:
-    """Owns the tables on the device until ``close``. Safe to use from several threads."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._lock = threading.Lock()
-        # Layouts are kept alive, so that an id is never that of another one.
-        self._layouts: dict[int, tuple[GroupLayout, int]] = {}
-        self._tables: dict[tuple[int, RowShape], Uploaded] = {}
-
-    def get(self, layout: GroupLayout, alignment: int = 0) -> Uploaded:
-        """The table for ``layout``, uploaded if it is new.
-
-        ``alignment`` is what the addresses on the other side are multiples of, 0 if it does not
-        matter; it limits how wide an access may be.
-        """
-        with self._lock:
-            known = self._layouts.setdefault(id(layout), (layout, common_alignment(layout)))
-            shape = row_shape(layout, math.gcd(known[1], alignment))
-            key = (id(layout), shape)
-            if key not in self._tables:
-                rows = RowTable(layout, shape)
-                self._tables[key] = Uploaded(rows, self._upload(rows))
-            return self._tables[key]
-
-    def close(self) -> None:
-        """Free the tables; call only when no copy is in flight. Safe to call twice."""
-        with self._lock:
-            tables, self._tables = self._tables, {}
-            self._layouts.clear()
-        for table in tables.values():
-            _give_back(self._driver.free_device, table.address)
-
-    def _upload(self, rows: RowTable) -> int:
-        """Copy on a stream of its own and wait: whoever uses the table next may be on any."""
-        table = rows.tables()
-        driver = self._driver
-        pinned = driver.alloc_host(table.nbytes)
-        try:
-            ctypes.memmove(pinned, table.ctypes.data, table.nbytes)
-            address = driver.alloc_device(table.nbytes)
-            try:
-                stream = driver.create_stream(Priority.HIGH)
-                try:
-                    driver.copy_async(address, pinned, table.nbytes, stream)
-                    driver.synchronize_stream(stream)
-                finally:
-                    _give_back(driver.destroy_stream, stream)
-            except DriverError:
-                _give_back(driver.free_device, address)
-                raise
-        finally:
-            _give_back(driver.free_host, pinned)
-        return address
-
-
-def _give_back(give: Callable[[int], None], handle: int) -> None:
-    """Refused, it is lost, but the table is not: a raise here would leak that too."""
-    try:
-        give(handle)
-    except DriverError as error:
-        log.warning("part of a kernel's table was not given back: %s", error)

@@ -1,16 +1,16 @@
-"""Sums notice a changed word, whatever the number format and however the tensor lies."""
+"""Weight digests notice a changed word, whatever the number format and however the tensor lies."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvferry.transfer import digests as sums
+from kvferry.transfer.digests import WeightDigests
 
 torch = pytest.importorskip("torch")
 
 
-def sums_of(*tensors):
-    taken = sums.Sums(tensors[0].device)
+def digests_of(*tensors):
+    taken = WeightDigests(tensors[0].device)
     taken.mark()
     return taken.begin(tensors).result()
 
@@ -21,10 +21,10 @@ def sums_of(*tensors):
 def test_one_changed_element_is_seen(dtype):
     weight = torch.randn(64, 48).to(getattr(torch, dtype))
     other = torch.randn(3, 5)
-    before = sums_of(weight, other)
-    assert sums_of(weight, other) == before
+    before = digests_of(weight, other)
+    assert digests_of(weight, other) == before
     weight.view(torch.uint8).reshape(-1)[1234] ^= 1
-    after = sums_of(weight, other)
+    after = digests_of(weight, other)
     assert after[0] != before[0]
     assert after[1] == before[1]
 
@@ -32,26 +32,26 @@ def test_one_changed_element_is_seen(dtype):
 def test_views_are_read_where_they_lie():
     memory = torch.randn(8, 6)
     part = memory[2:4, :]
-    before = sums_of(part)
+    before = digests_of(part)
     memory[0] += 1
-    assert sums_of(part) == before
+    assert digests_of(part) == before
     memory[3, 5] += 1
-    assert sums_of(part) != before
+    assert digests_of(part) != before
 
 
 @pytest.mark.parametrize(
     "weight", [torch.randn(4, 6).t(), torch.randn(1).expand(5, 5)], ids=["turned", "expanded"]
 )
 def test_tensors_that_are_not_contiguous_are_no_error(weight):
-    before = sums_of(weight)
+    before = digests_of(weight)
     weight.untyped_storage().fill_(1)
-    assert sums_of(weight) != before
+    assert digests_of(weight) != before
 
 
 def test_of_a_long_tensor_only_the_beginning_is_summed(monkeypatch):
-    monkeypatch.setattr(sums, "MOST_WORDS", 100)
+    monkeypatch.setattr("kvferry.transfer.digests.MOST_WORDS", 100)
     weight = torch.ones(50, 4, dtype=torch.int64)
-    assert sums_of(weight) == (100,)
+    assert digests_of(weight) == (100,)
 
 
 def test_classes_that_engines_give_their_weights_take_no_turn():
@@ -66,8 +66,8 @@ def test_classes_that_engines_give_their_weights_take_no_turn():
     plain = torch.randn(8, 4)
     weight = Weight(plain.clone(), requires_grad=False)
     device = plain.device
-    taken = sums.Sums(device)
+    taken = WeightDigests(device)
     turns.clear()
     found = taken.begin([weight]).result()
     assert not turns
-    assert found == sums_of(plain)
+    assert found == digests_of(plain)
