@@ -31,9 +31,8 @@ from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.shared import SharedMemory, SlotLayout
 from kvferry.settings.remote import SPARE_BYTES
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
-from kvferry.tiers.remote.objects import Whose
-from kvferry.tiers.remote.opening import open_remote
-from kvferry.tiers.remote.tier import RemoteTier
+from kvferry.tiers.remote.objects import ObjectFormat
+from kvferry.tiers.remote.tier import RemoteTier, open_remote
 from kvferry.types import TierName
 
 SKIPPED = 77
@@ -121,7 +120,7 @@ class PlainS3:
         )
         self._memory = memory
         # As deep in folders as ours: rclone's objects are files.
-        self._folder = f"plain/{Whose(secrets.token_bytes(32), BLOCK).folder()}"
+        self._folder = f"plain/{ObjectFormat(secrets.token_bytes(32), BLOCK).folder()}"
 
     def put(self, names: list[str]) -> None:
         import obstore

@@ -35,7 +35,7 @@ from kvferry.core.quantities import KiB, MiB, parse_seconds
 from kvferry.scheduler.packed_tier import PackedTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Batch, BatchId, Way
-from kvferry.tiers.remote.objects import cut
+from kvferry.tiers.remote.objects import pack_objects
 from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import TierName
 
@@ -184,7 +184,7 @@ def tell_packed(write: WriteMode, turn_blocks: tuple[int, int]) -> None:
         for _ in range(2):  # what was stored is sent down with the next
             for move in desk.plan():
                 if move.dst == tier:
-                    parcels = cut([""] * len(move), move.runs, 8)
+                    parcels = pack_objects([""] * len(move), move.runs, 8)
                     num_blocks += len(move)
                     num_objects += len(parcels)
                     num_alone += sum(each.num_blocks == 1 for each in parcels)

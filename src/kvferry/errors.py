@@ -3,26 +3,26 @@
 ::
 
     KvferryError
-    ├── ConfigError (ValueError)         a setting that cannot be used
-    │   └── UnknownSettingError          a setting we do not have; names the nearest one we do
-    ├── InputError (ValueError)          a call with arguments that cannot be right
-    │   ├── KeyFormatError               a key that is not KEY_BYTES long
-    │   ├── LayoutError                  KV tensors we cannot describe exactly
-    │   └── ReceiptError                 a receipt that answers nothing we ever sent
-    ├── StateError (RuntimeError)        the right call at the wrong time
-    │   ├── ClosedError                  use after close
-    │   └── LeaseError                   a lease ended twice, or ended the wrong way
-    ├── TransferError (RuntimeError)     bytes did not move
-    │   ├── DriverError                  the GPU driver said no; carries its code and words
-    │   ├── DeadlineError (TimeoutError) bytes did not move in time
-    │   └── JournalError                 what lies on disk could not be written down
-    ├── StoreError (RuntimeError)        a store on disk that cannot be opened as it is
-    │   └── StoreInUseError              another process has it open
-    ├── UnreachableError (ConnectionError)  a metrics endpoint did not answer, or is another's
-    └── IntegrityError (AssertionError)  our own bookkeeping is wrong: please report it
+    ├── ConfigError (ValueError)
+    │   └── UnknownSettingError
+    ├── InputError (ValueError)
+    │   ├── KeyFormatError
+    │   ├── LayoutError
+    │   └── ReceiptError
+    ├── StateError (RuntimeError)
+    │   ├── ClosedError
+    │   └── LeaseError
+    ├── TransferError (RuntimeError)
+    │   ├── DriverError
+    │   ├── DeadlineError (TimeoutError)
+    │   └── JournalError
+    ├── StoreError (RuntimeError)
+    │   └── StoreInUseError
+    ├── UnreachableError (ConnectionError)
+    └── IntegrityError (AssertionError)
 
 ``InputError`` and ``StateError`` mean the caller's code needs a change. ``TransferError`` never
-reaches a serving loop: it is turned into a failed receipt, and a failed receipt is a miss.
+reaches a serving loop: it becomes a failed receipt, and a failed receipt is a miss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ConfigError(KvferryError, ValueError):
 
 
 class UnknownSettingError(ConfigError):
-    """A setting that does not exist; the message names the nearest one that does."""
+    """A setting that does not exist; the message names its present or the nearest name."""
 
 
 class InputError(KvferryError, ValueError):
@@ -49,7 +49,7 @@ class KeyFormatError(InputError):
 
 
 class LayoutError(InputError):
-    """KV tensors whose blocks we cannot describe exactly; copying them would be a guess."""
+    """KV tensors that cannot be described exactly; copying their blocks would be a guess."""
 
 
 class ReceiptError(InputError):
@@ -61,7 +61,7 @@ class StateError(KvferryError, RuntimeError):
 
 
 class ClosedError(StateError):
-    """Use of something after its ``close()``."""
+    """Use of an object after its ``close()``."""
 
 
 class LeaseError(StateError):
@@ -73,9 +73,9 @@ class TransferError(KvferryError, RuntimeError):
 
 
 class DriverError(TransferError):
-    """The GPU driver refused a call; the message has its name, code, words and what was asked.
+    """The GPU driver refused a call; the message has its name, code, words and arguments.
 
-    ``unsupported`` is true when this driver or card lacks the call, so that asking again is vain.
+    ``unsupported`` is true when this driver or card lacks the call: do not try it again.
     """
 
     def __init__(self, message: str, *, code: int = 0, unsupported: bool = False) -> None:
@@ -89,11 +89,11 @@ class DeadlineError(TransferError, TimeoutError):
 
 
 class JournalError(TransferError):
-    """What lies on disk could not be written down; the blocks noted last are not durable."""
+    """The disk's journal could not be written; the blocks noted last are not durable."""
 
 
 class StoreError(KvferryError, RuntimeError):
-    """A store on disk that cannot be opened as it is; the message names it and says what to do."""
+    """A store on disk that cannot be opened as it is; the message names it and the remedy."""
 
 
 class StoreInUseError(StoreError):
@@ -105,4 +105,4 @@ class UnreachableError(KvferryError, ConnectionError):
 
 
 class IntegrityError(KvferryError, AssertionError):
-    """kvferry's own bookkeeping contradicts itself."""
+    """kvferry's own bookkeeping contradicts itself: please report it."""

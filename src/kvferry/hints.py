@@ -1,30 +1,30 @@
-"""What whoever sends a request knows about it: what to store, how long to keep it, whose it is.
+"""What the sender of a request knows about it: what to store, how long to keep it, which tenant.
 
 ::
 
-    {"do_not_store": true}                       nothing of it is kept
+    {"do_not_store": true}                       nothing of it is stored
     {"do_not_load": true}                        everything is computed
-    {"pin_seconds": 3600}                       its blocks stay at least so long after its end
-    {"ended": true}                               nobody will go on with this conversation
-    {"continues": true} or {"continues": "30s"}      somebody will, within that time
+    {"pin_seconds": 3600}                        its blocks stay at least so long after its end
+    {"ended": true}                              its conversation will not continue
+    {"continues": true} or {"continues": "30s"}  its conversation continues, within that time
     {"priorities": [{"token_start": 0, "token_end": 512, "priority": 80, "duration_ms": 60000}]}
-    {"tenant": "search"}                         whose share of the memory it takes
+    {"tenant": "search"}                         the tenant that its memory counts for
 
 A hint is never needed for correct answers, and a wrong one costs time only.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from kvferry.core.quantities import parse_count, parse_seconds, quoted, shown
 from kvferry.errors import ConfigError, InputError
 
 DEFAULT_PRIORITY = 35
-"""Of blocks that nobody gave one: the same as in TensorRT-LLM, whose requests can be sent as is."""
+"""Of blocks without a priority: the same as in TensorRT-LLM, so its requests can be sent as is."""
 MOST_PRIORITY = 100
 MOST_RANGES = 64
 MOST_TENANT_CHARS = 64
@@ -34,7 +34,7 @@ MOST_TENANT_CHARS = 64
 class TokenPriority:
     """How much the blocks of some tokens matter, 0 to 100; for so long, or until they are dropped.
 
-    ``token_end`` is the first token that is not meant; None where all after ``token_start`` are.
+    ``token_end`` is the first token behind the range; None: the range has no end.
     """
 
     token_start: int = 0
@@ -61,12 +61,12 @@ class TokenPriority:
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """What was said of one request. Frozen; refuses what cannot be meant.
+    """The hints of one request. Frozen; refuses contradictions.
 
-    ``max_store_tokens`` and ``max_load_tokens`` are bounds on its first tokens: zero is "do not".
-    ``continues`` with ``within`` seconds: until then somebody will go on with it. ``pin_seconds``
-    count from its end. Commands are ``max_*`` and ``pin_seconds``; the rest is evidence.
-    ``priorities`` may also be given as a list, and each of them as a mapping.
+    ``max_store_tokens`` and ``max_load_tokens`` bound its first tokens: zero is "do not".
+    ``continues`` with ``within``: its conversation continues within so many seconds.
+    ``pin_seconds`` count from its end. ``max_*`` and ``pin_seconds`` are commands; the rest is
+    evidence. ``priorities`` may also be a list, and each of them a mapping.
     """
 
     max_store_tokens: int | None = None
@@ -88,65 +88,80 @@ class Hints:
         for name in ("ended", "continues"):
             _flag(name, getattr(self, name))
         if self.within is not None and not self.continues:
-            raise InputError(
-                "within needs continues: it says until when the conversation continues"
-            )
+            raise InputError("within says until when a conversation continues: give continues too")
         if self.ended and (self.continues or self.pin_seconds is not None):
-            what = "continues" if self.continues else "pin_seconds"
-            raise InputError(f"a conversation that ended cannot have {what}; give one of the two")
+            other = "continues" if self.continues else "pin_seconds"
+            raise InputError(f"a conversation that ended cannot have {other}; give one of the two")
         object.__setattr__(self, "priorities", _ranges(self.priorities))
-        _tenant(self.tenant)
+        tenant: object = self.tenant
+        is_text = isinstance(tenant, str) and len(tenant) <= MOST_TENANT_CHARS
+        if not is_text or not self.tenant.isprintable():
+            raise InputError(
+                f"tenant must be a name of at most {MOST_TENANT_CHARS} printable characters, "
+                f"got {shown(tenant)}"
+            )
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Hints:
-        """From plain data, as it comes with a request; refuses a name we do not have."""
+        """From plain data, as it comes with a request; InputError for a name that is no hint."""
         if not isinstance(given, Mapping):
             raise InputError(f"hints must be a mapping, got {shown(given)}")
-        said: dict[str, Any] = {}
+        read: dict[str, Any] = {}
         for name, value in given.items():
             if name == "do_not_store" or name == "do_not_load":
                 if _flag(name, value):
-                    said[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
+                    read[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
             elif name == "continues" and not isinstance(value, bool):
-                said["continues"], said["within"] = True, read_seconds(name, value)
+                read["continues"], read["within"] = True, read_seconds(name, value)
             elif name in _PLAIN:
-                said[name] = value
+                read[name] = value
             else:
-                raise InputError(f"there is no hint {quoted(name)}{_nearest(name)}")
-        return cls(**said)
+                near = get_close_matches(str(name)[:MOST_TENANT_CHARS], NAMES, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; hints: {', '.join(NAMES)}"
+                raise InputError(f"there is no hint {quoted(name)}{hint}")
+        return cls(**read)
 
     def as_dict(self) -> dict[str, object]:
-        """What was said, as plain data."""
+        """The hints that were given, as plain data."""
         every = asdict(self)
         return {f.name: every[f.name] for f in fields(self) if getattr(self, f.name) != f.default}
 
     def after(self, seconds: float) -> Hints:
-        """What is left of them so long after the request's end: times that have passed are over."""
+        """What is left of them so long after the request's end, without times that have passed."""
         if seconds <= 0 or (self.pin_seconds is None and self.within is None):
             return self
-        keep, within = self.pin_seconds, self.within
+        pin, within = self.pin_seconds, self.within
         return replace(
             self,
-            pin_seconds=keep - seconds if keep is not None and keep > seconds else None,
+            pin_seconds=pin - seconds if pin is not None and pin > seconds else None,
             continues=self.continues and (within is None or within > seconds),
             within=within - seconds if within is not None and within > seconds else None,
         )
 
     @property
     def only_with_a_request(self) -> tuple[str, ...]:
-        """What of them says nothing where there is no request that they came with."""
+        """The names of hints given that mean nothing without a request."""
         names = ("max_store_tokens", "max_load_tokens", "tenant")
         return tuple(name for name in names if getattr(self, name) not in (None, ""))
 
     @property
     def shapes_what_stays(self) -> bool:
-        """Whether it says anything about the blocks that are stored."""
-        return bool(self.ended or self.continues or self.priorities or self.pin_seconds is not None)
+        """Whether any hint is about the blocks that are stored."""
+        has_end = self.ended or self.continues or self.pin_seconds is not None
+        return bool(has_end or self.priorities)
 
 
 _PLAIN = tuple(field.name for field in fields(Hints) if field.name != "within")
 NAMES = ("do_not_store", "do_not_load", *_PLAIN)
-"""What may be said, by name."""
+"""All hints, by name."""
+
+
+def read_seconds(name: str, value: object) -> float:
+    """A time from a number or such as ``30s``; InputError where it is none."""
+    try:
+        return parse_seconds(value, name=name)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
 
 
 def _ranges(value: object) -> tuple[TokenPriority, ...]:
@@ -167,11 +182,6 @@ def _range(value: object) -> TokenPriority:
     return TokenPriority(**value)
 
 
-def _nearest(name: object) -> str:
-    near = difflib.get_close_matches(str(name)[:MOST_TENANT_CHARS], NAMES, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; hints: {', '.join(NAMES)}"
-
-
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be true or false, got {shown(value)}")
@@ -183,19 +193,3 @@ def _count(name: str, value: object, most: int = 2**40) -> int:
         return parse_count(value, name=name, minimum=0, maximum=most)
     except ConfigError as error:
         raise InputError(str(error)) from None
-
-
-def read_seconds(name: str, value: object) -> float:
-    """A time as callers give it, a number or such as ``30s``; InputError where it is none."""
-    try:
-        return parse_seconds(value, name=name)
-    except ConfigError as error:
-        raise InputError(str(error)) from None
-
-
-def _tenant(value: object) -> None:
-    if not isinstance(value, str) or len(value) > MOST_TENANT_CHARS or not value.isprintable():
-        raise InputError(
-            f"tenant must be a name of at most {MOST_TENANT_CHARS} printable characters, "
-            f"got {shown(value)}"
-        )

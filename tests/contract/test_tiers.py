@@ -36,7 +36,7 @@ from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake
-from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import Key, TierName, as_slots
 
@@ -218,12 +218,12 @@ def s3(block_bytes: int = BLOCK_BYTES, *, kind: str, in_packs: bool = False) -> 
     except InputError:
         door.close()
         raise
-    whose = Whose(namespace, block_bytes)
+    objects = ObjectFormat(namespace, block_bytes)
     return Rig(
         Paired(tier) if in_packs else tier,
         block_bytes,
         lambda fault: setattr(door, "fault", fault),
-        lambda numbers: remote.remove(kind, whose.names(keys(numbers))),
+        lambda numbers: remote.remove(kind, objects.names(keys(numbers))),
         lambda reason: setattr(tier, "_store_ailment", reason),
         lambda: setattr(tier, "_store_ailment", ""),
         door.close,
@@ -242,16 +242,16 @@ def mooncake_client(object_bytes: int) -> MooncakeClient:
 
 def mooncake(block_bytes: int = BLOCK_BYTES) -> Rig:
     """In a real store, whose client is watched where blocks can be told apart."""
-    whose = Whose(secrets.token_bytes(32), block_bytes)
-    hello = remote.hello(f"mooncake://{mooncake_store.shared_master().place}", whose)
-    client = Watched(mooncake_client(max(1, whose.object_bytes)))
+    objects = ObjectFormat(secrets.token_bytes(32), block_bytes)
+    hello = remote.hello(f"mooncake://{mooncake_store.shared_master().place}", objects)
+    client = Watched(mooncake_client(max(1, objects.object_bytes)))
     tier = RemoteTier(
         TierName("remote"), block_bytes, hello, lambda told, _: InThread(client, told)
     )
     tier.start(LONG)
 
     def lose(numbers: Sequence[int]) -> None:
-        for name in whose.names(keys(numbers)):
+        for name in objects.names(keys(numbers)):
             client.library.remove(name, True)
 
     return Rig(

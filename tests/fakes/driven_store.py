@@ -13,16 +13,15 @@ import numpy as np
 
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
-from kvferry.tiers.remote import carrier, errand
-from kvferry.tiers.remote.client import Fault, NotThere
-from kvferry.tiers.remote.errand import Errand
-from kvferry.tiers.remote.limits import Bandwidth, Breaker
-from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote import transfers
+from kvferry.tiers.remote.client import Fault, Unavailable
+from kvferry.tiers.remote.objects import ObjectFormat
+from kvferry.tiers.remote.transfers import Bandwidth, CircuitBreaker, InFlightBatch
 
 NUM_CALLS, BLOCK_BYTES = 2, 64
-WHOSE = Whose(bytes(32), BLOCK_BYTES)
-Answer = NotThere | Fault | memoryview
-SAYS_NO, REFUSES = NotThere(), Fault("refused")
+OBJECTS = ObjectFormat(bytes(32), BLOCK_BYTES)
+Answer = Unavailable | Fault | memoryview
+SAYS_NO, REFUSES = Unavailable(), Fault("refused")
 
 
 class DrivenLoop(asyncio.SelectorEventLoop):
@@ -65,10 +64,10 @@ class Busy:
     def __init__(self, loop: DrivenLoop, bandwidth: int | None) -> None:
         self.loop = loop
         self.store = TellableStore()
-        self.breaker = Breaker()
-        self._carrier = carrier.Carrier(
+        self.breaker = CircuitBreaker()
+        self.transfers = transfers.StoreTransfers(
             cast(Any, self.store),
-            WHOSE,
+            OBJECTS,
             cast(Any, SimpleNamespace(deliver=lambda *_: np.ones(1, dtype=bool))),
             None,
             Bandwidth(bandwidth),
@@ -84,12 +83,12 @@ class Busy:
     def order(
         self, num_blocks: int, *, within: float, way: Way = Way.FIND
     ) -> asyncio.Task[ResultMessage]:
-        return self.carry(self.errand(num_blocks, within, way))
+        return self.carry(self.batch(num_blocks, within, way))
 
-    def carry(self, errand: Errand) -> asyncio.Task[ResultMessage]:
-        return self.loop.create_task(self._carrier.carry(errand))
+    def carry(self, batch: InFlightBatch) -> asyncio.Task[ResultMessage]:
+        return self.loop.create_task(self.transfers.carry(batch))
 
-    def errand(self, num_blocks: int, within: float, way: Way) -> Errand:
+    def batch(self, num_blocks: int, within: float, way: Way) -> InFlightBatch:
         message = OrderMessage(
             id=0,
             way=way,
@@ -100,7 +99,7 @@ class Busy:
             sizes=np.array([BLOCK_BYTES]),
             addresses=np.zeros((num_blocks, 1), dtype=np.int64),
         )
-        return self._carrier.errand(message)
+        return self.transfers.begin(message)
 
     async def settle(self, seconds: float = 0.0) -> None:
         """Time passes, and whatever can go on by itself has gone on."""
@@ -120,7 +119,7 @@ class Busy:
 def driven(bandwidth: int | None = None) -> Iterator[Busy]:
     loop = DrivenLoop()
     clock = SimpleNamespace(monotonic=loop.time, perf_counter=loop.time)
-    with patch.object(carrier, "time", clock), patch.object(errand, "time", clock):
+    with patch.object(transfers, "time", clock):
         yield Busy(loop, bandwidth)
     loop.close()
 

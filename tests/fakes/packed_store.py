@@ -12,7 +12,7 @@ from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import PackedTier, WriteMode
-from kvferry.tiers.remote.objects import LookUp, cut
+from kvferry.tiers.remote.objects import PackLookup, pack_objects
 from kvferry.types import HOST, MatchState, Outcome, Rank, Receipt, TierName, Transfer
 
 STORE = TierName("store")
@@ -33,20 +33,20 @@ class PackedStore:
     def put(self, keys: Keys, most: int, runs: np.ndarray | None = None) -> None:
         """Blocks that follow each other, as a server with this setting writes them."""
         runs = np.zeros(len(keys), dtype=np.int64) if runs is None else runs
-        for parcel in cut(names(keys), runs, most):
+        for parcel in pack_objects(names(keys), runs, most):
             there = self.counts.get(parcel.name, 0)
             self.counts[parcel.name] = max(there, parcel.num_blocks)
 
     def found(self, keys: Keys, runs: np.ndarray | None, most: int = 8) -> list[bool]:
         """What a process says that is asked this, and writes so many blocks into one object."""
         asked = names(keys)
-        look_up = LookUp(asked, runs, lambda of, at: False)
-        for at in look_up.in_order(most):
-            if not look_up.is_told(at):
+        lookup = PackLookup(asked, runs, lambda of, at: False)
+        for at in lookup.order(most):
+            if not lookup.is_answered(at):
                 self.num_heads += 1
                 if asked[at] in self.counts:
-                    look_up.found(at, self.counts[asked[at]])
-        there = {at for parcel in look_up.parcels() for at in parcel.positions}
+                    lookup.found(at, self.counts[asked[at]])
+        there = {at for parcel in lookup.objects() for at in parcel.positions}
         return [at in there for at in range(len(asked))]
 
     def say(self, desk: Desk) -> None:

@@ -21,9 +21,8 @@ from kvferry.hostmem.slots import Chunks, HostTier
 from kvferry.scheduler.transfers import run_numbers
 from kvferry.settings.remote import SPARE_BYTES, RemoteSettings, read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
-from kvferry.tiers.remote.objects import Whose
-from kvferry.tiers.remote.opening import open_remote
-from kvferry.tiers.remote.tier import RemoteTier
+from kvferry.tiers.remote.objects import ObjectFormat
+from kvferry.tiers.remote.tier import RemoteTier, open_remote
 from kvferry.types import Rank, TierName
 
 SIZE = 4096
@@ -51,15 +50,15 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def hello(address: str, whose: Whose) -> dict[str, object]:
+def hello(address: str, objects: ObjectFormat) -> dict[str, object]:
     """What a process is told, where no factory tells it."""
     return {
         "address": address,
         "bandwidth": None,
-        "namespace": whose.namespace.hex(),
-        "block_bytes": whose.block_bytes,
-        "rank": whose.rank,
-        "num_ranks": whose.num_ranks,
+        "namespace": objects.namespace.hex(),
+        "block_bytes": objects.block_bytes,
+        "rank": objects.rank,
+        "num_ranks": objects.num_ranks,
     }
 
 
@@ -138,7 +137,7 @@ class Store:
     def __init__(self, tier: RemoteTier, namespace: bytes, slots: HostTier | None = None) -> None:
         self.tier = tier
         size = tier.block_bytes
-        self.whose = Whose(namespace, size)
+        self.objects = ObjectFormat(namespace, size)
         rows = slots.rows if slots is not None else np.empty((16, size), dtype=np.uint8)
         self.rows, self.into = rows[:8], rows[8:]
         self.rows[:] = np.random.default_rng().integers(0, 256, (8, size), dtype=np.uint8)

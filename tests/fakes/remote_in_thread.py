@@ -14,9 +14,9 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.channel import Channel
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.remote.client import Fault, NotThere, StoreClient, Stored
+from kvferry.tiers.remote.client import Fault, Fetched, StoreClient, Unavailable
 from kvferry.tiers.remote.process import StoreProcess
-from kvferry.tiers.remote.window import Window
+from kvferry.tiers.remote.slot_mapping import SlotMapping
 from kvferry.types import Key
 
 SayOf = Callable[[Way, Key], None]
@@ -43,19 +43,19 @@ class Watched:
     async def probe(self) -> Fault | None:
         return await self._inner.probe()
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         fault = await self._say(Way.FIND, names[0])
         return [fault] if fault else await self._inner.find(names, size)
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Stored]:
+    ) -> list[Fetched]:
         fault = await self._say(Way.READ, names[0])
         return [fault] if fault else await self._inner.get(names, size, rooms)
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
-    ) -> list[NotThere | Fault | None]:
+    ) -> list[Unavailable | Fault | None]:
         try:
             fault = await self._say(Way.WRITE, names[0])
         except asyncio.CancelledError:
@@ -71,8 +71,8 @@ class Watched:
 
     def close(self) -> None:
         """The client is others' too; only its threads are this test's."""
-        for lane in self._inner._lanes.values():  # type: ignore[attr-defined]
-            lane.close()
+        for executor in self._inner._executors.values():  # type: ignore[attr-defined]
+            executor.close()
 
     async def _say(self, way: Way, name: str) -> Fault | None:
         if self.fault is None:
@@ -102,7 +102,7 @@ class InThread(ChildProcess):
     """Stands in for the process. Owns the thread."""
 
     def __init__(
-        self, client: StoreClient, hello: Mapping[str, object], window: Window | None = None
+        self, client: StoreClient, hello: Mapping[str, object], mapping: SlotMapping | None = None
     ) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
@@ -113,7 +113,7 @@ class InThread(ChildProcess):
             return client
 
         memory = EngineMemory(self.pid)
-        self._store_process = StoreProcess(self._theirs, hello, memory, open_client, window)
+        self._store_process = StoreProcess(self._theirs, hello, memory, open_client, mapping)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

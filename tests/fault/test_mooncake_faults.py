@@ -58,7 +58,7 @@ def test_one_server_writes_and_another_reads(
     """Each through a process of its own; by the master's HTTP metadata server for once."""
     options = f"?metadata={master.metadata}&protocol=tcp"
     writer = open_store(master.place, f"{options}&segment=16MiB")
-    reader = open_store(master.place, options, namespace=writer.whose.namespace)
+    reader = open_store(master.place, options, namespace=writer.objects.namespace)
     stranger = open_store(master.place, options)
     writer.write(ALL)
     reader.rows[:] = writer.rows

@@ -49,9 +49,9 @@ def test_what_is_not_ours_under_our_names_is_a_miss_and_is_replaced(fleet: Fleet
     what was there stayed, however often it was written.
     """
     store = opened(fleet)
-    size = store.whose.object_bytes
+    size = store.objects.object_bytes
     strange = {0: 100, 1: size - 1, 2: size + 1, 3: 2 * size, 5: size, 6: 1}
-    names = store.whose.names(keys(ALL))
+    names = store.objects.names(keys(ALL))
     for number, num_bytes in strange.items():
         assert not raw.put(names[number], secrets.token_bytes(num_bytes))
     store.write([4])
@@ -71,10 +71,10 @@ def test_what_a_server_wrote_for_itself_alone_is_removed_when_it_forgets(
     """
     store = opened(fleet)
     store.write(ALL)
-    shared = store.whose.names(keys(ALL))
+    shared = store.objects.names(keys(ALL))
     store.tier.forget()
     store.write(ALL)
-    own = store.whose.names(keys(ALL), store.tier._generation)
+    own = store.objects.names(keys(ALL), store.tier._generation)
     assert list(raw.batch_is_exist(own)) == [1] * 8
     assert store.reads(ALL) == [True] * 8
     store.tier.forget()

@@ -20,13 +20,13 @@ from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.settings.remote import REMOTE_KEY_ENV, RemoteSettings, read_remote
 from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tiers.remote.objects import Encryption, Whose, open_sealing
-from kvferry.tiers.remote.opening import open_remote
+from kvferry.tiers.remote.objects import AesSealer, ObjectFormat, open_sealer
+from kvferry.tiers.remote.tier import open_remote
 from kvferry.types import TierName
 
 ALL = list(range(8))
 KEY = bytes(range(100, 132))
-PLAIN = Whose(bytes(range(32)), 64, rank=1, num_ranks=2)
+PLAIN = ObjectFormat(bytes(range(32)), 64, rank=1, num_ranks=2)
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- one block -------------------------------------------------------------------------------------
 
 
-def sealed(whose: Whose, block: bytes, number: int = 7) -> bytearray:
-    sealing, stored = open_sealing(whose), bytearray(whose.object_bytes)
+def sealed(objects: ObjectFormat, block: bytes, number: int = 7) -> bytearray:
+    sealing, stored = open_sealer(objects), bytearray(objects.object_bytes)
     sealing.plain(memoryview(stored))[:] = block
     sealing.seal(memoryview(stored), key(number))
     return stored
@@ -46,8 +46,8 @@ def sealed(whose: Whose, block: bytes, number: int = 7) -> bytearray:
 
 def test_a_block_opens_under_its_key_and_any_changed_bit_does_not() -> None:
     ours, block = PLAIN.with_key(KEY), secrets.token_bytes(64)
-    sealing, stored = open_sealing(ours), sealed(ours, block)
-    assert isinstance(sealing, Encryption)
+    sealing, stored = open_sealer(ours), sealed(ours, block)
+    assert isinstance(sealing, AesSealer)
     assert bytes(sealing.unseal(memoryview(stored), key(7)) or b"") == block
     for at in range(len(stored)):
         stored[at] ^= 1
@@ -62,14 +62,14 @@ def test_a_block_opens_under_its_key_and_any_changed_bit_does_not() -> None:
     "other",
     [
         PLAIN.with_key(bytes(32)),
-        Whose(bytes(32), 64, 1, 2).with_key(KEY),
-        Whose(PLAIN.namespace, 64, 0, 2).with_key(KEY),
-        Whose(PLAIN.namespace, 64, 1, 3).with_key(KEY),
+        ObjectFormat(bytes(32), 64, 1, 2).with_key(KEY),
+        ObjectFormat(PLAIN.namespace, 64, 0, 2).with_key(KEY),
+        ObjectFormat(PLAIN.namespace, 64, 1, 3).with_key(KEY),
     ],
 )
-def test_what_is_sealed_otherwise_is_neither_found_nor_opened(other: Whose) -> None:
+def test_what_is_sealed_otherwise_is_neither_found_nor_opened(other: ObjectFormat) -> None:
     ours = PLAIN.with_key(KEY)
-    assert open_sealing(ours).unseal(memoryview(sealed(other, bytes(64))), key(7)) is None
+    assert open_sealer(ours).unseal(memoryview(sealed(other, bytes(64))), key(7)) is None
     assert not set(ours.names([key(7)])) & set(other.names([key(7)]))
     assert not set(ours.names([key(7)])) & set(PLAIN.names([key(7)]))
 
@@ -168,8 +168,8 @@ def test_forged_objects_are_misses_and_are_replaced() -> None:
         servers = _s3("moto", close)
         store = servers.open()
         store.write(ALL)
-        whose = Whose(servers.namespace, store.tier.block_bytes).with_key(KEY)
-        names = [f"tests/{name}" for name in whose.names(keys(ALL))]
+        objects = ObjectFormat(servers.namespace, store.tier.block_bytes).with_key(KEY)
+        names = [f"tests/{name}" for name in objects.names(keys(ALL))]
         bucket = remote.bucket("moto")
         good = [bytes(obstore.get(bucket, name).bytes()) for name in names]
         for number, content in enumerate(good):
@@ -177,7 +177,7 @@ def test_forged_objects_are_misses_and_are_replaced() -> None:
         changed = _changed(good)
         # Who has no key, but may write to the bucket, and knows everything else: a block with a
         # checksum, as long as ours.
-        plain = Whose(servers.namespace, whose.object_bytes - 120)
+        plain = ObjectFormat(servers.namespace, objects.object_bytes - 120)
         forged = np.zeros(plain.block_bytes, np.uint8).data
         changed[6] = bytes(forged) + plain.seal(forged, key(6))
         for number, content in changed.items():

@@ -22,7 +22,7 @@ from tests.fakes.remote import LONG, SIZE, Store
 from kvferry.config import Config
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import tier as tier_module
-from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.tools.doctor.disk import check_tiers
 from kvferry.tools.doctor.finding import Grade
@@ -79,7 +79,7 @@ def _damages(store: Store, good: list[bytes]) -> dict[int, bytes]:
     flipped[SIZE // 2] ^= 4
     in_seal = bytearray(good[5])
     in_seal[-1] ^= 1
-    stranger = Whose(secrets.token_bytes(32), SIZE)
+    stranger = ObjectFormat(secrets.token_bytes(32), SIZE)
     block = memoryview(good[6])[:SIZE]
     return {
         0: bytes(flipped),
@@ -87,7 +87,7 @@ def _damages(store: Store, good: list[bytes]) -> dict[int, bytes]:
         2: b"",
         3: good[4],  # another block of ours, whole
         5: bytes(in_seal),
-        6: bytes(block) + stranger.seal(block, store.whose.namespace),  # another namespace's
+        6: bytes(block) + stranger.seal(block, store.objects.namespace),  # another namespace's
         7: secrets.token_bytes(len(good[7])),
     }
 
@@ -97,7 +97,7 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(kind: str, open_store: Open)
     store = open_store(s3_servers.server(kind).endpoint)
     store.write(list(range(8)))
     bucket = remote.bucket(kind)
-    names = [f"tests/{name}" for name in store.whose.names(keys(range(8)))]
+    names = [f"tests/{name}" for name in store.objects.names(keys(range(8)))]
     good = [bytes(obstore.get(bucket, name).bytes()) for name in names]
     damages = _damages(store, good)
     for number, content in damages.items():
@@ -136,8 +136,8 @@ def test_others_cannot_address_our_blocks(kind: str, open_store: Open) -> None:
     endpoint = s3_servers.server(kind).endpoint
     ours, other = open_store(endpoint), open_store(endpoint)
     other_rank = Store(
-        remote.open_s3(endpoint, SIZE, namespace=ours.whose.namespace, rank=1, num_ranks=2),
-        ours.whose.namespace,
+        remote.open_s3(endpoint, SIZE, namespace=ours.objects.namespace, rank=1, num_ranks=2),
+        ours.objects.namespace,
     )
     ours.write([0, 1])
     for stranger in (other, other_rank):
@@ -199,7 +199,7 @@ def test_a_store_that_is_away_at_the_start_is_used_when_it_comes(
 
 
 def test_the_doctor_says_what_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.tiers.remote.opening.OPEN_SECONDS", LONG)
+    monkeypatch.setattr("kvferry.tiers.remote.tier.OPEN_SECONDS", LONG)
     server = s3_servers.server("rclone")
     address = f"s3://{s3_servers.BUCKET}/doctor?endpoint={server.endpoint}"
     wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}

@@ -22,9 +22,9 @@ from kvferry.settings.remote import RemoteAddress
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import mooncake as mooncake_module
 from kvferry.tiers.remote.mooncake import MooncakeClient
-from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.objects import ObjectFormat
+from kvferry.tiers.remote.slot_mapping import SlotMapping
 from kvferry.tiers.remote.tier import RemoteTier
-from kvferry.tiers.remote.window import Window
 from kvferry.types import TierName
 
 PEER_GONE = -800
@@ -105,27 +105,27 @@ class Rig:
     def __init__(self) -> None:
         self.library = Library()
         self.slots = remote.mapped_slots(16)
-        whose = Whose(secrets.token_bytes(32), self.slots.slot_bytes)
+        objects = ObjectFormat(secrets.token_bytes(32), self.slots.slot_bytes)
         file = self.slots.file
         assert file is not None
-        self.window = Window(file.fd, file.address, file.num_bytes, file.pitch)
+        self.mapping = SlotMapping(file.fd, file.address, file.num_bytes, file.pitch)
         client = MooncakeClient(
             RemoteAddress("mooncake", "127.0.0.1:1"),
-            whose.object_bytes,
-            whose.folder(),
+            objects.object_bytes,
+            objects.folder(),
             lambda: self.library,
-            self.window,
+            self.mapping,
         )
-        hello = remote.hello("mooncake://127.0.0.1:1", whose)
+        hello = remote.hello("mooncake://127.0.0.1:1", objects)
         self.tier = RemoteTier(
             TierName("remote"),
-            whose.block_bytes,
+            objects.block_bytes,
             hello,
-            lambda told, _: InThread(client, told, self.window),
+            lambda told, _: InThread(client, told, self.mapping),
         )
         self.tier.start(LONG)
-        self.store = Store(self.tier, whose.namespace, self.slots)
-        self.names = whose.names(keys(range(8)))
+        self.store = Store(self.tier, objects.namespace, self.slots)
+        self.names = objects.names(keys(range(8)))
 
     def lose(self, way: Way, numbers: list[int]) -> None:
         """Their deadline passes while the library has them, behind its gate.
@@ -143,14 +143,14 @@ class Rig:
         raise AssertionError("the library was never called")
 
     def is_whole(self, number: int) -> bool:
-        return self.store.whose.is_whole(
+        return self.store.objects.is_whole(
             memoryview(self.library.objects[self.names[number]]), keys([number])[0]
         )
 
     def in_place(self, number: int) -> bool:
         """Whether the slot that this block is read into can be used where it lies."""
         address = np.array([self.store.into[number].ctypes.data])
-        return bool(self.window.rooms(address, self.store.whose.object_bytes))
+        return bool(self.mapping.rooms(address, self.store.objects.object_bytes))
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def reuse(rig: Rig, numbers: list[int]) -> None:
 
 
 def test_blocks_go_from_slot_to_store_and_back_without_a_copy(rig: Rig) -> None:
-    rooms = {rig.window.address + at * rig.slots.pitch for at in range(16)}
+    rooms = {rig.mapping.address + at * rig.slots.pitch for at in range(16)}
     used: set[int] = set()
     inner = rig.library.batch_get_into
 
@@ -199,7 +199,7 @@ def test_a_late_get_writes_into_no_slot_given_back(
 ) -> None:
     """Checks itself: without the cut it must write there."""
     if not has_barrier:
-        monkeypatch.setattr(Window, "cut", lambda self, room: None)
+        monkeypatch.setattr(SlotMapping, "detach", lambda self, room: None)
     rig.store.write([0, 1])
     rig.lose(Way.READ, [0, 1])
     reuse(rig, [0, 1])
@@ -218,7 +218,7 @@ def test_bytes_that_come_after_a_failure_fall_into_no_slot(
 ) -> None:
     """A client gives up a transfer that takes too long; its bytes may come all the same."""
     if not has_barrier:
-        monkeypatch.setattr(Window, "cut", lambda self, room: None)
+        monkeypatch.setattr(SlotMapping, "detach", lambda self, room: None)
     rig.store.write([0, 1])
     rig.library.gate.clear()
     rig.library.fails_but_writes_late = True
@@ -253,9 +253,9 @@ def test_a_copy_under_way_ends_at_the_cut(
     slots = remote.mapped_slots(4)
     file = slots.file
     assert file is not None
-    window = Window(file.fd, file.address, file.num_bytes, file.pitch)
-    rooms = window.rooms(np.array([slots.address + slots.pitch]), slots.slot_bytes)
-    here = window.address + slots.pitch
+    mapping = SlotMapping(file.fd, file.address, file.num_bytes, file.pitch)
+    rooms = mapping.rooms(np.array([slots.address + slots.pitch]), slots.slot_bytes)
+    here = mapping.address + slots.pitch
     is_over = threading.Event()
     num_copies = 0
 
@@ -271,13 +271,13 @@ def test_a_copy_under_way_ends_at_the_cut(
     is_whole = True
     for _ in range(100):
         if has_barrier:
-            window.cut(rooms[0])
+            mapping.detach(rooms[0])
         slots.rows[:] = SENTINEL
         before = num_copies
         wait_until(lambda before=before: num_copies > before + 1)  # type: ignore[misc]
         is_whole = is_whole and bool((slots.rows == SENTINEL).all())
         if has_barrier:
-            window.mend(rooms[0])
+            mapping.reattach(rooms[0])
     is_over.set()
     thread.join()
     assert is_whole == has_barrier
@@ -290,17 +290,17 @@ def test_only_whole_slots_of_ours_are_used_in_place() -> None:
     slots = remote.mapped_slots(4)
     file = slots.file
     assert file is not None
-    window = Window(file.fd, file.address, file.num_bytes, file.pitch)
+    mapping = SlotMapping(file.fd, file.address, file.num_bytes, file.pitch)
     start, pitch, size = slots.address, slots.pitch, slots.slot_bytes + 120
-    assert len(window.rooms(np.array([start, start + 3 * pitch]), size)) == 2
+    assert len(mapping.rooms(np.array([start, start + 3 * pitch]), size)) == 2
     for wrong in (start - pitch, start + 4 * pitch, start + 8, start + pitch - 1):
-        assert window.rooms(np.array([start, wrong]), size) == []
-    assert window.rooms(np.array([start]), pitch + 1) == []
-    (room,) = window.rooms(np.array([start]), size)
-    window.cut(room)
-    assert window.rooms(np.array([start]), size) == []
-    assert len(window.rooms(np.array([start + pitch]), size)) == 1
-    window.mend(room)
-    (room,) = window.rooms(np.array([start]), size)
+        assert mapping.rooms(np.array([start, wrong]), size) == []
+    assert mapping.rooms(np.array([start]), pitch + 1) == []
+    (room,) = mapping.rooms(np.array([start]), size)
+    mapping.detach(room)
+    assert mapping.rooms(np.array([start]), size) == []
+    assert len(mapping.rooms(np.array([start + pitch]), size)) == 1
+    mapping.reattach(room)
+    (room,) = mapping.rooms(np.array([start]), size)
     room[:4] = b"here"
     assert slots.rows[0, :4].tobytes() == b"here"

@@ -66,7 +66,7 @@ class Fleet:
         return {names[name]: size // OBJECT for name, size in sizes.items() if name in names}
 
     def path(self, store: Store, number: int) -> str:
-        return f"tests/{store.whose.names(keys([number]))[0]}"
+        return f"tests/{store.objects.names(keys([number]))[0]}"
 
     def damage(self, store: Store, number: int, *places: int) -> None:
         """Turn a bit at these places of the object with this block's name."""

@@ -17,7 +17,7 @@ from tests.fakes import mooncake_store, remote, s3_servers
 from tests.integration.one_of_a_fleet import BLOCKS
 
 from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tiers.remote.opening import open_remote
+from kvferry.tiers.remote.tier import open_remote
 from kvferry.types import Rank, TierName
 
 ROOT = Path(__file__).parents[2]

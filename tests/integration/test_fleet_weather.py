@@ -105,7 +105,7 @@ def answers_of(
 def begun_with_the_store() -> Iterator[None]:
     """A server waits for its store's first answer, also on a machine that is busy."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("kvferry.tiers.remote.opening.OPEN_SECONDS", 60.0)
+        monkeypatch.setattr("kvferry.tiers.remote.tier.OPEN_SECONDS", 60.0)
         yield
 
 

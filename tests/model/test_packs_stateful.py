@@ -23,15 +23,20 @@ from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import OrderMessage
-from kvferry.tiers.remote.carrier import Carrier
-from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
-from kvferry.tiers.remote.limits import Bandwidth, Breaker
-from kvferry.tiers.remote.objects import LookUp, Whereabouts, Whose, cut, most_in_one
-from kvferry.tiers.remote.window import Staging
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Unavailable
+from kvferry.tiers.remote.objects import (
+    ObjectFormat,
+    ObjectIndex,
+    PackLookup,
+    most_in_one,
+    pack_objects,
+)
+from kvferry.tiers.remote.slot_mapping import Staging
+from kvferry.tiers.remote.transfers import Bandwidth, CircuitBreaker, StoreTransfers
 
 SIZE, LENGTH = 24, 6
-WHOSE = Whose(b"n" * 32, SIZE)
-OBJECT = WHOSE.object_bytes
+OBJECTS = ObjectFormat(b"n" * 32, SIZE)
+OBJECT = OBJECTS.object_bytes
 
 
 class Shelf:
@@ -51,19 +56,19 @@ class Shelf:
     async def probe(self) -> Fault | None:
         return None
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         return [self._count(name, size) for name in names]
 
-    def _count(self, name: str, size: int) -> int | NotThere:
+    def _count(self, name: str, size: int) -> int | Unavailable:
         if name not in self.objects:
-            return NotThere()
+            return Unavailable()
         count, rest = divmod(len(self.objects[name]), size)
         is_ours = not rest and 1 <= count <= most_in_one(size)
-        return count if is_ours else NotOurs("of another size")
+        return count if is_ours else Foreign("of another size")
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Stored]:
+    ) -> list[Fetched]:
         counts = await self.find(names, size)
         return [
             memoryview(self.objects[name]) if isinstance(count, int) else count
@@ -72,7 +77,7 @@ class Shelf:
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
-    ) -> list[NotThere | Fault | None]:
+    ) -> list[Unavailable | Fault | None]:
         for name, stored, again in zip(names, objects, replace, strict=True):
             there = len(self.objects.get(name, b""))
             if not self._minds or again or name not in self.objects or there < len(stored):
@@ -93,8 +98,8 @@ class Server:
     def __init__(self, objects: dict[str, bytes], in_one: int, *, minds: bool) -> None:
         shelf = Shelf(objects, in_one, minds=minds)
         memory = EngineMemory(os.getpid(), None)
-        self.carrier = Carrier(
-            shelf, WHOSE, memory, None, Bandwidth(None), Breaker(), lambda _: None
+        self.carrier = StoreTransfers(
+            shelf, OBJECTS, memory, None, Bandwidth(None), CircuitBreaker(), lambda _: None
         )
 
     def do(self, loop: asyncio.AbstractEventLoop, way: Way, chain: Sequence[bytes]) -> list[bool]:
@@ -114,7 +119,7 @@ class Server:
             (rows.ctypes.data + np.arange(len(chain)) * SIZE)[:, None],
             np.zeros(len(chain), dtype=np.int64),
         )
-        result = loop.run_until_complete(self.carrier.carry(self.carrier.errand(order)))
+        result = loop.run_until_complete(self.carrier.carry(self.carrier.begin(order)))
         if way is Way.READ:
             for row, key, ok in zip(rows, chain, result.ok, strict=True):
                 assert row.tobytes() == (content(key) if ok else b"\xee" * SIZE)
@@ -238,14 +243,14 @@ _runs = st.lists(st.integers(0, 1), max_size=30).map(lambda ends: np.cumsum([0, 
 @given(runs=_runs, most=st.integers(1, 9))
 def test_a_cut_loses_nothing_and_joins_only_what_follows(runs: np.ndarray, most: int) -> None:
     names = [str(at) for at in range(len(runs))]
-    parcels = cut(names, runs, most)
-    assert [at for each in parcels for at in each.positions] == list(range(len(runs)))
-    for each in parcels:
+    objects = pack_objects(names, runs, most)
+    assert [at for each in objects for at in each.positions] == list(range(len(runs)))
+    for each in objects:
         assert len(set(runs[list(each.positions)])) == 1
         assert 1 <= each.num_blocks == len(each.positions) <= most
         assert each.name == names[each.positions[-1]]
         assert list(each.behind) == list(range(each.num_blocks))[::-1]
-    of_one = [each for each in parcels if each.num_blocks < most]
+    of_one = [each for each in objects if each.num_blocks < most]
     assert len(of_one) <= len(set(runs.tolist())), "one rest for each run, no more"
 
 
@@ -258,21 +263,21 @@ def test_a_look_up_covers_what_objects_have_with_few(
     runs: np.ndarray, most: int, objects: dict[int, int]
 ) -> None:
     names = [str(at) for at in range(len(runs))]
-    look_up = LookUp(names, runs, lambda of, at: (of + at) % 7 == 0)
-    order = look_up.in_order(most)
+    lookup = PackLookup(names, runs, lambda of, at: (of + at) % 7 == 0)
+    order = lookup.order(most)
     assert sorted(order) == list(range(len(runs)))
     expected: dict[int, set[int]] = {}
     for at in order:
         if at in objects:
-            look_up.found(at, objects[at])
+            lookup.found(at, objects[at])
             for block in range(max(0, at - objects[at] + 1), at + 1):
                 if runs[block] == runs[at] and (at + block) % 7:
                     expected.setdefault(block, set()).add(at)
     for at in range(len(runs)):
         before = [block for block in range(max(0, at - 15), at + 1) if runs[block] == runs[at]]
-        assert look_up.is_told(at) == all(block in expected for block in before)
+        assert lookup.is_answered(at) == all(block in expected for block in before)
     chosen = {}
-    for each in look_up.parcels():
+    for each in lookup.objects():
         for at, behind in zip(each.positions, each.behind, strict=True):
             assert at not in chosen
             chosen[at] = int(each.name)
@@ -282,12 +287,12 @@ def test_a_look_up_covers_what_objects_have_with_few(
 
 
 def test_names_where_packs_would_end_are_asked_for_first() -> None:
-    look_up = LookUp(
+    lookup = PackLookup(
         [str(at) for at in range(7)], np.array([0, 0, 0, 0, 0, 1, 1]), lambda *_: False
     )
-    assert look_up.in_order(2) == [1, 3, 4, 6, 5, 2, 0]
-    look_up.found(3, 4)
-    assert [look_up.is_told(at) for at in range(7)] == [True] * 4 + [False] * 3
+    assert lookup.order(2) == [1, 3, 4, 6, 5, 2, 0]
+    lookup.found(3, 4)
+    assert [lookup.is_answered(at) for at in range(7)] == [True] * 4 + [False] * 3
 
 
 @given(
@@ -311,11 +316,11 @@ def test_what_any_object_has_is_found(length: int, most: int, objects: dict[int,
 
 def test_a_read_takes_each_object_once_and_forgets_the_oldest() -> None:
     names = list("abcdef")
-    where = Whereabouts(capacity=4)
-    parcels = cut(names, np.zeros(6, dtype=np.int64), 3)
-    for each in parcels:
+    where = ObjectIndex(capacity=4)
+    objects = pack_objects(names, np.zeros(6, dtype=np.int64), 3)
+    for each in objects:
         where.note(each, names)
-    found = where.parcels(names)
+    found = where.objects_of(names)
     assert [(each.name, list(each.positions)) for each in found] == [
         ("a", [0]),
         ("b", [1]),
@@ -323,7 +328,7 @@ def test_a_read_takes_each_object_once_and_forgets_the_oldest() -> None:
         ("f", [3, 4, 5]),
     ]
     where.drop("e")
-    assert [each.name for each in where.parcels(["d", "e"])] == ["f", "e"]
+    assert [each.name for each in where.objects_of(["d", "e"])] == ["f", "e"]
 
 
 @pytest.mark.parametrize(("size", "most"), [(OBJECT, 16), (1 << 20, 8), (9 << 20, 1)])

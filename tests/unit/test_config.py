@@ -23,7 +23,6 @@ from kvferry.core.quantities import (
     parse_count,
     parse_seconds,
     parse_size,
-    rounded_size,
 )
 from kvferry.errors import ConfigError, UnknownSettingError
 
@@ -84,10 +83,6 @@ def test_sizes(text, size):
 def test_sizes_that_cannot_be_right(bad):
     with pytest.raises(ConfigError, match=r"^ring: "):
         parse_size(bad, name="ring")
-
-
-def test_zero_is_a_size_where_asked_for():
-    assert parse_size("0", minimum=0) == 0
 
 
 def test_a_bare_letter_is_answered_with_both_meanings():
@@ -337,12 +332,6 @@ def test_describe_covers_every_field_and_its_defaults_read_back():
         assert all(len(part.split()) <= 25 for part in re.split(r"(?<=[.:]) ", s.help))
         assert s.accepts
         assert s.name in str(s)
-
-
-def test_rounded_sizes_are_for_people() -> None:
-    assert rounded_size(64 * GiB - 300 * KiB) == "64GiB"
-    assert rounded_size(3 * GiB // 2) == "1.5GiB"
-    assert rounded_size(12) == "12B"
 
 
 def test_the_debug_switch_is_not_a_setting() -> None:

@@ -36,22 +36,6 @@ def spread(count: int) -> list[int]:
     return [number | number << 20 for number in range(count)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, FEW - 1, FEW, 3000, 8192])
-def test_keys_that_are_all_different(count: int) -> None:
-    finder = Duplicates()
-    assert not finder.any_in(keys(range(count)))
-    assert not finder.any_in(keys(range(count, 2 * count)))
-
-
-@pytest.mark.parametrize("count", [2, FEW - 1, FEW, 3000, 8192])
-@pytest.mark.parametrize("seed", range(3))
-def test_one_key_that_is_there_twice(count: int, seed: int) -> None:
-    first, second = np.random.default_rng(seed).permutation(count)[:2].tolist()
-    numbers = list(range(count))
-    numbers[first] = numbers[second]
-    assert Duplicates().any_in(keys(numbers))
-
-
 def test_a_repeat_whose_cell_has_others_too() -> None:
     """Whoever writes its number last, the two meet somebody, though perhaps not each other."""
     base = spread(FEW)

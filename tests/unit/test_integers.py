@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry
-from kvferry.cache.pool import Pool
-from kvferry.cache.reach import FullAttention
 from kvferry.core.quantities import integer, integers, written
 from kvferry.errors import InputError
 from kvferry.types import as_slots
@@ -80,29 +78,6 @@ def test_block_numbers_that_are_no_integers_are_refused_everywhere(blocks: Any) 
         assert ferry.wait(ferry.load(hit, [2, 3])).ok
     with pytest.raises(InputError, match="slots"):
         as_slots(blocks)
-
-
-@pytest.mark.parametrize("table", NO_INTEGERS[:9] + NO_INTEGERS[-8:-5], ids=short)
-def test_the_two_halves_take_no_such_table_either(table: Any) -> None:
-    scheduler = kvferry.Scheduler(Pool(8), [FullAttention(TOKENS)])
-    keys = kvferry.Keys.from_bytes([bytes([i]) * 32 for i in range(2)])
-    with pytest.raises(InputError, match="device blocks"):
-        scheduler.open("a", keys).store([table], 2 * TOKENS)
-    assert scheduler.num_queued == 0
-    scheduler.close()
-
-
-@pytest.mark.parametrize("number", [0.0, 1.5, True, "0", None, [0], np.array([0]), 2**64, -1])
-def test_counts_that_are_no_counts(number: Any) -> None:
-    kv = np.zeros((BLOCKS, 8), np.uint8)
-    with kvferry.attach([kv], model="m", block_tokens=TOKENS, host="4KiB") as ferry:
-        keys = ferry.keys(range(2 * TOKENS))
-        with pytest.raises(InputError):
-            ferry.match(keys, on_device=number)
-        with pytest.raises(InputError):
-            ferry.store(keys, [0, 1], first=number)
-        with pytest.raises(InputError):
-            ferry.wait(number)
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,6 @@ def test_a_mask_is_its_own_inverse(raw: list[bytes], mask: bytes) -> None:
     assert masked.masked(mask) == keys
 
 
-def test_empty() -> None:
-    assert len(Keys.empty()) == 0
-    assert list(Keys.empty()) == []
-    assert Keys.from_bytes([]) == Keys.empty()
-
-
 def test_a_batch_cannot_be_written_to() -> None:
     array = np.zeros((2, KEY_WORDS), dtype="<u8")
     keys = Keys(array)
@@ -70,7 +64,7 @@ def test_a_batch_cannot_be_written_to() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, KEY_BYTES - 1, KEY_BYTES + 1, 2 * KEY_BYTES])
 def test_a_key_of_the_wrong_length_is_named_by_position(length: int) -> None:
-    with pytest.raises(KeyFormatError, match=rf"key 1 must be {KEY_BYTES} bytes, got {length} byt"):
+    with pytest.raises(KeyFormatError, match=rf"key 1 must be a key .* got {length} byt"):
         Keys.from_bytes([bytes(KEY_BYTES), bytes(length)])
 
 
@@ -96,9 +90,3 @@ def test_an_array_of_another_shape_or_type_is_refused(array: np.ndarray) -> None
         Keys(array)
     assert str(array.shape) in str(error.value)
     assert str(array.dtype) in str(error.value)
-
-
-@pytest.mark.parametrize("length", [0, 31, 33])
-def test_a_mask_of_the_wrong_length_is_refused(length: int) -> None:
-    with pytest.raises(KeyFormatError, match=f"{KEY_BYTES} bytes, got {length}"):
-        Keys.empty().masked(bytes(length))

@@ -11,9 +11,9 @@ import pytest
 from tests.fakes.driven_store import (
     BLOCK_BYTES,
     NUM_CALLS,
+    OBJECTS,
     REFUSES,
     SAYS_NO,
-    WHOSE,
     Answer,
     Busy,
     driven,
@@ -21,7 +21,7 @@ from tests.fakes.driven_store import (
 )
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.limits import FIRST_WAIT
+from kvferry.tiers.remote.transfers import FIRST_WAIT
 
 
 @pytest.fixture
@@ -105,12 +105,12 @@ def test_a_store_that_gave_no_block_is_trusted_again_only_when_it_gives_one(busy
     """Seen red where look-ups, or answers without a block, made the next wait short again."""
 
     async def answered(way: Way, answer: Answer | None = None) -> None:
-        errand = busy.errand(1, 1.0, way)
-        carried = busy.carry(errand)
+        batch = busy.batch(1, 1.0, way)
+        carried = busy.carry(batch)
         await busy.settle()
         if answer is None:
             block = memoryview(secrets.token_bytes(BLOCK_BYTES))
-            answer = memoryview(bytes(block) + WHOSE.seal(block, errand.keys[0]))
+            answer = memoryview(bytes(block) + OBJECTS.seal(block, batch.keys[0]))
         await busy.answer(answer)
         await carried
 
@@ -129,7 +129,7 @@ def test_a_store_that_gave_no_block_is_trusted_again_only_when_it_gives_one(busy
 
 def test_writes_that_found_no_room_tell_nothing_of_the_store(busy: Busy) -> None:
     """Seen red where they did: calls that had hung kept a store away that was well again."""
-    cast(Any, busy._carrier)._staging = SimpleNamespace(lend=lambda count: [])
+    cast(Any, busy.transfers)._staging = SimpleNamespace(lend=lambda count: [])
 
     async def story() -> None:
         result = await busy.order(2, within=1.0, way=Way.WRITE)

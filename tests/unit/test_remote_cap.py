@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fakes.driven_store import BLOCK_BYTES, SAYS_NO, Busy, driven, run
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.limits import Bandwidth
+from kvferry.tiers.remote.transfers import Bandwidth
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=50))
@@ -42,25 +40,6 @@ def test_who_is_told_to_wait_has_taken_nothing() -> None:
     assert cap.take(100, 10.0 + waits[0]) == 0.0
 
 
-def test_two_threads_are_not_let_through_as_one() -> None:
-    """Seen red without the lock."""
-    both = threading.Barrier(2)
-
-    class Rate(int):
-        def __rtruediv__(self, num_bytes: int) -> float:
-            with suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # both have looked; unless one may not while the other takes
-            return num_bytes / int(self)
-
-    cap, waits = Bandwidth(Rate(100)), []
-    threads = [threading.Thread(target=lambda: waits.append(cap.take(100, 10.0))) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert sorted(wait > 0 for wait in waits) == [False, True]
-
-
 @pytest.fixture
 def capped() -> Iterator[Busy]:
     """A block a second."""
@@ -88,9 +67,9 @@ def test_an_order_that_nobody_wants_takes_nothing(capped: Busy) -> None:
 
     async def story() -> None:
         for _ in range(20):
-            errand = capped.errand(8, 100.0, Way.WRITE)
-            errand.is_cancelled = True
-            carried = capped.carry(errand)
+            batch = capped.batch(8, 100.0, Way.WRITE)
+            batch.is_cancelled = True
+            carried = capped.carry(batch)
             await capped.settle()
             assert carried.done()
         wanted = capped.order(1, within=1.0, way=Way.READ)
@@ -105,10 +84,10 @@ def test_one_cancelled_while_it_waits_takes_nothing(capped: Busy) -> None:
     """Seen red where bytes were claimed before the wait."""
 
     async def story() -> None:
-        errand = capped.errand(8, 100.0, Way.READ)
-        carried = capped.carry(errand)
+        batch = capped.batch(8, 100.0, Way.READ)
+        carried = capped.carry(batch)
         await capped.settle()
-        errand.is_cancelled = True
+        batch.is_cancelled = True
         await capped.answer(SAYS_NO)
         wanted = capped.order(1, within=2.0, way=Way.READ)
         await capped.settle(1.0)

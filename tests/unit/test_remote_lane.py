@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.tiers.remote.errand import CallLane
+from kvferry.tiers.remote.mooncake import SerialExecutor
 
 LONG = 30.0
 
 
 @pytest.fixture
-def lane() -> Iterator[CallLane[int]]:
-    made: CallLane[int] = CallLane("test-lane")
+def lane() -> Iterator[SerialExecutor[int]]:
+    made: SerialExecutor[int] = SerialExecutor("test-lane")
     yield made
     made.close()
 
 
 def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(
-    lane: CallLane[int],
+    lane: SerialExecutor[int],
 ) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -30,7 +30,7 @@ def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(
             raise ValueError("three")
         return number
 
-    calls = [lane.call(lambda number=number: note(number)) for number in range(6)]  # type: ignore[misc]
+    calls = [lane.submit(lambda number=number: note(number)) for number in range(6)]  # type: ignore[misc]
     with pytest.raises(ValueError, match="three"):
         calls.pop(3).result(LONG)
     assert [call.result(LONG) for call in calls] == [0, 1, 2, 4, 5]
@@ -38,7 +38,7 @@ def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(
     assert len({thread for _, thread in seen}) == 1
 
 
-def test_a_call_that_was_left_stands_in_nobodys_way(lane: CallLane[int]) -> None:
+def test_a_call_that_was_left_stands_in_nobodys_way(lane: SerialExecutor[int]) -> None:
     gate, has_begun = threading.Event(), threading.Event()
 
     def hang() -> int:
@@ -46,33 +46,33 @@ def test_a_call_that_was_left_stands_in_nobodys_way(lane: CallLane[int]) -> None
         gate.wait(LONG)
         return 1
 
-    hung, behind = lane.call(hang), lane.call(lambda: 2)
+    hung, behind = lane.submit(hang), lane.submit(lambda: 2)
     assert has_begun.wait(LONG)
     assert not behind.done()
-    lane.leave(hung, never_begun=-1)
+    lane.abandon(hung, never_begun=-1)
     assert behind.result(LONG) == 2
-    assert lane.call(lambda: 3).result(LONG) == 3
+    assert lane.submit(lambda: 3).result(LONG) == 3
     assert not hung.done()
     gate.set()
     assert hung.result(LONG) == 1, "it ends whenever it ends"
 
 
-def test_a_call_that_was_left_before_it_began_never_begins(lane: CallLane[int]) -> None:
+def test_a_call_that_was_left_before_it_began_never_begins(lane: SerialExecutor[int]) -> None:
     gate = threading.Event()
     begun: list[int] = []
-    first = lane.call(lambda: int(gate.wait(LONG)))
-    second = lane.call(lambda: begun.append(2) or 2)  # type: ignore[func-returns-value]
-    third = lane.call(lambda: 3)
-    lane.leave(second, never_begun=-1)
+    first = lane.submit(lambda: int(gate.wait(LONG)))
+    second = lane.submit(lambda: begun.append(2) or 2)  # type: ignore[func-returns-value]
+    third = lane.submit(lambda: 3)
+    lane.abandon(second, never_begun=-1)
     assert second.result(LONG) == -1
     gate.set()
     assert (first.result(LONG), third.result(LONG)) == (1, 3)
     assert not begun
-    lane.leave(third, never_begun=-1)
+    lane.abandon(third, never_begun=-1)
     assert third.result() == 3, "it is over: nothing to leave"
 
 
-def test_a_closed_lane_serves_and_keeps_no_thread(lane: CallLane[int]) -> None:
+def test_a_closed_lane_serves_and_keeps_no_thread(lane: SerialExecutor[int]) -> None:
     lane.close()
-    assert lane.call(lambda: 1).result(LONG) == 1
-    assert lane.call(lambda: 2).result(LONG) == 2
+    assert lane.submit(lambda: 1).result(LONG) == 1
+    assert lane.submit(lambda: 2).result(LONG) == 2

@@ -8,13 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.tiers.remote.carrier import Carrier
-from kvferry.tiers.remote.client import Fault, NotThere, Stored
-from kvferry.tiers.remote.limits import Bandwidth, Breaker
-from kvferry.tiers.remote.objects import Whose
-from kvferry.tiers.remote.window import Staging
+from kvferry.tiers.remote.client import Fault, Fetched, Unavailable
+from kvferry.tiers.remote.objects import ObjectFormat
+from kvferry.tiers.remote.slot_mapping import Staging
+from kvferry.tiers.remote.transfers import Bandwidth, CircuitBreaker, StoreTransfers
 
-WHOSE = Whose(bytes(32), 64)
+OBJECTS = ObjectFormat(bytes(32), 64)
 NO = Fault("no")
 
 
@@ -25,9 +24,9 @@ class Shelf:
 
     def __init__(self, *probes: Exception | Fault | None) -> None:
         self.probes = list(probes)
-        self.staging = Staging(WHOSE.object_bytes, 2)
+        self.staging = Staging(OBJECTS.object_bytes, 2)
         self.objects: dict[str, bytes] = {}
-        self.says: dict[str, NotThere | Fault] = {}  # instead of doing it
+        self.says: dict[str, Unavailable | Fault] = {}  # instead of doing it
 
     async def probe(self) -> Fault | None:
         answer = self.probes.pop(0)
@@ -37,18 +36,18 @@ class Shelf:
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
-    ) -> list[NotThere | Fault | None]:
+    ) -> list[Unavailable | Fault | None]:
         if "put" not in self.says:
             self.objects[names[0]] = bytes(objects[0])
         self.staging.give_back(objects[0])
         return [self.says.get("put")]
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
-        return [self.says.get("find") or (1 if names[0] in self.objects else NotThere())]
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
+        return [self.says.get("find") or (1 if names[0] in self.objects else Unavailable())]
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Stored]:
+    ) -> list[Fetched]:
         if "get" in self.says:
             return [self.says["get"]]
         (room,) = self.staging.lend(1)
@@ -58,13 +57,19 @@ class Shelf:
 
 def told_after_all_probes(shelf: Shelf, num_free: int = 2) -> list[str]:
     told: list[str] = []
-    carrier = Carrier(
-        cast(Any, shelf), WHOSE, cast(Any, None), None, Bandwidth(None), Breaker(), told.append
+    transfers = StoreTransfers(
+        cast(Any, shelf),
+        OBJECTS,
+        cast(Any, None),
+        None,
+        Bandwidth(None),
+        CircuitBreaker(),
+        told.append,
     )
 
     async def all_probes() -> None:
         while shelf.probes:
-            await carrier._probe(60.0)
+            await transfers.probe(60.0)
 
     asyncio.run(all_probes())
     assert len(shelf.staging.lend(num_free)) == num_free, "every room is given back"
@@ -88,13 +93,13 @@ def test_a_store_that_was_away_is_so_until_a_block_comes_back_from_it(call: str)
 @pytest.mark.parametrize("call", ["find", "get"])
 def test_one_that_lost_it_is_still_away(call: str) -> None:
     shelf = Shelf(Fault("away"), None)
-    shelf.says[call] = NotThere()
+    shelf.says[call] = Unavailable()
     assert "does not give back" in told_after_all_probes(shelf)[-1]
 
 
 def test_one_that_is_full_is_not_away() -> None:
     shelf = Shelf(Fault("away"), None)
-    shelf.says["put"] = NotThere("no room")
+    shelf.says["put"] = Unavailable("no room")
     assert told_after_all_probes(shelf) == ["away", ""]
 
 

@@ -80,21 +80,6 @@ def rig() -> Iterator[Rig]:
     made.mover.close()
 
 
-def test_down_and_up_again(rig: Rig) -> None:
-    kept = rig.host.rows.copy()
-    down = rig.down([0, 1, 2], [3, 0, 1])
-    receipt = rig.one()
-    assert (receipt.transfer_id, receipt.rank, receipt.outcome) == (down, 3, Outcome.OK)
-    assert receipt.num_bytes == 3 * SLOT_BYTES
-    rig.host.rows[:] = 0xEE
-    up = rig.up([1, 3], [2, 0])
-    receipt = rig.one()
-    assert (receipt.transfer_id, receipt.outcome) == (up, Outcome.OK)
-    assert (rig.host.rows[[2, 0]] == kept[[2, 0]]).all()
-    assert (rig.host.rows[[1, 3]] == 0xEE).all()
-    assert rig.mover.poll() == []
-
-
 def test_the_tier_is_given_the_slots_themselves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Batch] = []
     monkeypatch.setattr(rig.disk, "submit", batches.append)

@@ -12,8 +12,8 @@
                                           ▼
     tokens of block 2 ─────────────────▶ key 2 under everything that could change the bytes
 
-Nothing here uses ``hash()``, ``str(dict)`` or the machine's byte order. What is doubtful must make
-the keys differ: a miss costs time, a wrong hit costs trust.
+Nothing here uses ``hash()``, ``str(dict)`` or the machine's byte order. In doubt the keys must
+differ: a miss costs time, a wrong hit costs trust.
 """
 
 from __future__ import annotations
@@ -58,18 +58,15 @@ _MOST_PLAIN_INT = 10**1000  # Python writes integers of some thousand digits onl
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """Everything besides the tokens that decides the bytes of a block, and who may see them.
+    """Everything besides the tokens that decides the bytes of a block, and which tenant sees them.
 
-    Owns the fingerprint; leaves the tokens to :func:`chain`. Two namespaces that differ in any
-    field share no key.
-
-    ``revision`` or ``weights_digest`` should say which weights these are. With both empty two
-    versions of a model under one name cannot be told apart: right only where blocks do not outlive
-    the process that loaded the weights. ``geometry`` (layers, KV heads, head size, groups, ranks)
-    and ``overrides`` (rope scaling and whatever else changes KV) may be plain data; they are kept
-    as canonical text, so the order of a mapping's entries means nothing. Numbers are told apart as
-    they are written: 10000 and 10000.0 differ. What differs from request to request (an image, an
-    adapter, a tenant) has its place in :func:`chain`.
+    Two namespaces that differ in any field share no key. ``revision`` or ``weights_digest`` says
+    which weights these are. With both empty, two versions of a model under one name cannot be told
+    apart: right only where blocks do not outlive the process that loaded the weights. ``geometry``
+    (layers, KV heads, head size, groups, ranks) and ``overrides`` (rope scaling and all else that
+    changes KV) may be plain data; they are kept as canonical text, so the order of a mapping means
+    nothing, and 10000 and 10000.0 differ. What differs by request (an image, an adapter, a tenant)
+    belongs in :func:`chain`.
     """
 
     model: str
@@ -130,16 +127,15 @@ def chain(
     """One key per full block of tokens; a last block that is not full has none.
 
     ``tokens`` may be a sequence, a numpy array or a torch tensor (one on a GPU is fetched, which
-    waits for that GPU). With ``parent``, the key of the block before the first token, a chain goes
-    on exactly where it stopped: ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)``
-    for whole blocks.
+    waits for that GPU). With ``parent``, the key of the block before the first token, a chain
+    continues: ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)`` for whole blocks.
 
-    Two requests with equal tokens share their blocks. Where something else decides the bytes too,
-    it must be said, or one request is served another's KV: ``extra`` is the content of what the
-    tokens only stand for, such as a digest of the images, or the adapter; ``salt`` names those who
-    may share (a tenant). Every key from these tokens on covers both, and so do keys that go on from
-    them: give each once, where it begins. An ``extra`` may begin in the middle (an image after a
-    common prompt); a ``salt`` belongs to the whole chain and is refused with ``parent``.
+    Two requests with equal tokens share their blocks. Give all else that decides the bytes, or one
+    request is served another's KV: ``extra`` is the content that tokens only stand for, such as a
+    digest of the images, or the adapter; ``salt`` names the requests that may share (a tenant). All
+    keys from these tokens on cover both: give each once, where it begins. An ``extra`` may begin in
+    the middle (an image after a common prompt). InputError for a ``salt`` with ``parent``: it
+    belongs to the whole chain.
     """
     if parent is not None:
         require_key("parent", parent)
@@ -178,12 +174,12 @@ def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
 
 
 def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
-    """Keys for blocks whose engine already has a chained content hash of each.
+    """Keys for blocks of which the engine already has chained content hashes.
 
-    The hashes must themselves cover every token before the block, and be the same in every process
-    that shares a tier: an engine that seeds them at random never hits across processes. One as long
-    as a key is taken for a 256-bit digest, others are digested first; then one mask moves all of
-    them into the namespace, which is sound for the reasons given at :func:`scope`.
+    Each hash must cover every token before its block, and be the same in every process that shares
+    a tier: hashes with a random seed never hit across processes. A hash as long as a key is taken
+    for a 256-bit digest, others are digested first. Then one mask moves all of them into the
+    namespace, which is sound for the reasons given at :func:`scope`.
     """
     contents = list(hashes)
     # All at once: this is done for every request, and most engines' hashes need nothing more.
@@ -241,10 +237,10 @@ def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[i
 
 
 def new_epoch(before: int) -> int:
-    """Another than before, and than any of any life.
+    """An epoch that was never used before, in this life or another.
 
-    Not counted on: a tier may outlive us, and the next life begins at 0 again. What that resets to
-    must never name blocks that this one stored.
+    It is not counted up: a tier may outlive this process, and the next life begins at 0 again. A
+    reset there must never lead to blocks that this life stored.
     """
     while (epoch := randbits(_EPOCH_BITS)) in (0, before):
         pass
@@ -256,7 +252,7 @@ def _joined(keys: list[bytes]) -> Keys:
 
 
 def _as_tokens(tokens: Integers) -> npt.NDArray[np.int64]:
-    """Token ids as a little-endian int64 vector; refuses whatever would be a guess."""
+    """Token ids as a little-endian int64 vector; InputError for anything else."""
     ids = integers(tokens, "tokens")
     if ids.size and int(ids.min()) < 0:
         raise InputError(f"token ids must not be negative, got {int(ids.min())}")
@@ -264,7 +260,7 @@ def _as_tokens(tokens: Integers) -> npt.NDArray[np.int64]:
 
 
 def _with_length(data: bytes) -> bytes:
-    """So that no byte can slip from one part into the next."""
+    """Data behind its length, so that no byte can slip from one part into the next."""
     return len(data).to_bytes(8, "little") + data
 
 

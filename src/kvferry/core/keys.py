@@ -17,7 +17,7 @@ _WORD = np.dtype("<u8")
 
 
 class KeyChain(Protocol):
-    """A request's keys one by one: enough to ask for the next, cheaper to have than all."""
+    """A request's keys one by one: cheaper than all of them where only some are needed."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, item: int, /) -> Key: ...
@@ -54,9 +54,7 @@ class Keys:
         """Keys from bytes objects of ``KEY_BYTES`` each; refuses any other length by position."""
         items = list(keys)
         for position, key in enumerate(items):
-            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-                what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-                raise KeyFormatError(f"key {position} must be {KEY_BYTES} bytes, got {what}")
+            require_key(f"key {position}", key)
         return cls(np.frombuffer(b"".join(items), dtype="<u8").reshape(-1, KEY_WORDS))
 
     @classmethod
@@ -67,7 +65,7 @@ class Keys:
 
     @classmethod
     def _of(cls, array: KeyArray) -> Keys:
-        """Rows that are known to be keys, and that nobody else will write."""
+        """Rows that are known to be keys, and that no other code will write."""
         keys = cls.__new__(cls)
         keys.array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         keys.array.setflags(write=False)
@@ -84,7 +82,7 @@ class Keys:
         return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
 
     def part(self, which: slice, mask: KeyArray | None) -> Keys:
-        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words where there is one."""
+        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words unless it is None."""
         part = self.array[which]
         return Keys._of(part if mask is None else part ^ mask)
 
@@ -128,26 +126,23 @@ class Keys:
 Recovered = tuple[Keys, SlotArray]
 """Blocks that a tier still has from an earlier life: their keys and their places, as written.
 
-The earliest write comes first. A key may be at several places: what was dropped there and written
-again elsewhere is whole at both. A place is named once.
+The earliest write comes first. A place is named once. A key may be at several places: a block that
+was dropped at one and written again at another is whole at both.
 """
 
 
 def masked_key(key: Key, mask: bytes) -> Key:
-    """One key as ``Keys.masked`` would give it, for those who need no more than one."""
+    """One key as ``Keys.masked`` would give it."""
     word = int.from_bytes(key, "little") ^ int.from_bytes(mask, "little")
     return Key(word.to_bytes(KEY_BYTES, "little"))
 
 
 def require_key(name: str, key: object) -> None:
-    """Refuse what is no key; the message begins with what it should have been."""
+    """Raise KeyFormatError unless ``key`` is a key; ``name`` begins the message."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
         raise KeyFormatError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")
 
-
-# ------------------------------------------------------------------------------------------------
-# Whether a key is twice in a batch: exactly, and mostly without sorting.
 
 _FEW = 512  # words that are sorted before anything else could be done
 _CELLS = 1 << 16
@@ -157,23 +152,20 @@ _Words = npt.NDArray[np.uint64]
 
 
 class Duplicates:
-    """Finds batches in which a key is twice. Owns a scratch: one cell for each value of 16 bits.
+    """Finds batches with a key twice: exactly, and mostly without sorting. Owns a scratch table.
 
-    ::
-
-        every key writes its number into the cell of its low bits, then reads that cell
-        who reads a number that is not its own has met somebody:
-            is it the key it met, or twice among those who met somebody?
-
-    That finds all: of the keys that share a cell only one reads its own number, so of a key that is
-    there twice at least one has met somebody, and if it did not meet the other, both have.
+    Every key writes its number into the cell of its low 16 bits, then reads that cell. A key that
+    reads another number *collided*. Of the keys that share a cell only one reads its own number. So
+    if a key is there twice, one of the two read the other's number, or both collided: comparing
+    each collided key with the key it read, and the collided ones among themselves, finds all.
     """
 
     def __init__(self) -> None:
         self._cells = np.zeros(_CELLS, dtype=np.uint16)
 
     def any_in(self, keys: Keys) -> bool:
-        # First words alone nearly always tell; keys that share one are compared whole.
+        """Whether a key is twice in this batch."""
+        # First words alone nearly always decide; keys that share one are compared whole.
         words = keys.array[:, 0].copy()
         if _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
             twice = self._any_twice(words)
@@ -186,9 +178,9 @@ class Duplicates:
         numbers = np.arange(len(words), dtype=np.uint16)
         self._cells[cells] = numbers
         there = self._cells.take(cells)
-        met = (there != numbers).nonzero()[0]
-        mine, other = words.take(met), words.take(there.take(met))
-        return bool((mine == other).any()) or _any_twice_sorted(mine)
+        collided = (there != numbers).nonzero()[0]
+        own, other = words.take(collided), words.take(there.take(collided))
+        return bool((own == other).any()) or _any_twice_sorted(own)
 
 
 def _any_twice_sorted(words: _Words) -> bool:

@@ -1,4 +1,4 @@
-"""The ``with`` statement for everything that has a ``close``, and an end for what nobody closed."""
+"""Processes and threads that own an object, ``close`` and its safety net, and short sleeps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from typing import Any, TypeVar
 
 from kvferry.errors import ClosedError, StateError
 
+T = TypeVar("T", bound="Closing")
+U = TypeVar("U")
+
+log = logging.getLogger(__name__)
+
 _process = [object()]
-"""Another object in every process: a forked child finds that it is not the one it was."""
+"""Holds another object in every process, so that a forked child notices that it is one."""
 
 os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
 
@@ -39,7 +44,7 @@ class Process:
         return self._made_in is not _process[0]
 
     def require(self) -> None:
-        """StateError in a forked child: whoever waits for a thread there does so for ever."""
+        """StateError in a forked child, where waiting for a thread would never end."""
         if self.is_another:
             raise StateError(
                 f"{self._what} was made before this process was forked (now {os.getpid()}); its "
@@ -50,7 +55,7 @@ class Process:
 class OneThread:
     """The thread an object belongs to: the first that uses it, until it ends or hands it over.
 
-    Two threads would break lists that one of them is changing, long before anyone sees it.
+    Two threads would break lists that one of them is changing, long before an error shows.
     """
 
     def __init__(self, what: str) -> None:
@@ -70,16 +75,16 @@ class OneThread:
         return self._is_closed
 
     def close(self) -> None:
-        """Nobody may use it any more."""
+        """It must not be used any more."""
         self._is_closed = True
         self._thread = None
 
     def require(self) -> None:
         """StateError, with both names, for any thread but its own; ClosedError once it is closed.
 
-        One comparison while all is well: it is asked at every call.
+        One comparison while all is well: it is called at every use.
         """
-        # Not by their numbers: the next thread has that of one that ended.
+        # Not by thread numbers: the next thread has that of one that ended.
         if current_thread() is not self._thread or self._made_in is not _process[0]:
             self._process.require()
             if self._is_closed:
@@ -87,7 +92,7 @@ class OneThread:
             self._take()
 
     def hand_over(self) -> None:
-        """The next thread that uses it is its owner."""
+        """Let the next thread that uses it own it."""
         self.require()
         self._thread = None
 
@@ -103,17 +108,8 @@ class OneThread:
             self._thread = caller
 
 
-# ------------------------------------------------------------------------------------------------
-# The ``with`` statement for everything that has a ``close``, and an end for what nobody closed.
-
-T = TypeVar("T", bound="Closing")
-U = TypeVar("U")
-
-log = logging.getLogger(__name__)
-
-
 class Closing(ABC):
-    """Something that owns what must be given back: by ``close``, or at the end of ``with``."""
+    """An owner of something that must be given back: by ``close``, or at the end of ``with``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,7 +128,7 @@ class Closing(ABC):
 
 
 def weakly(owner: U, method: Callable[[U], None], gone: Exception) -> Callable[[], None]:
-    """``method`` of ``owner`` without holding it; once it was dropped, ``gone`` is raised."""
+    """``method`` of ``owner`` without keeping it alive; raises ``gone`` once it was dropped."""
     found = weakref.ref(owner)
 
     def call() -> None:
@@ -147,10 +143,10 @@ def weakly(owner: U, method: Callable[[U], None], gone: Exception) -> Callable[[
 def close_if_dropped(
     owner: object, what: str, close: Callable[[], object], *, keep_alive: object = None
 ) -> weakref.finalize[..., Any]:
-    """Call ``close`` when ``owner`` is collected; call its ``detach`` once it was closed.
+    """Call ``close`` when ``owner`` is collected; call the result's ``detach`` once it was closed.
 
-    ``close`` must not hold ``owner``. ``keep_alive`` lives until it is done. At the end of the
-    process nothing is done (the kernel takes all back), nor in a forked child (it is not its own).
+    ``close`` must not hold ``owner``. ``keep_alive`` lives until it is done. Nothing is done at the
+    end of the process (the kernel takes all back), nor in a forked child (which owns nothing).
     """
     dropped = weakref.finalize(owner, _close_elsewhere, what, close, keep_alive, Process(what))
     dropped.atexit = False
@@ -162,7 +158,8 @@ def _close_elsewhere(
 ) -> None:
     """In a thread of its own: the collector may run in the very thread that must be joined.
 
-    Begun from a bare one, for it may also run while this thread holds a lock of ``threading``.
+    A bare thread starts it: the collector may also run while this thread holds a lock of
+    ``threading``.
     """
     if process.is_another:
         return
@@ -184,15 +181,9 @@ def _close(what: str, close: Callable[[], object], keep_alive: object) -> None:
     del keep_alive
 
 
-# ------------------------------------------------------------------------------------------------
-# How who waits for a copy rests: briefly, punctually, and without the interpreter.
-#
-# A copy's end can be asked for or waited for. Waiting in the driver has no time limit, and a call
-# back from the card comes some 100 to 250 microseconds late; asking after short sleeps loses 5
-# to 15
-# (one NVIDIA H200, 2026-11-16), if the kernel ends a sleep when it should: by itself it takes 50
-# microseconds more.
-
+# How a thread waits for a copy's end. Waiting in the driver has no time limit, and a callback from
+# the card comes some 100 to 250 microseconds late. Asking after short sleeps loses 5 to 15 (one
+# NVIDIA H200, 2026-11-16), if the kernel ends a sleep on time: by default it takes 50 more.
 _LEAST_PAUSE, _MOST_PAUSE = 3e-6, 1e-5
 _PAUSE_SHARE = 100
 _SET_SLACK, _GET_SLACK = 29, 30
@@ -200,11 +191,10 @@ _FINE_NANOSECONDS = 1000
 
 
 def pause(waited: float) -> None:
-    """Rest for a hundredth of the time waited so far, and never long: so little is lost at the end.
+    """Sleep for a hundredth of the time waited so far, at most 10 microseconds.
 
-    Besides, a processor that rests for longer is slow when it wakes: with pauses of up to 50
-    microseconds all that follows a copy's end took a sixth longer, for a tenth to a fifth of a core
-    less.
+    A processor that sleeps for longer is slow when it wakes: with pauses of up to 50 microseconds
+    all that follows a copy's end took a sixth longer, for a tenth to a fifth of a core less.
     """
     time.sleep(min(_MOST_PAUSE, max(_LEAST_PAUSE, waited / _PAUSE_SHARE)))
 
@@ -230,7 +220,7 @@ class PunctualSleep:
 @functools.cache
 def _find_prctl() -> Callable[..., int] | None:
     try:
-        # Without letting go of the interpreter: the call is shorter than having it back takes.
+        # Without releasing the interpreter lock: the call is shorter than getting it back.
         function = ctypes.PyDLL(None).prctl
     except (OSError, AttributeError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Sizes, times, counts, rates and shares as people write them."""
+"""Sizes, times, counts, rates and shares as people write them; integers as callers have them."""
 
 from __future__ import annotations
 
@@ -201,21 +201,18 @@ def _between(name: str, given: object, value: int, least: int, most: int, unit: 
     return value
 
 
-# ------------------------------------------------------------------------------------------------
-# Integers from whatever a caller has: taken as they are, or refused; never cut, never guessed.
-
 Integers = Sequence[int] | npt.NDArray[np.integer]
 """A vector of integers: a sequence, a numpy array, or a torch tensor."""
 
 _MOST_INT64 = 2**63 - 1
 _NO_VECTORS = (str, bytes, bytearray, memoryview, Set, Mapping)
-"""Can be gone through, but as characters, as bytes, or in no order of the caller's."""
+"""Iterable, but as characters, as bytes, or in no order of the caller's."""
 
 
 def integers(values: Integers, what: str) -> npt.NDArray[np.int64]:
-    """``values`` as an int64 vector, their own memory if it is one already.
+    """``values`` as an int64 vector, without a copy if it is one already; never rounded or cut.
 
-    ``what`` names them in an error. A torch tensor on a GPU is fetched, which waits for that GPU.
+    ``what`` names them in an InputError. A torch tensor on a GPU is fetched, which waits for it.
     """
     if isinstance(values, np.ndarray):
         array: npt.NDArray[Any] = values
@@ -234,7 +231,7 @@ def integers(values: Integers, what: str) -> npt.NDArray[np.int64]:
 
 
 def integer(value: object, what: str) -> int:
-    """One integer of any integral type; True and 1.0 are none."""
+    """One integer of any integral type; InputError for others, also for True and 1.0."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{what} must be an integer, got {type(value).__name__} {value!r}")
     return int(value)
@@ -264,5 +261,5 @@ def _of_torch(tensor: Any, what: str) -> npt.NDArray[Any]:
 
 
 def written(value: int) -> str:
-    """A number for an error; Python itself refuses to write very long ones."""
+    """A number in an error message; Python itself refuses to write very long ones."""
     return str(value) if abs(value) < 10**40 else f"one of {int(value).bit_length()} bits"

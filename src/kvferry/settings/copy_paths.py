@@ -1,7 +1,7 @@
 """The ways to copy a block between device and host, each described once, as plain data.
 
-Settings, planning, calibration, benchmarks and the documentation all say of a path what stands
-here. A new one is a file in ``device/paths`` and an entry in ``COPY_PATHS``.
+Settings, planning, calibration, benchmarks and the documentation use these descriptions. A new path
+is a file in ``transfer/paths`` and an entry in ``COPY_PATHS``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ AUTO_PATH = "auto"
 class Cost:
     """What a path costs in one direction, roughly: for machines that could not be measured.
 
-    Seconds to start, per segment and per run of neighbouring host slots, and bytes per second after
-    that. Beside a model: its GB/s there and alone, in copies such as it is used for, and the
+    Seconds to start, per segment and per run of adjacent host slots, and bytes per second after
+    that. Beside a model: its GB/s there and alone, in the copies it is used for, and the
     milliseconds of model time that each gigabyte takes. ``queueing_ms_per_gb`` is the interpreter's
-    time, which steps of the engine wait for too: no model that is timed on the card shows it.
+    time: steps of the engine wait for it too, and no model that is timed on the card shows it.
     """
 
     start: float
@@ -34,28 +34,24 @@ class Cost:
 
 @dataclass(frozen=True)
 class CopyPath:
-    """One way to copy: what it is called, what it does, what it needs and costs."""
+    """One way to copy: its name, what it does, what it needs and costs.
+
+    ``title`` is a few words for a plot, ``how`` for tables; ``implementation`` (module:class) is
+    imported only when the path is opened.
+    """
 
     name: str
     title: str
-    """A few words, for a plot."""
     how: str
-    """As the tables say it."""
     implementation: str
-    """Module and class, imported only by whoever opens the path."""
     load: Cost
     store: Cost
-    needs_kernels: bool = False
-    """Only on a CUDA card and with Triton."""
+    needs_kernels: bool = False  # a CUDA card and Triton
+    # Without it, copying memory that the driver does not know would fail, or end all GPU work.
     needs_pinned: bool = True
-    """A copy from or to host memory the driver does not know would fail, or take the process's GPU
-    work down with it."""
-    pays_per_segment: bool = False
-    """Small segments make it slow; where host slots lie does not matter to it."""
-    queues_at_once: bool = False
-    """A launch or two queue all of a copy, however large it is."""
-    is_stopgap: bool = False
-    """Never the best where the driver has the batch call, so nobody needs to time it there."""
+    pays_per_segment: bool = False  # small segments make it slow; adjacent slots do not help
+    queues_at_once: bool = False  # a launch or two queue all of a copy, however large it is
+    is_stopgap: bool = False  # never the best where the driver has the batch call: not timed there
 
 
 COPY_PATHS = (

@@ -83,7 +83,7 @@ def join_tiers(
         factory = "kvferry.tiers.disk.tier:open_disk"
         joined.insert(0, TierSpec(DISK, DISK, ", ".join(disk), factory))
     if remote is not None:
-        joined.append(TierSpec(REMOTE, REMOTE, remote, "kvferry.tiers.remote.opening:open_remote"))
+        joined.append(TierSpec(REMOTE, REMOTE, remote, "kvferry.tiers.remote.tier:open_remote"))
     own = [tier.name for tier in joined if tier.kind in (DISK, REMOTE)]
     for tier in tiers:
         if tier.name in own:

@@ -1,4 +1,4 @@
-"""What the process of a store needs of an engine: names to objects, many at a time, and why not."""
+"""The contract of a store's client: names to objects, many at a time, and why not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.window import Staging
+from kvferry.tiers.remote.slot_mapping import Staging
 
 
 @dataclass(frozen=True)
@@ -18,29 +18,29 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class NotThere:
-    """It answered: this is not here, or not to be had."""
+class Unavailable:
+    """The store answered: the object is not here, or not to be had."""
 
     reason: str = "not here"
 
 
-class NotOurs(NotThere):
-    """Something is there under this name that cannot be ours: the next write replaces it."""
+class Foreign(Unavailable):
+    """An object is there under this name that cannot be ours: the next write replaces it."""
 
 
-class NotAsked(NotThere):
-    """Nobody asked it for this one: which tells nothing of the store."""
+class NotAttempted(Unavailable):
+    """The store was not asked for this one, which tells nothing of the store."""
 
 
-Stored = memoryview | NotThere | Fault
+Fetched = memoryview | Unavailable | Fault
 """What a store gave for one name."""
 
 
 class StoreClient(Protocol):
-    """One engine's client. Objects are immutable, so whoever wrote a name first wrote it well.
+    """One store's client. Objects are immutable, so the first write of a name is a good one.
 
-    Every call answers for each name, and raises nothing but bugs. What is cancelled may still
-    happen in the store, and touches nothing here any more.
+    Every call answers for each name, and raises nothing but bugs. A cancelled call may still happen
+    in the store, and touches nothing in this process any more.
     """
 
     staging: Staging
@@ -58,32 +58,32 @@ class StoreClient(Protocol):
     async def probe(self) -> Fault | None:
         """Whether objects can be written and read back."""
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
-        """Which are there, and how many blocks each has that are of this size with their seal."""
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
+        """Which are there, and how many blocks of this size (with their seal) each has."""
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Stored]:
-        """Objects of one or more blocks of this size. Whoever takes one gives its memory back to
-        the staging.
+    ) -> list[Fetched]:
+        """Objects of one or more blocks of this size. The caller gives their memory back to the
+        staging.
 
-        They come into ``rooms``, which are slots of the engine's, where some are given (that is:
-        where the client has the engine's window). What is cancelled writes nothing there any more.
+        They come into ``rooms`` where some are given, which are slots of the engine's (only where
+        the client has the slot mapping). A cancelled call writes nothing there any more.
         """
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
-    ) -> list[NotThere | Fault | None]:
-        """Write them; one that is there already stays as it is, unless it is to be replaced, or
+    ) -> list[Unavailable | Fault | None]:
+        """Write objects. One that is there already stays as it is, unless it is to be replaced, or
         (where the store can say so) has fewer blocks.
 
-        ``objects`` are lent from the staging: the client gives them back once nobody reads them,
-        which may be long after it was cancelled. Or they are the engine's slots: what was put of
-        them after the call was cancelled is removed again. ``NotThere``: it has no room for it.
+        ``objects`` are lent from the staging: the client gives them back once they are not read any
+        more, which may be long after it was cancelled. Or they are the engine's slots: objects that
+        were put after the call was cancelled are removed again. ``Unavailable``: there is no room.
         """
 
     async def forget(self, folder: str) -> None:
-        """Remove what begins with this, as far as it can be."""
+        """Remove objects whose names begin with this, as far as possible."""
 
     def close(self) -> None:
         """Let go of the store. Calls under way fail or are left behind."""

@@ -1,10 +1,10 @@
 """Mooncake Store: objects in the memory of many servers, found through a master.
 
 Its client is C++ that blocks its caller, for seconds where a master or a peer is gone. So calls
-have threads that can be left behind, and memory that stays lent until the call comes back, however
-long after its batch was given up. A slot of the engine's that such a call may write to is cut off
-before its batch ends. So is one whose block failed: the client gives up a transfer that takes too
-long, and whether its bytes still come it does not say.
+have threads that can be left behind, and memory that stays lent until the call returns, however
+long after its batch was given up. A slot of the engine's that such a call may write to is detached
+before its batch ends. So is the slot of a block that failed: the client gives up a transfer that
+takes too long, and does not say whether its bytes still come.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ import os
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from kvferry.core.quantities import parse_size
 from kvferry.settings.remote import P2P, RemoteAddress
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
-from kvferry.tiers.remote.errand import CallLane
-from kvferry.tiers.remote.window import Staging, Window, address_of
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Unavailable
+from kvferry.tiers.remote.slot_mapping import SlotMapping, Staging, address_of
 
 T = TypeVar("T")
 
 _CALLS = 2
-"""Each way: one under way, and one that waits for it to be over. Two under way at once get in each
-other's way (0.8 of one, on two cores), and a thread for each call makes it nearly twice as long.
-"""
+"""Each way: one under way, and one that waits for it. Two under way at once slow each other down
+(0.8 of one, on two cores), and a thread for each call makes it nearly twice as long."""
 
 _CALL_BYTES = 33 << 20
 _MOST_NAMES = 512
@@ -47,12 +46,12 @@ _LATE_SECONDS = 300.0
 _DEFAULTS = {
     "GLOG_minloglevel": "2",
     "MC_LOG_LEVEL": "ERROR",
-    # After so long without a byte a connection is given up, and the next call makes another. Its
-    # own 30 s are how long a store stays away whose connections a firewall or a cable has lost.
+    # After so long without a byte a connection is given up, and the next call makes another. With
+    # the client's own 30 s a store stays away for long once a firewall or a cable lost connections.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
-"""What the engine is told by variables, unless the environment says otherwise."""
+"""Variables that configure the client, unless the environment has them."""
 
 _PORTS = {"http": "80", "https": "443"}
 
@@ -79,14 +78,16 @@ class MooncakeClient:
         object_bytes: int,
         folder: str,
         library: Callable[[], Any],
-        window: Window | None = None,
+        mapping: SlotMapping | None = None,
     ) -> None:
-        """``library`` makes the engine's own client (``MooncakeDistributedStore``)."""
+        """``library`` makes the store's own client (``MooncakeDistributedStore``)."""
         self._address = address
         self._folder = folder
         self._library = library
-        self._lanes = {way: CallLane[Sequence[int]](f"kvferry-mooncake-{way.value}") for way in Way}
-        self._window = window
+        self._executors = {
+            way: SerialExecutor[Sequence[int]](f"kvferry-mooncake-{way.value}") for way in Way
+        }
+        self._mapping = mapping
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
         # Both ways at once, and as much again for calls that hang.
@@ -118,8 +119,8 @@ class MooncakeClient:
 
     def _join(self) -> Fault | None:
         options = self._address.options
-        # Against a dead master the setup holds the interpreter's lock for a minute and a half; of
-        # a dead metadata server it says nothing but that it failed.
+        # Against a dead master the setup holds the interpreter lock for a minute and a half. Of a
+        # dead metadata server it says only that it failed.
         metadata = urlsplit(options.get("metadata", P2P))
         fault = _knock(self._address.place)
         if fault is None and metadata.scheme in ("http", "https"):
@@ -127,8 +128,8 @@ class MooncakeClient:
         if fault is not None:
             return fault
         host = options.get("host") or _host_towards(self._address.place)
-        # With a metadata server it tells others where its memory is by this alone, and else finds
-        # an interface of the machine by itself.
+        # With a metadata server it tells other servers where its memory is by this alone; without
+        # it, the client picks an interface of the machine.
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         store = self._library()
         code = store.setup(
@@ -147,26 +148,26 @@ class MooncakeClient:
             return Fault(
                 f"the store at {self._address.place} cannot be joined (error {code}){hint}"
             )
-        memories: list[Staging | Window] = [self.staging]
-        if self._window is not None:
-            memories.append(self._window)
+        memories: list[Staging | SlotMapping] = [self.staging]
+        if self._mapping is not None:
+            memories.append(self._mapping)
         for memory in memories:
-            # For TCP that is no more than a note: memory without pages yet stays so.
+            # For TCP this only records the range: memory without pages yet stays so.
             code = store.register_buffer(memory.address, memory.num_bytes)
             if code:
                 return Fault(f"memory cannot be registered with the store (error {code})")
         self._store = store
         return None
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         codes = await self._codes(
             Way.FIND, lambda: self._store.batch_is_exist(list(names)), len(names), lambda _: None
         )
-        return [1 if code == 1 else _fault(code) if code else NotThere() for code in codes]
+        return [1 if code == 1 else _fault(code) if code else Unavailable() for code in codes]
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Stored]:
+    ) -> list[Fetched]:
         in_place = bool(rooms)
         rooms = rooms or self.staging.lend(len(names))
         if not rooms:
@@ -174,19 +175,18 @@ class MooncakeClient:
         places, sizes = [address_of(room) for room in rooms], [size] * len(rooms)
 
         def read() -> Sequence[int]:
-            if in_place and self._window is not None:
-                self._window.map_pages(places)
+            if in_place and self._mapping is not None:
+                self._mapping.map_pages(places)
             return list(self._store.batch_get_into(list(names), places, sizes))
 
         try:
             codes = await self._codes(Way.READ, read, len(names), partial(self._ended, rooms))
         except asyncio.CancelledError:
-            # Before anybody hears that the batch is over.
-            self._cut_off(rooms)
+            self._detach(rooms)  # before the batch ends
             raise
-        given: list[Stored] = []
+        given: list[Fetched] = []
         for room, code in zip(rooms, codes, strict=True):
-            if self._window is not None and self._window.is_cut(room):
+            if self._mapping is not None and self._mapping.is_detached(room):
                 given.append(Fault("another call was to write into the same slot, and failed"))
                 continue
             if code == size:
@@ -194,25 +194,25 @@ class MooncakeClient:
                 continue
             self._ended([room], [code])
             if code >= 0 or code == _WRONG_SIZE:
-                given.append(NotOurs("it has another size than it should"))
+                given.append(Foreign("it has another size than it should"))
             else:
-                given.append(NotThere(_MISSES[code]) if code in _MISSES else _fault(code))
+                given.append(Unavailable(_MISSES[code]) if code in _MISSES else _fault(code))
         return given
 
-    def _cut_off(self, rooms: Sequence[memoryview]) -> None:
-        if self._window is not None:
-            for room in filter(self._window.holds, rooms):
-                self._window.cut(room)
+    def _detach(self, rooms: Sequence[memoryview]) -> None:
+        if self._mapping is not None:
+            for room in filter(self._mapping.holds, rooms):
+                self._mapping.detach(room)
 
     def _ended(self, rooms: Sequence[memoryview], codes: Sequence[int]) -> None:
-        """A call that was to write here is over. Whether its transfers are, the codes tell."""
+        """A call that was to write here returned; its codes tell whether its transfers ended."""
         for room, code in zip(rooms, codes, strict=True):
             is_over = code >= 0 or code == _WRONG_SIZE or code in _MISSES
-            if self._window is not None and self._window.holds(room):
+            if self._mapping is not None and self._mapping.holds(room):
                 if is_over:
-                    self._window.mend(room)
+                    self._mapping.reattach(room)
                 else:
-                    self._window.cut(room)
+                    self._mapping.detach(room)
             elif is_over:
                 self.staging.give_back(room)
             else:
@@ -221,12 +221,12 @@ class MooncakeClient:
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
-    ) -> list[NotThere | Fault | None]:
+    ) -> list[Unavailable | Fault | None]:
         places, sizes = [address_of(each) for each in objects], [len(each) for each in objects]
 
         def write() -> Sequence[int]:
-            if self._window is not None and self._window.holds(objects[0]):
-                self._window.map_pages(places)
+            if self._mapping is not None and self._mapping.holds(objects[0]):
+                self._mapping.map_pages(places)
             for name, is_bad in zip(names, replace, strict=True):
                 if is_bad:
                     self._store.remove(name, True)
@@ -236,16 +236,16 @@ class MooncakeClient:
         codes = await self._codes(Way.WRITE, write, len(names), late)
         self._give_back(objects)
         return [
-            None if not code else NotThere(_WORDS[code]) if code == _NO_ROOM else _fault(code)
+            None if not code else Unavailable(_WORDS[code]) if code == _NO_ROOM else _fault(code)
             for code in codes
         ]
 
     def _late(
         self, names: Sequence[str], objects: Sequence[memoryview], codes: Sequence[int]
     ) -> None:
-        """These were put, but their batch had ended: slots may have been others' by then."""
+        """Remove objects put after their batch ended: slots may have had other blocks."""
         stored = [name for name, code in zip(names, codes, strict=True) if not code]
-        if self._window is not None and self._window.holds(objects[0]) and stored:
+        if self._mapping is not None and self._mapping.holds(objects[0]) and stored:
             _in_thread(lambda: self._store.batch_remove(stored, True))
         self._give_back(objects)
 
@@ -254,14 +254,14 @@ class MooncakeClient:
             self.staging.give_back(each)
 
     async def forget(self, folder: str) -> None:
-        # By force: what was read lately is leased for some seconds.
+        # By force: objects that were read lately are leased for some seconds.
         call = _in_thread(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
         await asyncio.wrap_future(call)
 
     def close(self) -> None:
         """Take our segment out of the store. A call that hangs is left behind."""
-        for lane in self._lanes.values():
-            lane.close()
+        for executor in self._executors.values():
+            executor.close()
         if self._store is not None:
             self._store.close()
 
@@ -272,9 +272,9 @@ class MooncakeClient:
         count: int,
         late: Callable[[Sequence[int]], None],
     ) -> Sequence[int]:
-        """What a call answers for each block; ``late`` hears it if nobody waits for it any more."""
-        lane = self._lanes[way]
-        call = lane.call(function)
+        """A call's answer for each block; ``late`` receives it if this was cancelled."""
+        executor = self._executors[way]
+        call = executor.submit(function)
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
@@ -285,7 +285,7 @@ class MooncakeClient:
                 loop.call_soon_threadsafe(late, codes)
 
             call.add_done_callback(over)
-            lane.leave(call, never_begun=[_NOT_FOUND] * count)
+            executor.abandon(call, never_begun=[_NOT_FOUND] * count)
             raise
         except Exception:
             late([_RAISED] * count)
@@ -293,20 +293,20 @@ class MooncakeClient:
 
 
 def open_mooncake(
-    address: RemoteAddress, object_bytes: int, folder: str, window: Window | None = None
+    address: RemoteAddress, object_bytes: int, folder: str, mapping: SlotMapping | None = None
 ) -> MooncakeClient:
     """A client that joins its store when it is first probed."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
 
-    return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, window)
+    return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, mapping)
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """In a thread of its own, for what is seldom called."""
+    """Run a function in a thread of its own, for rare calls."""
     call: Future[T] = Future()
-    call.set_running_or_notify_cancel()  # it cannot be taken back
+    call.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def run() -> None:
         try:
@@ -322,14 +322,14 @@ def _fault(code: int) -> Fault:
     return Fault(_WORDS.get(code, f"error {code}"))
 
 
-def _knock(place: str, who: str = "master", usual_port: str = "") -> Fault | None:
-    """Whether somebody is there."""
+def _knock(place: str, server: str = "master", usual_port: str = "") -> Fault | None:
+    """Whether a server listens there."""
     host, _, port = place.rpartition(":")
     try:
         host, port = (host, port) if port.isdigit() else (place, usual_port)
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
     except OSError as error:
-        return Fault(f"the {who} at {place} cannot be reached: {error}")
+        return Fault(f"the {server} at {place} cannot be reached: {error}")
     return None
 
 
@@ -340,3 +340,74 @@ def _host_towards(place: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as sock:  # connects, and sends nothing
         sock.connect((host.strip("[]"), int(port)))
         return str(sock.getsockname()[0])
+
+
+class SerialExecutor(Generic[T]):
+    """Blocking calls one after the other in one thread, each begun when the one before returns.
+
+    The caller waits for a call in an event loop of its own; the next call does not wait for that.
+    An abandoned call is left behind with its thread: the calls after it go on in another.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._change = threading.Condition()  # guards all below
+        self._waiting: deque[tuple[Callable[[], T], Future[T]]] = deque()
+        self._under_way: Future[T] | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Call it after all calls before it; the future has its exception, too."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # only abandon() takes it back
+        with self._change:
+            self._waiting.append((function, future))
+            self._go_on()
+        return future
+
+    def abandon(self, future: Future[T], never_begun: T) -> None:
+        """Give a call up: it ends with ``never_begun``, or whenever it returns."""
+        with self._change:
+            waiting = [each for each in self._waiting if each[1] is future]
+            for each in waiting:
+                self._waiting.remove(each)
+            if self._under_way is future:
+                self._under_way, self._thread = None, None
+                self._go_on()
+        if waiting:
+            future.set_result(never_begun)
+
+    def close(self) -> None:
+        """Let the thread end; later calls still run, in a thread of their own."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
+
+    def _go_on(self) -> None:
+        if self._thread is None and self._waiting:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._change.notify_all()
+
+    def _run(self) -> None:
+        while (call := self._next()) is not None:
+            function, future = call
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _next(self) -> tuple[Callable[[], T], Future[T]] | None:
+        """The next call of this thread; None: it was abandoned, or the executor was closed."""
+        with self._change:
+            while self._thread is threading.current_thread():
+                self._under_way = None
+                if self._waiting:
+                    function, self._under_way = self._waiting.popleft()
+                    return function, self._under_way
+                if self._is_closed:
+                    self._thread = None
+                    return None
+                self._change.wait()
+            return None

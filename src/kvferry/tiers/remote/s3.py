@@ -1,31 +1,67 @@
 """S3 and what speaks like it: objects of one or more blocks, many requests at once.
 
 Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
-answer a missing bucket as a missing object. Nothing here rests on that: an object proves itself
-when it is read, and whoever overwrites writes the same bytes: of as many blocks, or of another
-number of those that end with the same one. Where the server ignores the condition a shorter object
-may so take the place of a longer; what it lacks is missing until somebody writes it again.
+answer a missing bucket as a missing object. Nothing here rests on that: an object is verified when
+it is read, and a server that overwrites it writes the same bytes, of as many blocks or of another
+number that end with the same one. Where the condition is ignored a shorter object may so replace a
+longer one; the blocks that it lacks are missing until a server writes them again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import configparser
 import html
+import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import obstore
 from obstore import exceptions
 from obstore.store import S3Store
 
+from kvferry.errors import ConfigError
 from kvferry.settings.remote import PACK, RemoteAddress
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.aws import ca_bundle, s3_config
-from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Unavailable
 from kvferry.tiers.remote.objects import most_in_one
-from kvferry.tiers.remote.window import Staging
+from kvferry.tiers.remote.slot_mapping import Staging
+
+_CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
+_ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
+"""Bytes in flight each way: as many keep a store busy that is some 20 ms away; and the most."""
+
+_REQUEST_SECONDS = 60.0
+_PROBE = b"kvferry was here"
+
+_OF_ENV = {
+    "access_key_id": ("AWS_ACCESS_KEY_ID",),
+    "secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
+    "session_token": ("AWS_SESSION_TOKEN",),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+}
+_OF_PROFILE = {
+    "access_key_id": "aws_access_key_id",
+    "secret_access_key": "aws_secret_access_key",
+    "session_token": "aws_session_token",
+    "region": "region",
+    "endpoint": "endpoint_url",
+    "ca_bundle": "ca_bundle",
+}
+_SECRETS = ("access_key_id", "secret_access_key", "session_token")
+_OTHER_MEANS = (
+    ("AWS_WEB_IDENTITY_TOKEN_FILE",),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+)
+"""Variables by which the client finds keys itself: all of one line. The last are for EKS Pod
+Identity; without the token's file obstore 0.12 does not ask there."""
+
+DEFAULT_REGION = "us-east-1"
 
 _LONGEST = 300
 _SAID = re.compile(r"Error performing (\w+) \S+ in .*? - (.*)")
@@ -36,62 +72,15 @@ _NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _SYSTEM = re.compile(r'message: "([^"]+)"')
 _CERTIFICATES = {
-    "UnknownIssuer": "is signed by nobody whom we trust; AWS_CA_BUNDLE names a file of those",
+    "UnknownIssuer": "is not signed by a trusted authority; AWS_CA_BUNDLE names a file of those",
     "Expired": "is out of date, or our clock is wrong",
     "NotValidYet": "is not valid yet, or our clock is wrong",
     "NotValidForName": "names another server",
 }
 
 
-def reason_of(error: Exception) -> str:
-    """What the server or the system said, without the object's long name."""
-    said, _, inner = str(error).partition("\n\nDebug source")
-    text = " ".join(said.split())
-    found = _SAID.search(text)
-    if found:
-        text = f"{found[1]}: {_answer(found[2])}"
-    certificate, system = _CERTIFICATE.search(inner), _SYSTEM.search(inner)
-    if certificate:
-        kind = certificate[1].removesuffix("Context")
-        text = f"its certificate {_CERTIFICATES.get(kind, f'is not valid: {kind}')}"
-    elif _NO_TLS.search(inner):
-        text = "what answers there does not speak https; is its endpoint http://...?"
-    elif system and system[1] not in text:
-        text = f"{text}: {system[1]}"
-    return text[:_LONGEST] or type(error).__name__
-
-
-def _answer(said: str) -> str:
-    """A server's answer: its status, and of what it says in XML or HTML the words."""
-    found = _STATUS.fullmatch(said)
-    if found is None:
-        return said
-    status, body = found[1], found[2] or ""
-    parts = [match[1] for tag in (_CODE, _MESSAGE) if (match := tag.search(body))]
-    words = html.unescape(": ".join(parts) or _TAG.sub(" ", body))
-    return ": ".join(filter(None, (status, " ".join(words.split()))))
-
-
-# ------------------------------------------------------------------------------------------------
-# S3 and what speaks like it: objects of one or more blocks, many requests at once.
-#
-# Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
-# answer a missing bucket as a missing object. Nothing here rests on that: an object proves itself
-# when it is read, and whoever overwrites writes the same bytes: of as many blocks, or of another
-# number of those that end with the same one. Where the server ignores the condition a shorter
-# object
-# may so take the place of a longer; what it lacks is missing until somebody writes it again.
-
-_CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
-_ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
-"""Objects under way one way: this much keeps a store busy that is some 20 ms away; and the most."""
-
-_REQUEST_SECONDS = 60.0
-_PROBE = b"kvferry was here"
-
-
 def most_calls(object_bytes: int) -> int:
-    """How many requests of one kind are best under way: the smaller objects are, the more."""
+    """How many requests of one kind are best in flight: the smaller the objects, the more."""
     enough = min(max(_CALLS, _ENOUGH_BYTES // object_bytes), _MOST_CALLS)
     return max(4, min(enough, _MOST_BYTES // object_bytes))
 
@@ -125,7 +114,7 @@ class S3Client:
         self.staging = Staging(room, 2 * self.num_calls)
         self._store = S3Store(
             address.place,
-            # Blocks carry a checksum of their own: a second over each, slower one gains nothing.
+            # Blocks have a checksum of their own: a second, slower one gains nothing.
             config=cast(Any, {**config, "unsigned_payload": "true"}),
             client_options={
                 **cast(Any, {"root_certificate": roots} if roots else {}),
@@ -146,7 +135,7 @@ class S3Client:
         )
 
     def names_per_call(self, way: Way) -> int:
-        """Look-ups are short, so as many are under way as may be."""
+        """Lookups are short: as many are in flight as allowed."""
         return max(1, FIND_CALLS // self.num_calls) if way is Way.FIND else 1
 
     async def probe(self) -> Fault | None:
@@ -156,45 +145,45 @@ class S3Client:
             got = await obstore.get_async(self._store, self._probe_name)
             if bytes(await got.bytes_async()) != _PROBE:
                 return Fault("what it was given it does not give back")
-        except Exception as error:  # whatever it is, the store cannot be used
+        except Exception as error:  # for any reason, the store cannot be used
             return Fault(reason_of(error))
         return None
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         return list(await asyncio.gather(*(self._find(name, size) for name in names)))
 
-    async def _find(self, name: str, size: int) -> int | NotThere | Fault:
+    async def _find(self, name: str, size: int) -> int | Unavailable | Fault:
         try:
             there = await obstore.head_async(self._store, self._prefix + name)
         except FileNotFoundError:
-            return NotThere()
+            return Unavailable()
         except Exception as error:
             return Fault(reason_of(error))
-        return _num_blocks(there["size"], size) or NotOurs(_wrong(there["size"], size))
+        return _num_blocks(there["size"], size) or Foreign(_wrong(there["size"], size))
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
-    ) -> list[Stored]:
+    ) -> list[Fetched]:
         return list(await asyncio.gather(*(self._get(name, size) for name in names)))
 
-    async def _get(self, name: str, size: int) -> Stored:
+    async def _get(self, name: str, size: int) -> Fetched:
         try:
             got = await obstore.get_async(self._store, self._prefix + name)
             if not _num_blocks(got.meta["size"], size):  # before its body, which may be anything
-                return NotOurs(_wrong(got.meta["size"], size))
+                return Foreign(_wrong(got.meta["size"], size))
             return memoryview(await got.bytes_async())
         except FileNotFoundError:
-            return NotThere("holds nothing")
+            return Unavailable("holds nothing")
         except Exception as error:
             return Fault(reason_of(error))
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
-    ) -> list[NotThere | Fault | None]:
+    ) -> list[Unavailable | Fault | None]:
         try:
             ends = await asyncio.gather(*map(self._put_one, names, objects, replace))
         except asyncio.CancelledError:
-            # The request may go on reading them below; no longer than a request may take.
+            # The request may go on reading them below, for as long as a request may take.
             asyncio.get_running_loop().call_later(_REQUEST_SECONDS, self._give_back, objects)
             raise
         self._give_back(objects)
@@ -206,14 +195,14 @@ class S3Client:
 
     async def _put_one(
         self, name: str, stored: memoryview, replace: bool
-    ) -> NotThere | Fault | None:
+    ) -> Unavailable | Fault | None:
         try:
             if self._can_create and not replace:
                 try:
                     await self._put(self._prefix + name, stored, "create")
                     return None
                 except exceptions.AlreadyExistsError:
-                    # By us or by another server: the same bytes, but maybe of fewer blocks.
+                    # By this or another server: the same bytes, but maybe of fewer blocks.
                     if not await self._is_shorter(name, len(stored)):
                         return None
                 except (exceptions.NotSupportedError, NotImplementedError):
@@ -252,3 +241,95 @@ def _num_blocks(num_bytes: int, size: int) -> int:
 
 def _wrong(got: int, wanted: int) -> str:
     return f"{got} bytes are there where {wanted} should be, or a few times as many"
+
+
+def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    """The client's settings: of the address, else the environment, else the profile in ``~/.aws``.
+
+    Keys from two sources are never mixed. The client itself finds what none of them has (an
+    instance's role, a container's, a web identity).
+    """
+    found = {
+        name: value
+        for name, variables in _OF_ENV.items()
+        if (value := next((env[each] for each in variables if env.get(each)), ""))
+    }
+    profile = _profile(env)
+    has_means = any(all(env.get(name) for name in names) for names in _OTHER_MEANS)
+    has_keys = "access_key_id" in found or has_means
+    for name, value in profile.items():
+        if name != "ca_bundle" and not (has_keys and name in _SECRETS):
+            found.setdefault(name, value)
+    found.update(told)
+    found.setdefault("region", DEFAULT_REGION)
+    is_known = "access_key_id" in found or has_keys
+    if not is_known and env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        raise ConfigError(
+            "there are no credentials for S3: give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "
+            "profile in ~/.aws, or let the instance's role be asked (AWS_EC2_METADATA_DISABLED)"
+        )
+    return found
+
+
+def ca_bundle(env: Mapping[str, str]) -> bytes | None:
+    """Certificates to trust besides the system's, where ``AWS_CA_BUNDLE`` or a profile has some."""
+    path = env.get("AWS_CA_BUNDLE") or _profile(env).get("ca_bundle")
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"AWS_CA_BUNDLE (or ca_bundle in ~/.aws/config): {error}; name a file of certificates "
+            "in PEM, or none"
+        ) from error
+
+
+def _profile(env: Mapping[str, str]) -> dict[str, str]:
+    home = Path(env.get("HOME") or os.path.expanduser("~"), ".aws")
+    name = env.get("AWS_PROFILE") or "default"
+    files = (
+        (env.get("AWS_CONFIG_FILE") or home / "config", f"profile {name}"),
+        (env.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials", name),
+    )
+    found: dict[str, str] = {}
+    for path, section in files:
+        parser = configparser.ConfigParser(interpolation=None, strict=False)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue  # as if it were not there: the store will say that we may not
+        for place in (section, name):  # [default] in both files, [profile x] in the first
+            if parser.has_section(place):
+                table = parser[place]
+                found.update({k: table[v] for k, v in _OF_PROFILE.items() if table.get(v)})
+    return found
+
+
+def reason_of(error: Exception) -> str:
+    """The words of the server or the system, without the object's long name."""
+    said, _, inner = str(error).partition("\n\nDebug source")
+    text = " ".join(said.split())
+    found = _SAID.search(text)
+    if found:
+        text = f"{found[1]}: {_answer(found[2])}"
+    certificate, system = _CERTIFICATE.search(inner), _SYSTEM.search(inner)
+    if certificate:
+        kind = certificate[1].removesuffix("Context")
+        text = f"its certificate {_CERTIFICATES.get(kind, f'is not valid: {kind}')}"
+    elif _NO_TLS.search(inner):
+        text = "what answers there does not speak https; is its endpoint http://...?"
+    elif system and system[1] not in text:
+        text = f"{text}: {system[1]}"
+    return text[:_LONGEST] or type(error).__name__
+
+
+def _answer(said: str) -> str:
+    """A server's answer: its status, and the words of its XML or HTML."""
+    found = _STATUS.fullmatch(said)
+    if found is None:
+        return said
+    status, body = found[1], found[2] or ""
+    parts = [match[1] for tag in (_CODE, _MESSAGE) if (match := tag.search(body))]
+    words = html.unescape(": ".join(parts) or _TAG.sub(" ", body))
+    return ": ".join(filter(None, (status, " ".join(words.split()))))

@@ -1,15 +1,16 @@
-"""A shared store as a tier: blocks by their keys, carried by a process beside the engine.
+"""A shared store as a tier: blocks by their keys, carried by a child process.
 
 ::
 
-    submit ──> queue, reads and writes apart ──> a few at a time to the process ──> poll
+    submit ──> queue, reads and writes apart ──> a few at a time to the child ──> poll
 
-The engine's thread only writes a small frame per batch and reads one per result. No thread of this
-process takes part, so one that keeps the interpreter busy costs nothing.
+The engine's thread writes a small frame per batch and reads one per result. No other thread of this
+process takes part, so a thread that keeps the interpreter busy costs nothing.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -17,17 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from secrets import randbits
 
 import numpy as np
 
-from kvferry.errors import ClosedError, InputError
+from kvferry.errors import ClosedError, ConfigError, InputError
+from kvferry.settings.remote import MOONCAKE, S3, RemoteSettings, read_remote
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
     BatchId,
     Result,
+    TierSetup,
     Way,
     check_batch,
     check_size,
@@ -42,26 +45,34 @@ from kvferry.tiers.ipc.messages import (
     unpack_text,
 )
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.remote.objects import SHARED
+from kvferry.tiers.remote.objects import SHARED, most_in_one
 from kvferry.types import TierName
 
 log = logging.getLogger(__name__)
 
-WINDOW = 4
-"""Batches that the process has at once, each way; the others wait here."""
+MOST_SENT = 4
+"""Batches that the child has at once, each way; the others wait here."""
 
 GRACE_SECONDS = 2.0
-"""The process ends a batch at its deadline. One that is later than this hangs, and is ended."""
+"""The child ends a batch at its deadline. One that is later than this hangs, and is killed."""
 
 OPEN_SECONDS = 5.0
 """How long opening waits for the store's first answer; then it goes on without."""
 
 _END_SECONDS = 3.0
-"""How long a process may take to leave its store in order."""
+"""How long a child may take to leave its store in order."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _STARTING = "its process has not heard from the store yet"
 
+_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    S3: (("obstore", "xxhash"), "s3"),
+    MOONCAKE: (("mooncake", "xxhash"), "mooncake"),
+}
+_HINTS = {
+    MOONCAKE: " (Mooncake needs Debian's libibverbs1, libnuma1 and liburing2, or what they are "
+    "called where you are)"
+}
 
 Launch = Callable[[Mapping[str, object], Mapping[str, str]], ChildProcess]
 
@@ -81,8 +92,8 @@ def start_store_process(
 
 
 @dataclass(eq=False)
-class _Errand:
-    """One batch on its way; ``generation`` is where its blocks are."""
+class _InFlight:
+    """One batch under way; ``generation`` is where its blocks are."""
 
     batch: Batch
     generation: int
@@ -97,10 +108,10 @@ class _Errand:
 
 
 class RemoteTier:
-    """Blocks of one rank in a shared store. Owns the process and the batches under way.
+    """Blocks of one rank in a shared store. Owns the child process and the batches under way.
 
-    The process keeps count of the store's health and says when it changes; a process that dies or
-    hangs is ended and, after a while, started anew. Until then the tier ails.
+    The child reports the store's health. A child that dies or hangs is killed and, after a while,
+    started again; until then the tier ails.
     """
 
     num_places: int | None = None
@@ -113,21 +124,21 @@ class RemoteTier:
         launch: Launch = start_store_process,
         most_in_one: int = 1,
     ) -> None:
-        """``most_in_one`` blocks of a chain may be in one object, whoever wrote it."""
+        """``most_in_one`` blocks of a chain may be in one object, whichever server wrote it."""
         check_size(name, 1, block_bytes)
         self.name = name
         self.block_bytes = block_bytes
         self.most_in_one = most_in_one
+        self.refusal = ""
+        """Why the child will not serve, where it said so: something is not installed."""
         self._hello = hello
         self._launch = launch
-        self._environment = dict(os.environ)  # for every process of its life: who we are to S3
+        self._environment = dict(os.environ)  # the same S3 identity for every child
         self._lock = threading.RLock()  # guards all below
-        self._lanes: dict[bool, deque[_Errand]] = {True: deque(), False: deque()}
-        self._errands: dict[BatchId, _Errand] = {}
+        self._queues: dict[bool, deque[_InFlight]] = {True: deque(), False: deque()}  # by is-read
+        self._in_flight: dict[BatchId, _InFlight] = {}
         self._results: list[Result] = []
         self._generation = SHARED
-        self.refusal = ""
-        """Why the process will not serve, where it said so: something is not installed."""
         self._store_ailment = ""
         self._process_ailment = _STARTING
         self._child: ChildProcess | None = None
@@ -139,36 +150,36 @@ class RemoteTier:
         self._is_closing = False
         self._is_closed = False
 
-    # -- the contract -------------------------------------------------------------------------
+    # -- the contract -----------------------------------------------------------------------------
 
     @property
     def ailment(self) -> str:
         return self._process_ailment or self._store_ailment
 
     def attach_memory(self, address: int, num_bytes: int) -> None:
-        """The process reaches all of our memory: nothing to register."""
+        """The child reaches all of this process's memory: nothing to register."""
 
     def submit(self, batch: Batch) -> None:
         check_batch(self, batch)
         with self._lock:
             if self._is_closing:
                 raise ClosedError(f"tier {self.name} is closed")
-            if batch.id in self._errands:
+            if batch.id in self._in_flight:
                 raise InputError(f"tier {self.name}: batch {batch.id} is under way already")
-            errand = self._errands[batch.id] = _Errand(batch, self._generation)
+            entry = self._in_flight[batch.id] = _InFlight(batch, self._generation)
             if self.ailment:
-                self._end(errand, Result.all_failed(batch, self.ailment))
+                self._end(entry, Result.all_failed(batch, self.ailment))
                 return
-            self._lanes[batch.way is not Way.WRITE].append(errand)
-            self._pump()
+            self._queues[batch.way is not Way.WRITE].append(entry)
+            self._send()
 
     def cancel(self, batch_id: BatchId) -> None:
         with self._lock:
-            errand = self._errands.get(batch_id)
-            if errand is None:
+            entry = self._in_flight.get(batch_id)
+            if entry is None:
                 return
-            errand.is_cancelled = True
-            if errand.is_sent and self._child is not None:
+            entry.is_cancelled = True
+            if entry.is_sent and self._child is not None:
                 self._child.channel.send(pack_number(FrameKind.CANCEL, batch_id))
             self._sweep()
 
@@ -176,24 +187,26 @@ class RemoteTier:
         with self._lock:
             if not self._is_closed:
                 self._receive()
-                self._tend()
+                self._supervise()
                 self._sweep()
-                self._pump()
+                self._send()
             results, self._results = self._results, []
         return results
 
     def drain(self, timeout: float | None = None) -> list[Result]:
         end = time.monotonic() + timeout if timeout is not None else float("inf")
         results = self.poll()
-        while self._errands and not self._is_closed and time.monotonic() < end:
-            self._wait_for_line(min(0.05, max(0.0, end - time.monotonic())))
+        while self._in_flight and not self._is_closed and time.monotonic() < end:
+            self._wait_for_frame(min(0.05, max(0.0, end - time.monotonic())))
             results += self.poll()
         return results
 
     def forget(self) -> None:
         with self._lock:
-            before, self._generation = self._generation, _new_generation()
-            # What is shared is others' too, and stays; nobody else knows what was ours alone.
+            # A generation that no other server and no other life has ever had.
+            before, self._generation = self._generation, randbits(62) + 1
+            # The shared generation belongs to other servers too, and stays. Only this server knows
+            # a generation of its own.
             if before != SHARED and self._child is not None:
                 self._child.channel.send(pack_number(FrameKind.FORGET, before))
 
@@ -207,31 +220,33 @@ class RemoteTier:
         if starting is not None:
             starting.join()
         with self._lock:
-            self._give_up_child("the tier was closed", kill=bool(self._errands))
+            self._give_up_child("the tier was closed", kill=bool(self._in_flight))
             for child in self._dying:
                 child.end(_END_SECONDS)
                 child.close()
             if all(child.is_gone for child in self._dying):
-                self._fail_all("the tier was closed")
-            self._abandoned = tuple(self._errands)
+                for entry in list(self._in_flight.values()):
+                    self._end(entry, Result.all_failed(entry.batch, "the tier was closed"))
+            self._abandoned = tuple(self._in_flight)
             self._is_closed = True
         return self._abandoned
 
-    # -- the process --------------------------------------------------------------------------
+    # -- the child --------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> None:
-        """Start the process, and wait a while for the store's first answer."""
+        """Start the child, and wait a while for the store's first answer."""
         self._begin_start()
         end = time.monotonic() + timeout
         while self._process_ailment == _STARTING and time.monotonic() < end:
-            self._wait_for_line(0.05)
+            self._wait_for_frame(0.05)
             self.poll()
 
     def _begin_start(self) -> None:
-        # In a thread of its own: to start a process takes milliseconds that are the engine's.
+        # In a thread of its own: starting a process takes milliseconds of the engine's thread.
         self._process_ailment = self._process_ailment or _STARTING
-        self._starting = threading.Thread(target=self._start, name=f"kvferry-start-{self.name}")
-        self._starting.daemon = True
+        self._starting = threading.Thread(
+            target=self._start, name=f"kvferry-start-{self.name}", daemon=True
+        )
         self._starting.start()
 
     def _start(self) -> None:
@@ -244,7 +259,7 @@ class RemoteTier:
             if child is None:
                 self._process_died(f"its process cannot be started: {reason}")
 
-    def _wait_for_line(self, timeout: float) -> None:
+    def _wait_for_frame(self, timeout: float) -> None:
         child = self._child
         if child is None:
             time.sleep(min(timeout, 0.01))
@@ -257,7 +272,7 @@ class RemoteTier:
             return
         for kind, body in child.channel.receive():
             if kind is FrameKind.RESULT:
-                self._take(_read_result(body))
+                self._take_result(body)
             elif kind is FrameKind.AILS:
                 self._store_ailment = unpack_text(body)
             elif kind is FrameKind.READY:
@@ -265,33 +280,35 @@ class RemoteTier:
             elif kind is FrameKind.REFUSED:
                 self.refusal = self._process_ailment = unpack_text(body)
             elif kind is FrameKind.SAYS:
-                log.log(unpack_says(body)[0], "tier %s: %s", self.name, unpack_says(body)[1])
+                level, text = unpack_says(body)
+                log.log(level, "tier %s: %s", self.name, text)
         if child.channel.is_ended and child is self._child:
             self._give_up_child(self.refusal or f"its process {child.ending}", kill=True)
 
-    def _take(self, result: Result) -> None:
-        errand = self._errands.get(result.batch_id)
-        if errand is None:
+    def _take_result(self, body: bytes) -> None:
+        got = unpack_result(body)
+        entry = self._in_flight.get(BatchId(got.id))
+        if entry is None:
             return
-        if errand.generation != self._generation and errand.batch.way is not Way.WRITE:
-            result = Result.all_failed(errand.batch, f"tier {self.name} was told to forget it")
+        batch = entry.batch
+        result = Result(batch.id, got.ok, got.reasons, got.num_bytes, got.seconds)
+        if entry.generation != self._generation and batch.way is not Way.WRITE:
+            result = Result.all_failed(batch, f"tier {self.name} was told to forget it")
         reasons = {at: f"tier {self.name}: {why}" for at, why in result.reasons.items()}
-        self._end(errand, replace(result, reasons=reasons))
+        self._end(entry, replace(result, reasons=reasons))
 
-    def _tend(self) -> None:
-        """End a process that hangs; start one where there is none; mind those that are dying."""
+    def _supervise(self) -> None:
+        """Kill a child that hangs, wait for children that are dying, start one where none is."""
         now = time.monotonic()
-        if any(
-            e.is_sent and now > e.batch.deadline + GRACE_SECONDS for e in self._errands.values()
-        ):
+        sent = [each for each in self._in_flight.values() if each.is_sent]
+        if any(now > each.batch.deadline + GRACE_SECONDS for each in sent):
             self._give_up_child("its process hung", kill=True)
         if self._dying and all(child.is_gone for child in self._dying):
             for child in self._dying:
                 child.close()
             self._dying = []
-            # From now on nobody touches their memory.
-            for errand in [each for each in self._errands.values() if each.is_sent]:
-                self._end(errand, Result.all_failed(errand.batch, self.ailment))
+            for entry in sent:  # from now on no process touches their memory
+                self._end(entry, Result.all_failed(entry.batch, self.ailment))
         ready = self._child is None and self._starting is None and not self._dying
         if ready and now >= self._start_at and not self._is_closing and self._start_at:
             self._begin_start()
@@ -312,44 +329,40 @@ class RemoteTier:
         self._start_at = time.monotonic() + self._wait
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
 
-    # -- batches ------------------------------------------------------------------------------
+    # -- batches ----------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
-        """Hand on what the process has room for."""
-        for reads, lane in self._lanes.items():
-            sent = sum(
-                e.is_sent and (e.batch.way is not Way.WRITE) == reads
-                for e in self._errands.values()
+    def _send(self) -> None:
+        """Send batches that the child has room for."""
+        for is_read, queue in self._queues.items():
+            num_sent = sum(
+                each.is_sent and (each.batch.way is not Way.WRITE) == is_read
+                for each in self._in_flight.values()
             )
-            while lane and sent < WINDOW and self._child is not None and not self.ailment:
-                errand = lane.popleft()
-                if errand.batch.id in self._errands:
-                    errand.is_sent = True
-                    sent += 1
-                    self._child.channel.send(pack_order(_order(errand)))
+            while queue and num_sent < MOST_SENT and self._child is not None and not self.ailment:
+                entry = queue.popleft()
+                if entry.batch.id in self._in_flight:
+                    entry.is_sent = True
+                    num_sent += 1
+                    self._child.channel.send(pack_order(_order(entry)))
 
     def _sweep(self) -> None:
-        """End what has not been sent and never will be."""
-        for errand in [each for each in self._errands.values() if not each.is_sent]:
-            reason = errand.stopped or self.ailment
+        """End batches that have not been sent and never will be."""
+        for entry in [each for each in self._in_flight.values() if not each.is_sent]:
+            reason = entry.stopped or self.ailment
             if reason:
-                self._end(errand, Result.all_failed(errand.batch, reason))
+                self._end(entry, Result.all_failed(entry.batch, reason))
 
-    def _fail_all(self, reason: str) -> None:
-        for errand in list(self._errands.values()):
-            self._end(errand, Result.all_failed(errand.batch, reason))
-
-    def _end(self, errand: _Errand, result: Result) -> None:
-        del self._errands[errand.batch.id]
+    def _end(self, entry: _InFlight, result: Result) -> None:
+        del self._in_flight[entry.batch.id]
         self._results.append(result)
 
 
-def _order(errand: _Errand) -> OrderMessage:
-    batch = errand.batch
+def _order(entry: _InFlight) -> OrderMessage:
+    batch = entry.batch
     return OrderMessage(
         id=batch.id,
         way=batch.way,
-        generation=errand.generation,
+        generation=entry.generation,
         deadline=batch.deadline,
         places=np.zeros(len(batch), dtype=np.int64),
         keys=batch.keys.array,
@@ -359,11 +372,52 @@ def _order(errand: _Errand) -> OrderMessage:
     )
 
 
-def _read_result(body: bytes) -> Result:
-    got = unpack_result(body)
-    return Result(BatchId(got.id), got.ok, got.reasons, got.num_bytes, got.seconds)
+def open_remote(setup: TierSetup) -> RemoteTier:
+    """Open the tier ``remote``. A store that cannot be reached now does not stop the engine.
+
+    ConfigError where a package is missing, or the caller does not say what the blocks are.
+    """
+    settings = setup.remote or RemoteSettings(read_remote("remote", setup.options))
+    address = settings.address
+    if not setup.shared_namespace:
+        raise ConfigError(
+            "blocks in a shared store outlive this process and are read by others, so say what "
+            "they are: open the rank with contents=Contents(namespace)"
+        )
+    key = settings.read_key()
+    _require_packages(settings, encrypts=key is not None)
+    hello: dict[str, object] = {
+        "address": str(address),
+        "bandwidth": settings.bandwidth,
+        "namespace": setup.shared_namespace.hex(),
+        "block_bytes": setup.block_bytes,
+        "rank": int(setup.rank),
+        "num_ranks": setup.num_ranks,
+        "key": key.hex() if key is not None else None,
+    }
+    file, spare_bytes = setup.host_file, settings.spare_bytes(setup.block_bytes)
+    if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
+        hello["host_file"] = asdict(file)
+    # At least 1: the tier itself refuses blocks without bytes, in its own words.
+    in_one = most_in_one(max(1, setup.block_bytes)) if address.kind == S3 else 1
+    tier = RemoteTier(setup.name, setup.block_bytes, hello, most_in_one=in_one)
+    tier.start(OPEN_SECONDS)
+    if tier.refusal:
+        tier.close()
+        raise ConfigError(f"{tier.refusal}{_HINTS.get(address.kind, '')}")
+    if tier.ailment:
+        log.warning(
+            "tier %s, %s: %s; it is used as soon as it can be", setup.name, address, tier.ailment
+        )
+    return tier
 
 
-def _new_generation() -> int:
-    """One that no other server and no other life has ever had."""
-    return randbits(62) + 1
+def _require_packages(settings: RemoteSettings, *, encrypts: bool) -> None:
+    modules, extras = _NEEDS[settings.address.kind]
+    if encrypts:
+        modules, extras = (*modules, "cryptography"), f"{extras},remote-encryption"
+    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"{settings.address} needs {' and '.join(lacking)}: pip install 'kvferry[{extras}]'"
+        )
