@@ -32,8 +32,7 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import KiB, MiB, parse_seconds
-from kvferry.scheduler.packed_tier import PackedTier
-from kvferry.scheduler.tier import WriteMode
+from kvferry.scheduler.tier import PackedTier, WriteMode
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.remote.objects import pack_objects
 from kvferry.tiers.remote.tier import RemoteTier
