@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from kvferry.transfer.driver.base import BatchForm
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths import path_set
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.transfer.paths.host_runs import count_runs
 from kvferry.transfer.paths.path_set import open_paths
 from kvferry.transfer.planner import choose as opening
 from kvferry.transfer.planner import measure as module
 from kvferry.transfer.planner.choose import open_planner
 from kvferry.transfer.planner.measure import CopyRig, Timing, calibrate
-from kvferry.transfer.planner.profile import load_profile, profile_file, save_profile
+from kvferry.transfer.planner.profile import profile_file
 
 KiB = 1 << 10
 
@@ -89,28 +87,6 @@ def test_a_path_that_is_hopeless_is_not_asked_for_more(monkeypatch: pytest.Monke
     assert len(timed) == len(cells)
 
 
-def test_paths_that_care_are_timed_with_scattered_host_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SEGMENTS_PER_BLOCK", 2)
-    driver = FakeDriver()
-    paths = {name: DmaPath(driver) for name in ("dma", "staged")}
-    timed: list[CopyJob] = []
-    monkeypatch.setattr(
-        paths["staged"], "enqueue", lambda job, stream, ready=None: timed.append(job)
-    )
-    cells = [cell for cell in calibrate(driver, paths).cells if cell.num_runs > 1]
-    assert {(c.direction, c.path, c.segment_bytes, c.num_bytes, c.num_runs) for c in cells} == {
-        (way, "staged", size, num_bytes, num_bytes // (2 * size))
-        for way in Direction
-        for size, num_bytes in ((4 * KiB, 16 * KiB), (4 * KiB, 64 * KiB), (16 * KiB, 64 * KiB))
-    }
-    scattered = [job for job in timed if count_runs(job) > 1]
-    assert scattered
-    assert {count_runs(job) for job in scattered} == {len(job.host_slots) for job in scattered}
-    assert {len(job.host_slots) for job in scattered} == {2, 8}
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -141,35 +117,6 @@ def test_what_was_measured_for_other_paths_is_not_planned_by(cache: Path) -> Non
     assert {cell.path for cell in second.cells} == {"dma", "staged"}
     assert open_planner(driver, few).profile == first  # both are kept: machines have many a venv
     assert len(list(cache.iterdir())) == 2
-
-
-def test_a_profile_that_says_it_is_for_other_paths_is_measured_again(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    driver: Any = FakeDriver()
-    paths = open_paths(driver, ring_bytes=1 << 20).paths
-    other = open_planner(driver, {"dma": paths["dma"]}).profile
-    save_profile(other, profile_file(driver.identity(), paths))  # copied there by hand
-    assert open_planner(driver, paths).profile.paths == set(paths)
-    assert "measured for dma; here are dma, loop" in caplog.text
-
-
-def test_a_profile_of_an_older_version_is_measured_again_and_replaced(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    driver: Any = FakeDriver()
-    paths = open_paths(driver, ring_bytes=1 << 20).paths
-    file = profile_file(driver.identity(), paths)
-    save_profile(open_planner(driver, paths).profile, file)
-    older = json.loads(file.read_text())
-    older["format"] = 1
-    for cell in older["cells"]:
-        del cell["num_runs"]
-    file.write_text(json.dumps(older))
-    again = open_planner(driver, paths)
-    assert "format 1" in caplog.text
-    assert again.profile.provenance["source"] == "measurements on this machine"
-    assert load_profile(file, paths) == again.profile
 
 
 @pytest.mark.usefixtures("cache")

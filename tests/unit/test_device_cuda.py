@@ -147,16 +147,6 @@ def test_the_form_follows_the_driver_not_a_header(
     ]
 
 
-def test_arrays_nobody_may_write_are_read_where_they_are() -> None:
-    library = FakeLibcuda(13000)
-    a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
-    for array in fixed:
-        array.flags.writeable = False
-    CudaDriver(library).copy_batch_async(a, b, c, SourceOrder.STREAM, 0x500)
-    ((dsts, srcs, sizes, *_),) = library.called("batch 13000")
-    assert [dsts, srcs, sizes] == [array.ctypes.data for array in fixed]
-
-
 def test_the_older_form_can_be_asked_for_on_a_newer_driver() -> None:
     driver = CudaDriver(FakeLibcuda(13000))
     driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
@@ -164,10 +154,6 @@ def test_the_older_form_can_be_asked_for_on_a_newer_driver() -> None:
     absent = CudaDriver(FakeLibcuda(13000))
     absent._resolve_batch(BatchForm.ABSENT)
     assert absent.batch_form is BatchForm.ABSENT
-
-
-def test_a_driver_without_versioned_look_up_has_no_batch() -> None:
-    assert CudaDriver(FakeLibcuda(11040, with_look_up=False)).batch_form is BatchForm.ABSENT
 
 
 def test_a_refusal_carries_the_drivers_words_and_what_was_asked() -> None:
@@ -204,31 +190,6 @@ def test_streams_are_non_blocking_and_urgent_in_the_drivers_own_range() -> None:
     assert driver.create_stream(Priority.HIGH) == 0x500
     driver.create_stream(Priority.LOW)
     assert [call[1:] for call in library.called("cuStreamCreateWithPriority")] == [(1, -5), (1, 0)]
-
-
-def test_a_stream_is_idle_busy_or_broken() -> None:
-    library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
-    assert driver.stream_is_idle(0x500)
-    library.codes["cuStreamQuery"] = 600
-    assert not driver.stream_is_idle(0x500)
-    library.codes["cuStreamQuery"] = 1
-    with pytest.raises(DriverError, match=r"cuStreamQuery\(stream 0x500\)"):
-        driver.stream_is_idle(0x500)
-
-
-def test_events() -> None:
-    library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
-    assert driver.create_event(timing=False) == 0xE2
-    assert driver.create_event(timing=True) == 0xE0
-    assert driver.elapsed_seconds(1, 2) == pytest.approx(2.5e-3)
-    assert driver.event_is_done(1)
-    library.codes["cuEventQuery"] = 600
-    assert not driver.event_is_done(1)
-    library.codes["cuEventQuery"] = 1
-    with pytest.raises(DriverError):
-        driver.event_is_done(1)
 
 
 def test_the_rest_of_the_calls_reach_the_library() -> None:

@@ -66,15 +66,6 @@ def loaded(given_job: CopyJob, start: int, end: int) -> Recorder:
     return driver
 
 
-def test_neighbours_are_one_copy() -> None:
-    assert stored(job([3, 4, 5]), 0, 3 * BLOCK).copies == [(HOST + 3 * BLOCK, RING, 3 * BLOCK)]
-
-
-def test_a_gap_between_slots_is_never_written() -> None:
-    copies = stored(job([3, 4], pitch=BLOCK + 8), 0, 2 * BLOCK).copies
-    assert [size for _, _, size in copies] == [BLOCK, BLOCK]
-
-
 def test_no_copy_crosses_two_registrations() -> None:
     copies = stored(job([0, 1, 2, 3], chunk=2 * BLOCK), 0, 4 * BLOCK).copies
     assert copies == [(HOST, RING, 2 * BLOCK), (HOST + 2 * BLOCK, RING + 2 * BLOCK, 2 * BLOCK)]
@@ -105,16 +96,6 @@ def test_stores_keep_stream_order_and_loads_may_not_need_to() -> None:
     slots, num_bytes = [0, 5, 3], 3 * BLOCK
     assert stored(job(slots), 0, num_bytes).orders == [SourceOrder.STREAM]
     assert loaded(job(slots), 0, num_bytes).orders == [SourceOrder.ANY]
-
-
-def test_a_load_begins_with_one_copy_of_its_first_run() -> None:
-    """The driver starts it while the others are still being counted."""
-    driver = loaded(job([7, 8, 3, 5]), 0, 4 * BLOCK)
-    assert driver.copies[0] == (RING, HOST + 7 * BLOCK, 2 * BLOCK)
-    assert driver.calls == [2]
-    later = loaded(job([7, 8, 3, 5]), 2 * BLOCK, 4 * BLOCK)
-    assert later.calls == [2]
-    assert len(later.copies) == 2
 
 
 def test_a_load_begins_with_more_such_copies_while_they_are_long(

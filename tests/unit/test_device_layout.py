@@ -106,13 +106,6 @@ def test_heads_outside_the_block_axis_split_a_block() -> None:
     assert read_block(layout, 5) == tensor[:, 5].tobytes()
 
 
-def test_layers_of_one_group_may_differ_in_page_size() -> None:
-    tensors = [random_bytes((5, 16, n), np.int8, n) for n in (3, 64, 576)]
-    layout = describe(tensors, num_blocks=5, block_axis=0)
-    assert layout.sizes.tolist() == [48, 1024, 9216]
-    assert read_block(layout, 4) == b"".join(t[4].tobytes() for t in tensors)
-
-
 def test_packed_k_and_v_is_one_segment_per_layer() -> None:
     layout = describe([np.zeros((5, 2, 16, 8), np.float16)] * 1, num_blocks=5)
     assert layout.num_segments == 1
@@ -184,11 +177,6 @@ def test_refusals_name_the_tensor_and_the_reason(case: str) -> None:
     tensors, options, words = REFUSED[case]
     with pytest.raises(LayoutError, match=words):
         describe(tensors, **options)
-
-
-def test_refusal_uses_the_given_name() -> None:
-    with pytest.raises(LayoutError, match=r"model\.layers\.3"):
-        describe({"model.layers.3": BASE[:, :, :16]}, block_axis=0)
 
 
 @given(

@@ -99,28 +99,6 @@ def test_what_a_run_costs_is_told_by_many_of_them() -> None:
     assert planner.choose(LOAD, layout(4 * KiB, 256), 200, False, 200) == "staged"
 
 
-def test_scattered_slots_may_cost_a_start_too() -> None:
-    """Forty microseconds, however many runs: they decide small transfers and not large ones."""
-    cells = [
-        Cell(way, path, 4 * KiB, num_bytes // (4 * KiB), num_bytes / rate + extra, num_runs)
-        for way in Direction
-        for path, rate, extra_seconds in (("kernel", 50e9, 0.0), ("staged", 54e9, 40e-6))
-        for num_bytes in (16 * MiB, 64 * MiB)
-        for num_runs, extra in ((1, 0.0), (num_bytes // MiB, extra_seconds))
-    ]
-    planner = Planner(Profile(tuple(cells), paths=PATHS), PATHS)
-    block = layout(4 * KiB, 256)
-    for num_blocks, expected in ((20, "kernel"), (60, "staged")):
-        assert planner.choose(LOAD, block, num_blocks, False, num_blocks) == expected
-        assert planner.choose(LOAD, block, num_blocks, False) == "staged"
-    (_, at_twenty), (_, at_forty) = (
-        sorted((e.path, e.seconds) for e in planner.estimates(LOAD, block, count, False, count))
-        for count in (20, 40)
-    )
-    assert at_twenty[1] == pytest.approx(20 * MiB / 54e9 + 40e-6)
-    assert at_forty[1] == pytest.approx(40 * MiB / 54e9 + 40e-6)
-
-
 def test_what_the_model_loses_counts_while_it_runs() -> None:
     costly = BusyCell(STORE, "kernel", "a load", gbps=40.0, idle_gbps=50.0, lost_ms_per_gb=6.0)
     planner = Planner(profile(costly), COSTS)
@@ -141,14 +119,6 @@ def test_a_load_that_takes_many_calls_to_queue_yields_to_one_launch_while_the_mo
     assert planner.choose(LOAD, blocks, 256, busy=False) == "staged"
     assert planner.choose(LOAD, blocks, 256, busy=True) == "kernel"
     assert planner.choose(STORE, blocks, 256, busy=True) == "staged"
-
-
-def test_several_loads_count_by_their_mean() -> None:
-    cells = [BusyCell(STORE, "kernel", name, 50.0, 50.0, ms) for name, ms in (("a", 0), ("b", 2))]
-    planner = Planner(profile(*cells), COSTS)
-    blocks = layout(16 * KiB)
-    (kernel,) = [e for e in planner.estimates(STORE, blocks, 64, True) if e.path == "kernel"]
-    assert kernel.lost_seconds == pytest.approx(1e-3 * 64 * blocks.block_bytes / 1e9)
 
 
 def by_runs(*busy: BusyCell) -> Planner:
@@ -178,15 +148,6 @@ def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
     assert by_path["kernel"] == pytest.approx(in_one["kernel"])
     assert by_path["staged"] == pytest.approx(in_one["staged"] + 100 * 0.5e-6)
     assert "64 runs" in planner.explain(STORE, large, 64, False, 64)
-
-
-def test_the_explanation_is_of_the_choice_however_host_slots_lie() -> None:
-    """Runs are counted in powers of two: near a change of path the two must not part."""
-    planner, small = by_runs(), layout(4 * KiB, 16)
-    chosen = [planner.choose(STORE, small, 1000, False, runs) for runs in range(1, 200)]
-    assert set(chosen) == {"kernel", "staged"}
-    for runs, path in enumerate(chosen, 1):
-        assert f": {path}.\n" in planner.explain(STORE, small, 1000, False, runs)
 
 
 def test_a_pinned_path_overrules_and_says_so() -> None:
@@ -226,10 +187,3 @@ def test_the_builtin_profile_gives_sane_choices() -> None:
     assert planner.choose(LOAD, layout(8 * MiB), 4, busy=False) in ("dma", "staged")
     without = Planner(builtin_profile(), ["loop", "dma"])
     assert without.choose(LOAD, small, 64, busy=True) == "dma"
-
-
-def test_choices_are_remembered_but_not_for_ever() -> None:
-    planner = Planner(profile(), COSTS)
-    for count in range(1, 5000):
-        planner.choose(LOAD, layout(4096, 1), count, busy=False)
-    assert len(planner._remembered) <= 4096

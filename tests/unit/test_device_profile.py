@@ -22,7 +22,6 @@ from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.profile import (
     MOST_FILE_BYTES,
     builtin_profile,
-    cache_directory,
     load_profile,
     profile_file,
     save_profile,
@@ -71,13 +70,6 @@ def test_no_profile_is_none_without_a_word(
 ) -> None:
     assert load_profile(tmp_path / "none.json", PATHS) is None
     assert not caplog.records
-
-
-def test_the_cache_directory_follows_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_directory() == Path("/somewhere/kvferry")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_directory() == Path.home() / ".cache" / "kvferry"
 
 
 # -- files that are as good as none -----------------------------------------------------------
@@ -156,11 +148,6 @@ def test_what_nobody_could_plan_by_is_none_and_said_once(
     (record,) = caplog.records
     assert str(file) in record.getMessage()
     assert len(record.getMessage()) < 1000
-
-
-def test_a_folder_in_its_place_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load_profile(tmp_path, PATHS) is None
-    assert len(caplog.records) == 1
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -42,12 +42,6 @@ def test_accesses_are_as_wide_as_the_alignment_allows(sizes: list[int], shape: R
     assert row_shape(given_layout, common_alignment(given_layout)) == shape
 
 
-def test_an_odd_base_or_stride_narrows_the_accesses() -> None:
-    assert row_shape(layout([64], base=4097), common_alignment(layout([64], base=4097))).width == 1
-    odd = layout([64], stride=72)
-    assert row_shape(odd, common_alignment(odd)) == RowShape(width=8, vector=1, steps=1)
-
-
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8, 16]))
 def test_rows_cover_the_block_once(sizes: list[int], alignment: int) -> None:
     sizes = [size * alignment for size in sizes]
@@ -72,12 +66,3 @@ def test_a_row_and_its_position_find_each_other(sizes: list[int], number: int, e
     assert rows.row_at(position) == row
     assert rows.row_at(position + 1) in (row, row + 1)
     assert rows.position_of(rows.rows_per_block * 7) == 7 * given_layout.block_bytes
-
-
-def test_uniform_layouts_need_no_table_of_rows() -> None:
-    uniform = RowTable(layout([4096] * 3), RowShape(8, 2, 8))
-    mixed = RowTable(layout([4096, 64]), RowShape(8, 2, 8))
-    assert uniform.is_uniform
-    assert len(uniform.tables()) == 4 * 3
-    assert not mixed.is_uniform
-    assert len(mixed.tables()) == 4 * 2 + 2 * mixed.rows_per_block

@@ -16,7 +16,7 @@ from tests.unit.test_device_rows import layout
 from kvferry.errors import DriverError
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.tables import RowTable, common_alignment, row_shape
-from kvferry.transfer.paths.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
+from kvferry.transfer.paths.ring import Ring, RingSlot
 from kvferry.transfer.paths.staged import ChunkCursor
 
 PAGE = 4096
@@ -58,35 +58,12 @@ def test_chunks_cover_the_job_and_never_exceed_their_slot(
         assert after[1] > after[0]
 
 
-def test_what_is_kept_is_left_for_the_last_chunk() -> None:
-    sizes, slots = [PAGE] * 4, [16 * PAGE]
-    kept = [end - start for *_, start, end in cut(sizes, 16, slots, 2 * PAGE)]
-    assert kept == [16 * PAGE, 16 * PAGE, 16 * PAGE, 14 * PAGE, 2 * PAGE]
-    assert [end - start for *_, start, end in cut(sizes, 16, slots, 0)] == [16 * PAGE] * 4
-
-
 LARGE, SMALL = 15 * PAGE, 2 * PAGE
 RING_BYTES = 4 * LARGE + 2 * SMALL
 
 
 def addresses(slots: Iterable[RingSlot]) -> set[int]:
     return {part.address for slot in slots for part in slot.parts}
-
-
-def test_one_direction_alone_has_all_of_the_ring() -> None:
-    driver = FakeDriver()
-    with driver.current():
-        ring = Ring(driver, RING_BYTES)
-        ring.open()
-        large = {ring.next(Direction.STORE) for _ in range(6)}
-        assert {slot.num_bytes for slot in large} == {2 * LARGE}
-        assert ring.next(Direction.STORE, 2 * SMALL + 1) in large
-        small = ring.next(Direction.STORE, 2 * SMALL)
-        assert small.num_bytes == 2 * SMALL
-        assert len(addresses(large)) == NUM_LARGE
-        assert len(addresses({small, *large})) == NUM_LARGE + NUM_SMALL
-        ring.close()
-    assert driver.leaks() == {}
 
 
 def test_slots_do_not_overlap() -> None:
@@ -121,29 +98,6 @@ def test_both_directions_at_once_keep_out_of_each_others_way() -> None:
         assert ring.next(Direction.STORE).num_bytes == 2 * LARGE
         ring.close()
     assert driver.leaks() == {}
-
-
-def test_a_slot_is_free_when_all_its_parts_are() -> None:
-    """Where both directions were at work, one alone waits for every smaller slot inside its own."""
-    driver = FakeDriver()
-    with driver.current():
-        ring = Ring(driver, RING_BYTES)
-        ring.open()
-        stream = ring.inbound
-        driver.timeline.frozen = {stream}
-        driver.record_event(ring.next(Direction.LOAD).scattered, stream)  # a load at work
-        stores = [ring.next(Direction.STORE) for _ in range(2)]
-        for slot in stores:
-            assert slot.num_bytes == LARGE
-            slot.free_after(slot.copied_out)
-        driver.timeline.frozen = set()
-        driver.timeline.run_all()
-        alone = [ring.next(Direction.STORE) for _ in range(2)]
-        (over,) = [slot for slot in alone if addresses({slot}) == addresses(stores)]
-        assert set(over.busy_until()) == {slot.copied_out for slot in stores}
-        over.free_after(over.copied_out)
-        assert [list(slot.busy_until()) for slot in stores] == [[over.copied_out]] * 2
-        ring.close()
 
 
 @pytest.mark.parametrize("call", ["alloc_device", "create_stream", "create_event"])

@@ -59,21 +59,7 @@ def test_every_slot_lies_in_one_chunk(num_slots: int, slot: int, pages: int) -> 
     assert ends[:-1] == [span.start for span in spans[1:]]
 
 
-def test_a_slot_of_whole_pages_keeps_its_size() -> None:
-    for slot in (PAGE, 5 * PAGE, 1 << 20, 3 << 20):
-        chunks = Chunks.lay_out(1000, slot)
-        assert chunks.pitch == slot
-        assert chunks.chunk_bytes <= CHUNK_BYTES
-
-
 @pytest.mark.parametrize("wrong", [(0, 1, PAGE), (1, 0, PAGE), (1, 1, PAGE - 1)])
 def test_nonsense_is_refused(wrong: tuple[int, int, int]) -> None:
     with pytest.raises(InputError, match="must be positive"):
         Chunks.lay_out(*wrong)
-
-
-def test_there_is_no_chunk_beyond_the_last() -> None:
-    chunks = Chunks.lay_out(10, PAGE, 4 * PAGE)
-    assert len(chunks) == 3
-    with pytest.raises(IndexError, match="there are 3 chunks, asked for number 3"):
-        chunks[3]

@@ -218,18 +218,6 @@ def test_beside_a_busy_model_one_chunk_at_a_time_is_pinned_with_nine_times_as_lo
     growth.close()
 
 
-def test_the_rest_ends_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_module, "_PIN_REST", 1e6)
-    registrar = FakeRegistrar(seconds=0.02)
-    busy = threading.Event()
-    busy.set()
-    growth = Growth(tier(16), registrar=registrar, busy=busy.is_set)
-    until(lambda: registrar.num_calls > 1)
-    busy.clear()
-    assert growth.wait(LONG)
-    growth.close()
-
-
 def test_beside_a_busy_model_what_is_not_needed_yet_hardly_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,13 +262,6 @@ def test_without_a_gpu_one_thread_touches_beside_a_busy_model(
     assert growth.wait(LONG)
     assert most[0] == 1
     assert growth.stats().rest_seconds > 0
-    growth.close()
-
-
-def test_a_model_that_is_always_busy_only_slows_it_down() -> None:
-    growth = Growth(tier(40), registrar=FakeRegistrar(), busy=lambda: True)
-    assert growth.wait(LONG)
-    assert growth.ready_slots == 40
     growth.close()
 
 
@@ -376,13 +357,6 @@ def test_where_pinning_is_required_its_refusal_names_limit_and_remedy() -> None:
         HostMemory(16 * MiB, PAGE, pin=Pin.REQUIRED)
 
 
-def test_never_asks_no_driver() -> None:
-    registrar = FakeRegistrar()
-    with HostMemory(MiB, PAGE, registrar=registrar, pin=Pin.NEVER) as host:
-        assert not host.is_pinned
-    assert registrar.num_calls == 0
-
-
 def test_memory_that_runs_out_stops_the_growth_before_the_kernel_does() -> None:
     meminfo = Meminfo(32 * GiB)
 
@@ -470,17 +444,6 @@ def test_a_refused_unregistration_is_logged_and_the_rest_given_back(
     assert registrar.held == {}
 
 
-def test_a_closed_host_memory_lets_its_pages_go() -> None:
-    host = HostMemory(64 * MiB, PAGE)
-    assert host.growth.wait(LONG)
-    address = host.tier.address
-    host.close()
-    host.close()
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        spans = [line.split()[0].split("-") for line in maps]
-    assert not any(int(low, 16) <= address < int(high, 16) for low, high in spans)
-
-
 # -- sizes --------------------------------------------------------------------------------------
 
 
@@ -500,11 +463,6 @@ def test_auto_takes_what_the_machine_has() -> None:
     meminfo = Meminfo(left=600 * MiB, total=2 * GiB)
     with HostMemory(AUTO, PAGE, machine=meminfo.machine(), num_ranks=2) as host:
         assert 30 * MiB < host.stats().asked_bytes < 44 * MiB
-
-
-def test_no_room_for_one_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="8KiB hold no block of 9000 bytes"):
-        HostMemory(8192, 9000)
 
 
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:

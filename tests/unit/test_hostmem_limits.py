@@ -41,10 +41,6 @@ def v2(path: str, limit: str, used: int, cache: int = 0, high: str = "max") -> d
 ROOT = "/sys/fs/cgroup"
 
 
-def test_what_fits_is_given_as_asked() -> None:
-    assert size_for(40 * GiB, machine()) == 40 * GiB
-
-
 def test_more_than_the_machine_has_left_is_refused_with_limit_and_remedy() -> None:
     with pytest.raises(ConfigError) as refused:
         size_for(47 * GiB, machine())
@@ -118,12 +114,6 @@ def test_auto_leaves_a_margin_and_shares_with_the_other_ranks() -> None:
     assert size_for(AUTO, machine(), num_ranks=8) == int(usable * AUTO_SHARE) // 8
 
 
-def test_auto_follows_the_tightest_limit() -> None:
-    files = v2(ROOT, str(2 * GiB), GiB)
-    size = size_for(AUTO, machine(cgroup="0::/\n", files=files))
-    assert 0 < size < GiB
-
-
 def test_auto_in_a_tiny_container_is_small_and_positive() -> None:
     files = v2(ROOT, str(256 * MiB), 240 * MiB)
     assert size_for(AUTO, machine(cgroup="0::/\n", files=files)) == 1
@@ -162,9 +152,3 @@ def test_a_low_limit_on_locked_memory_is_named_with_its_remedy() -> None:
 @pytest.mark.parametrize(("said", "ranks"), [("", 1), ("4", 4), ("0", 1), ("many", 1)])
 def test_ranks_of_this_host_are_those_the_launcher_says(said: str, ranks: int) -> None:
     assert machine(env={"LOCAL_WORLD_SIZE": said}).num_ranks_here() == ranks
-
-
-def test_this_machine_can_be_read() -> None:
-    limits = Machine().limits()
-    assert limits
-    assert all(0 <= limit.usable <= limit.left <= limit.total for limit in limits)
