@@ -53,7 +53,7 @@ url, pause = sys.argv[1], float(sys.argv[2])
 due = time.monotonic()
 while True:
     with urlopen(url, timeout=10) as reply:
-        assert b"kvferry_queries_total" in reply.read()
+        assert b"kvferry_lookups_total" in reply.read()
     print("scraped", flush=True)
     due += pause
     time.sleep(max(0.0, due - time.monotonic()))

@@ -55,7 +55,7 @@ def test_intervals_add_up_to_what_was_counted(sides):
         add(total, interval)
         assert sides.side.take_stats() is None, "nothing has happened since"
     line = log_line(total)
-    assert line["kvferry_queries"] == 6
+    assert line["kvferry_lookups"] == 6
     assert line["kvferry_hit_tokens"] == 3 * PROMPT
     assert line["kvferry_stored_bytes"] == line["kvferry_loaded_bytes"] == 12 * BLOCK_BYTES
     assert line["kvferry_transfers_in_flight"] == line["kvferry_failed_transfers"] == 0

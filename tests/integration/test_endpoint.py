@@ -77,12 +77,12 @@ def test_a_tier_that_is_away_is_served_with_its_reason():
     with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", tiers=setting) as ferry:
         url = ferry.serve_metrics(0)
         ferry.poll()
-        assert b'kvferry_tier_away{tier="memory"} 0.0' in ask(url, "/metrics")[1]
+        assert b'kvferry_tier_unavailable{tier="memory"} 0.0' in ask(url, "/metrics")[1]
         assert json.loads(ask(url, "/explain")[1])["tiers_away"] == {}
         tiers.opened[-1][1].go_away("its cable was pulled")
         ferry.poll()
         body = ask(url, "/metrics")[1]
-        assert b'kvferry_tier_away{tier="memory"} 1.0' in body
+        assert b'kvferry_tier_unavailable{tier="memory"} 1.0' in body
         assert b'kvferry_slots{state="free",tier="memory"}' in body
         assert b'kvferry_slot_bytes{tier="memory"}' in body
         told = json.loads(ask(url, "/explain")[1])["tiers_away"]
@@ -151,7 +151,7 @@ with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB") as ferry:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "kvferry_queries_total 0.0" in done.stdout
+    assert "kvferry_lookups_total 0.0" in done.stdout
 
 
 def test_an_answer_that_breaks_is_an_error_not_a_hang():

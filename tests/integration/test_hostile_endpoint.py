@@ -104,7 +104,7 @@ BROKEN = {
         [reply("kvferry_info{" + 'a="' * (7 << 20) + "} 1\n" + GOOD)],
         "Prometheus",
     ),
-    "a number that is none": ([reply(GOOD + "kvferry_queries_total x\x1b[2J\n")], "Prometheus"),
+    "a number that is none": ([reply(GOOD + "kvferry_lookups_total x\x1b[2J\n")], "Prometheus"),
 }
 
 

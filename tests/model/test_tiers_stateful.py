@@ -281,5 +281,5 @@ def test_the_weather_reaches_everything() -> None:
         "in_flight",
         "evicted",
         "other_namespace",
-        "still_below",
+        "not_promoted",
     }

@@ -144,7 +144,7 @@ def test_a_query_parses_and_asks_for_what_exists(query):
     "query",
     [
         "sum(rate(kvferry_queries_totl[5m]))",
-        "sum(rate(kvferry_queries_total[5m]",
+        "sum(rate(kvferry_lookups_total[5m]",
         "rate(kvferry_leases[5m])",
         'kvferry_misses_total{reason="bad_luck"}',
         'kvferry_misses_total{tier="host"}',

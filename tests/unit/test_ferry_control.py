@@ -57,7 +57,7 @@ def test_hints_come_with_a_store_or_a_match(ferry):
     assert len(hit) == 0
     why = ferry.explain(hit)
     assert why is not None
-    assert why.reason.value == "told_not_to"
+    assert why.reason.value == "hint"
     with pytest.raises(InputError, match="did you mean 'pin_seconds'"):
         ferry.match(keys, hints={"pin_second": 3})
 

@@ -65,7 +65,7 @@ def test_nothing_is_loaded_for_one_that_says_so():
     assert request.match(max_tokens=16).state is MatchState.MISS
     why = desk.scheduler.explain("q")
     assert why is not None
-    assert why.reason is Reason.TOLD_NOT_TO
+    assert why.reason is Reason.HINT
     assert desk.scheduler.stats().queries == 1
     some = desk.scheduler.open("r", story(1, 4), Hints(max_load_tokens=9))
     assert some.match(max_tokens=16).num_tokens == 8

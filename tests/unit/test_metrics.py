@@ -165,7 +165,7 @@ def test_a_users_own_registry_can_take_us(snapshot):
     registry = CollectorRegistry(auto_describe=True)
     registry.register(FerryCollector(look))
     assert not asked  # registering takes no snapshot
-    assert b"kvferry_queries_total 2.0" in generate_latest(registry)
+    assert b"kvferry_lookups_total 2.0" in generate_latest(registry)
     assert asked
 
 

@@ -113,10 +113,10 @@ MAKERS = {
     Reason.BELOW_THRESHOLD: below_threshold,
     Reason.IN_FLIGHT: in_flight,
     Reason.OTHER_NAMESPACE: other_namespace,
-    Reason.STILL_BELOW: still_below,
-    Reason.LEVEL_AWAY: tier_away,
+    Reason.NOT_PROMOTED: still_below,
+    Reason.TIER_UNAVAILABLE: tier_away,
     Reason.LOAD_SLOWER: load_slower,
-    Reason.TOLD_NOT_TO: told_not_to,
+    Reason.HINT: told_not_to,
 }
 
 

@@ -34,10 +34,10 @@ class Reason(Enum):
     BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
     IN_FLIGHT = "in_flight"  # its bytes are still on their way in
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
-    STILL_BELOW = "still_below"  # on a lower tier, and not brought up in time
-    LEVEL_AWAY = "tier_away"  # on a lower tier that cannot be used now
+    NOT_PROMOTED = "not_promoted"  # on a lower tier, and not brought up in time
+    TIER_UNAVAILABLE = "tier_unavailable"  # on a lower tier that cannot be used now
     LOAD_SLOWER = "load_slower"  # it is here or below, but computing it was judged faster
-    TOLD_NOT_TO = "told_not_to"  # a hint said that nothing is to be loaded for this request
+    HINT = "hint"  # a hint said that nothing is to be loaded for this request
 
 
 class Explanation(NamedTuple):
@@ -266,7 +266,7 @@ class Explainer:
         else:
             group, token = missing.group, missing.token
             below = look.all_tokens > look.host_tokens
-            reason = Reason.STILL_BELOW if below else self._why_missing(missing)
+            reason = Reason.NOT_PROMOTED if below else self._why_missing(missing)
         return Explanation(
             request_id=request_id,
             asked_tokens=look.max_tokens,
@@ -311,7 +311,7 @@ class Explainer:
         if missing.is_coming:
             return Reason.IN_FLIGHT
         if self.has_tiers and self._lower.has_out_of_reach(key):
-            return Reason.LEVEL_AWAY
+            return Reason.TIER_UNAVAILABLE
         self._read_evictions()
         if self._ghosts.has(key):
             return Reason.EVICTED

@@ -640,7 +640,7 @@ class HintedRequest(Request):
         if not self.is_counted:
             self._parts.accounts.asked(self, self.chain.keys(), asked - computed_tokens)
             told = Explanation(
-                self.id, asked, computed_tokens, 0, 0, Reason.TOLD_NOT_TO, computed_tokens
+                self.id, asked, computed_tokens, 0, 0, Reason.HINT, computed_tokens
             )
             self._parts.accounts.told(self, told)
         self.progress.past = self.progress.since = computed_tokens

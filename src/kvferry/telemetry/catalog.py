@@ -71,7 +71,7 @@ class Metric:
 _TIER = Label("tier", _TIERS)
 _MEMORY = Label("memory", ", ".join(MEMORIES))
 _LEVEL = Label("tier", "the tiers configured below the host")
-_WAY = Label("way", "read, write")
+_OPERATION = Label("operation", "read, write")
 _FAILURE = Label("reason", ", ".join(FAILED_WHY))
 _TENANT = Label(
     "tenant",
@@ -101,8 +101,8 @@ IDLE = _gauge(
     Label("reason", ", ".join(IDLE_REASONS)),
 )
 
-QUERIES = _counter("queries", "Requests looked up.")
-ASKED_TOKENS = _counter("asked_tokens", "Tokens that looked-up requests lacked on the device.")
+QUERIES = _counter("lookups", "Requests looked up.")
+ASKED_TOKENS = _counter("lookup_tokens", "Tokens that looked-up requests lacked on the device.")
 HIT_TOKENS = _counter("hit_tokens", "Tokens ordered from the host instead of computed.")
 PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens fetched from below the host first.")
 FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
@@ -122,21 +122,21 @@ MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", *_ROUT
 MOVED_SECONDS = _counter("moved_seconds", "Seconds of copying, summed over ranks.", *_ROUTE)
 TRANSFER_BYTES = _histogram("transfer_bytes", "Bytes of one copy on one rank.", *_ROUTE)
 TRANSFER_SECONDS = _histogram("transfer_seconds", "Seconds of one copy on one rank.", *_ROUTE)
-LANDED = _counter("landed_transfers", "Transfers that every rank has answered for.")
+LANDED = _counter("completed_transfers", "Transfers that every rank has answered for.")
 FAILED = _counter("failed_transfers", "Those of them that did not bring their bytes.")
 OVERDUE = _counter("overdue_transfers", "Transfers whose deadline passed before their answer.")
 EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them in time.")
 EARLY_LOADS = _counter(
-    "early_loads", "Loads that began while their last blocks came up; where vLLM is the engine."
+    "pipelined_loads", "Loads that began while their last blocks came up; where vLLM is the engine."
 )
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
-SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
+SHED_STORES = _counter("deferred_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
 REFUSED_HOLDS = _counter(
-    "refused_holds", "Blocks to be held that were not: pin_share of the tier was.", _TIER
+    "refused_pins", "Blocks to be held that were not: pin_share of the tier was.", _TIER
 )
 ASKED_BLOCKS = _counter(
-    "asked_blocks", "Blocks that a tier was asked for, where it finds them by keys.", _LEVEL
+    "lookup_blocks", "Blocks that a tier was asked for, where it finds them by keys.", _LEVEL
 )
 FOUND_BLOCKS = _counter("found_blocks", "Those of them that were there.", _LEVEL)
 LOST_BLOCKS = _counter(
@@ -145,9 +145,9 @@ LOST_BLOCKS = _counter(
 RESTORED_BLOCKS = _gauge(
     "restored_blocks", "Blocks of an earlier life that a tier with places began with.", _LEVEL
 )
-DRIVE_BYTES = _counter("drive_bytes", "Bytes read from and written to drives.", _LEVEL, _WAY)
+DRIVE_BYTES = _counter("drive_bytes", "Bytes read from and written to drives.", _LEVEL, _OPERATION)
 DRIVE_SECONDS = _counter(
-    "drive_seconds", "Seconds spent in calls to drives, summed over their threads.", _LEVEL, _WAY
+    "drive_seconds", "Seconds spent in calls to drives, summed over their threads.", _LEVEL, _OPERATION
 )
 DRIVE_FAILED = _counter(
     "drive_failed_blocks", "Blocks that could not be read or written, by why.", _LEVEL, _FAILURE
@@ -155,16 +155,16 @@ DRIVE_FAILED = _counter(
 DRIVE_RESTARTS = _counter(
     "drive_restarts", "Times that the process of a drive had to be started again.", _LEVEL
 )
-DRIVES_AWAY = _gauge("drives_away", "Directories that cannot be used now, on all ranks.", _LEVEL)
+DRIVES_UNAVAILABLE = _gauge("drives_unavailable", "Directories that cannot be used now, on all ranks.", _LEVEL)
 PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.", _LEVEL)
 DURABLE_LAG = _gauge(
     "durable_lag_seconds", "Age of the oldest block that is written and not yet durable.", _LEVEL
 )
 RESETS = _counter("resets", "Times that everything was forgotten.")
 
-TENANT_QUERIES = _counter("tenant_queries", "Requests looked up, by whose they are.", _TENANT)
+TENANT_QUERIES = _counter("tenant_lookups", "Requests looked up, by whose they are.", _TENANT)
 TENANT_ASKED = _counter(
-    "tenant_asked_tokens", "Tokens that they lacked on the device, by whose.", _TENANT
+    "tenant_lookup_tokens", "Tokens that they lacked on the device, by whose.", _TENANT
 )
 TENANT_HITS = _counter(
     "tenant_hit_tokens", "Those of them ordered from the host, by whose.", _TENANT
@@ -177,12 +177,12 @@ SLOTS = _gauge(
     "slots", "Places for one block, by what they hold.", _TIER, Label("state", ", ".join(STATES))
 )
 HELD_SLOTS = _gauge(
-    "held_slots", "Those of them that stay because somebody pinned, keeps or ranked them.", _TIER
+    "pinned_slots", "Those of them that stay because somebody pinned, keeps or ranked them.", _TIER
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
-LEVEL_AWAY = _gauge(
-    "tier_away",
+TIER_UNAVAILABLE = _gauge(
+    "tier_unavailable",
     "1 while a tier cannot be used on some rank, else 0; /explain has the reason.",
     _LEVEL,
 )
@@ -261,7 +261,7 @@ def page() -> str:
 
 FIGURES = {
     "Hit rate of the host, in tokens": (
-        "rate(kvferry_hit_tokens_total[5m]) / rate(kvferry_asked_tokens_total[5m])"
+        "rate(kvferry_hit_tokens_total[5m]) / rate(kvferry_lookup_tokens_total[5m])"
     ),
     "Speed of copies while they ran": (
         "rate(kvferry_moved_bytes_total[5m]) / rate(kvferry_moved_seconds_total[5m])"
@@ -271,7 +271,7 @@ FIGURES = {
         "histogram_quantile(0.95, sum by (le, src, dst) "
         "(rate(kvferry_transfer_seconds_bucket[5m])))"
     ),
-    "Speed of the drives": ("sum by (tier, way) (rate(kvferry_drive_bytes_total[5m]))"),
+    "Speed of the drives": ("sum by (tier, operation) (rate(kvferry_drive_bytes_total[5m]))"),
     "Bytes of blocks in each tier": (
         'kvferry_slots{state=~"cached\\|leased"} '
         "* on (instance, tier) group_left kvferry_slot_bytes"

@@ -78,7 +78,7 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
     for rank_tier, num_leases in stats.leases.items():
         yield Sample(names.LEASES, (rank_tier,), num_leases)
     for tier, ailment in stats.ailments.items():
-        yield Sample(names.LEVEL_AWAY, (tier,), int(bool(ailment)))
+        yield Sample(names.TIER_UNAVAILABLE, (tier,), int(bool(ailment)))
     for tier, (num_asked, num_found) in stats.asked.items():
         yield Sample(names.ASKED_BLOCKS, (tier,), num_asked)
         yield Sample(names.FOUND_BLOCKS, (tier,), num_found)
@@ -109,7 +109,7 @@ def _disk(tier: str, disk: DiskFigures) -> Iterator[Sample]:
     for reason in names.FAILED_WHY:
         yield Sample(names.DRIVE_FAILED, (tier, reason), disk.failed.get(reason, 0))
     yield Sample(names.DRIVE_RESTARTS, (tier,), disk.restarts)
-    yield Sample(names.DRIVES_AWAY, (tier,), disk.drives_away)
+    yield Sample(names.DRIVES_UNAVAILABLE, (tier,), disk.drives_away)
     yield Sample(names.PENDING_BLOCKS, (tier,), disk.pending)
     yield Sample(names.DURABLE_LAG, (tier,), disk.durable_lag)
 

@@ -105,7 +105,7 @@ class Controlled(Server):
         while still < 3:
             assert time.monotonic() < give_up, "the engine never rests"
             under_way = self.figure("kvferry_queued", "") + self.figure("kvferry_transfers_in", "")
-            landed = self.figure("kvferry_landed_transfers", "")
+            landed = self.figure("kvferry_completed_transfers", "")
             still = still + 1 if landed == before and not under_way else 0
             before = landed
             time.sleep(0.2)
@@ -153,7 +153,7 @@ def test_do_not_load(server, prompt):
     server.forget_device()
     again = server.ask(prompt, {"do_not_load": True})
     assert again.text == first.text
-    assert server.why(again)["explanation"]["reason"] == "told_not_to"
+    assert server.why(again)["explanation"]["reason"] == "hint"
     server.forget_device()
     some = server.ask(prompt, kv_transfer_params={"max_load_tokens": 96})  # vLLM's own name
     assert some.text == first.text
@@ -171,14 +171,14 @@ def test_keep_seconds_and_its_bound(server, prompt):
     kept = server.ask(prompt, {"pin_seconds": "1h"})
     server.rest()
     assert server.order("lookup", request_id=kept.id)["held_blocks"] >= BLOCKS
-    assert server.figure("kvferry_held_slots") == BLOCKS
+    assert server.figure("kvferry_pinned_slots") == BLOCKS
     greedy = server.ask(make_prompts(next(SEEDS), 300)[0], {"pin_seconds": 3600})
     server.rest()
-    assert server.figure("kvferry_held_slots") == 10
+    assert server.figure("kvferry_pinned_slots") == 10
     told = server.why(greedy)
     assert told["hints"] == {"pin_seconds": 3600.0}
     assert "at most 20 blocks there (pin_share)" in told["refused"][0]
-    assert server.figure("kvferry_refused_holds_total") > 0
+    assert server.figure("kvferry_refused_pins_total") > 0
     server.fill()
     found = server.order("lookup", request_id=kept.id)
     assert found["host_tokens"] == TOKENS, "what is kept was pushed out"
@@ -186,7 +186,7 @@ def test_keep_seconds_and_its_bound(server, prompt):
     assert server.ask(prompt).text == kept.text
     for asked in (kept, greedy):
         server.order("unpin", request_id=asked.id)
-    assert server.figure("kvferry_held_slots") == 0
+    assert server.figure("kvferry_pinned_slots") == 0
 
 
 def test_over_goes_first(server, prompt):
@@ -364,7 +364,7 @@ def test_tenants_by_hint_and_by_salt(server, prompt):
     salted = server.ask(other, cache_salt="a-secret-salt")
     server.rest()
     agents = 'tenant="agents"'
-    assert server.figure("kvferry_tenant_queries_total", agents) == 1
+    assert server.figure("kvferry_tenant_lookups_total", agents) == 1
     on_host, below = f'{agents},tier="host"', f'{agents},tier="memory"'
     assert server.figure("kvferry_tenant_slots", on_host) == BLOCKS
     assert server.figure("kvferry_tenant_slots", below) == BLOCKS

@@ -24,7 +24,7 @@ PROMPTS = 4
 FOUND = 192  # of the 200 tokens of each prompt: six whole blocks
 WRITTEN = PROMPTS * 6 * 4 * 2 * (32 * 2 * 32 * 4)  # four layers of keys and values in float32
 
-AWAY, PROMOTED = "vllm:kvferry_tier_away", "vllm:kvferry_promoted_tokens_total"
+AWAY, PROMOTED = "vllm:kvferry_tier_unavailable", "vllm:kvferry_promoted_tokens_total"
 MOVED = "vllm:kvferry_moved_bytes_total"
 
 pytestmark = [

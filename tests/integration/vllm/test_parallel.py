@@ -56,7 +56,7 @@ if __name__ == "__main__":
         for _ in range(2):
             wait_until(lambda told: not any(told.get(name, 0) for name in busy))
     wait_until(lambda told: "vllm:kvferry_slots" in told
-               and not told.get("vllm:kvferry_tier_away", 0))
+               and not told.get("vllm:kvferry_tier_unavailable", 0))
     first, found = generate()
     if not has_second_half:
         await_blocks("disk")

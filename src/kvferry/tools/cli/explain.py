@@ -28,11 +28,11 @@ REASONS: dict[str, str] = {
     Reason.BELOW_THRESHOLD.value: "Too few requests asked for it to be stored (store_threshold).",
     Reason.IN_FLIGHT.value: "Its bytes were still on their way in.",
     Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
-    Reason.STILL_BELOW.value: "It lay below the host and was not brought up in time.",
-    Reason.LEVEL_AWAY.value: "It lay on a tier that could not be used at that time.",
+    Reason.NOT_PROMOTED.value: "It lay below the host and was not brought up in time.",
+    Reason.TIER_UNAVAILABLE.value: "It lay on a tier that could not be used at that time.",
     Reason.LOAD_SLOWER.value: "It was there, in host memory or below, but computing it was judged "
     "faster than loading it.",
-    Reason.TOLD_NOT_TO.value: "A hint said that nothing is to be loaded for this request.",
+    Reason.HINT.value: "A hint said that nothing is to be loaded for this request.",
 }
 
 VERDICTS = {

@@ -315,7 +315,7 @@ def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
         failed={why: int(failed[tier, why]) for why in names.FAILED_WHY if failed.get((tier, why))},
         pending=int(one(names.PENDING_BLOCKS)),
         durable_lag=one(names.DURABLE_LAG),
-        num_away=int(one(names.DRIVES_AWAY)),
+        num_away=int(one(names.DRIVES_UNAVAILABLE)),
         restarts=int(one(names.DRIVE_RESTARTS)),
     )
 
@@ -350,7 +350,7 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
     asked, found = reading.by_label(names.ASKED_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
     held = reading.by_label(names.HELD_SLOTS)
-    away, restored = reading.by_label(names.LEVEL_AWAY), reading.by_label(names.RESTORED_BLOCKS)
+    away, restored = reading.by_label(names.TIER_UNAVAILABLE), reading.by_label(names.RESTORED_BLOCKS)
     curve = reading.by_label(names.MEMORY_CURVE)
     every = dict.fromkeys([rank_tier for rank_tier, _ in slots] + [tier for (tier,) in away])
     rank_tiers = list(every)[:MOST_TIERS]
