@@ -51,7 +51,7 @@ def test_intervals_add_up_to_what_was_counted(sides):
         load(sides, f"r{tag}", tag)
         interval = sides.side.take_stats()
         assert interval is not None
-        assert interval[names.QUERIES.name] == 2, "of this interval alone"
+        assert interval[names.LOOKUPS.name] == 2, "of this interval alone"
         add(total, interval)
         assert sides.side.take_stats() is None, "nothing has happened since"
     line = log_line(total)
@@ -78,7 +78,7 @@ def test_nothing_is_told_before_it_is_time(make_sides):
 
 
 def test_a_gauge_is_the_latest_and_a_counter_what_came_since():
-    counter, gauge = names.QUERIES.name, names.HELD_BLOCKS.name
+    counter, gauge = names.LOOKUPS.name, names.HELD_BLOCKS.name
     before, now = {counter: 5.0, gauge: 5.0}, {counter: 8.0, gauge: 3.0}
     assert between(before, now) == {counter: 3.0, gauge: 3.0}
     add(before, {counter: 1.0, gauge: 1.0})
@@ -101,9 +101,9 @@ def test_a_tenants_name_is_one_label_whatever_its_sender_puts_into_it(tenant):
     request.match()
     request.end()
     told = figures(Snapshot(desk.scheduler.stats(), "1.0"))
-    (key,) = [key for key in told if key.startswith(names.TENANT_QUERIES.name) and told[key]]
+    (key,) = [key for key in told if key.startswith(names.TENANT_LOOKUPS.name) and told[key]]
     name, *labels = key.split(SEPARATOR)
-    assert name == names.TENANT_QUERIES.name
+    assert name == names.TENANT_LOOKUPS.name
     assert labels == [tenant]
     for key in told:
         name, *labels = key.split(SEPARATOR)

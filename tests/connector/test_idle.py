@@ -11,7 +11,7 @@ from tests.fakes.sides import Sides, hashes_of, request_of
 from kvferry.connectors.common.messages import RankShape
 from kvferry.connectors.common.reports import SEPARATOR, Figures
 from kvferry.connectors.common.session import SchedulerSession
-from kvferry.telemetry.catalog import IDLE, IDLE_REASONS, INFO, QUERIES
+from kvferry.telemetry.catalog import IDLE, IDLE_REASONS, INFO, LOOKUPS
 from kvferry.types import Rank
 
 
@@ -80,7 +80,7 @@ def test_one_that_has_failed(sides, now):
     sides.rest()
     serving = sides.side.take_stats()
     assert told(serving) == {"refused": 0.0, "failed": 0.0}
-    assert serving[QUERIES.name] == 1.0
+    assert serving[LOOKUPS.name] == 1.0
     sides.side._trip("test", RuntimeError("a mistake"))
     assert told(sides.side.take_stats()) == {"refused": 0.0, "failed": 1.0}
     assert sides.side.take_stats() is None

@@ -216,7 +216,7 @@ def test_a_tier_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
 
 @pytest.mark.parametrize(
     ("factory", "reason"),
-    [("open_mine:999", Reason.TIER_UNAVAILABLE), ("open_keyed", Reason.EVICTED)],  # nobody can ask it
+    [("open_mine:999", Reason.TIER_UNAVAILABLE), ("open_keyed", Reason.EVICTED)],
 )
 def test_a_tier_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, factory, reason):
     ferry = attach(f"tests.fakes.tiers:{factory}")

@@ -103,7 +103,7 @@ def test_every_metric_has_a_value(snapshot):
     found = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
     unknown = (
         names.LOAD_RATE,
-        names.LEVEL_RATE,
+        names.TIER_RATE,
         names.PREFILL_RATE,
         names.MEMORY_CURVE,
     )  # absent while unknown
@@ -116,7 +116,7 @@ def test_every_metric_has_a_value(snapshot):
 
 def test_values_are_those_of_the_scheduler(snapshot):
     values = {(s.metric, s.labels): s.value for s in samples(snapshot)}
-    assert values[names.QUERIES, ()] == 2
+    assert values[names.LOOKUPS, ()] == 2
     assert values[names.HIT_TOKENS, ()] == 16
     assert values[names.FULL_HITS, ()] == 1
     assert values[names.MISSED, (Reason.NEVER_STORED.value,)] == 1
@@ -138,7 +138,7 @@ def test_values_are_those_of_the_scheduler(snapshot):
 
 
 def test_a_drive_fails_for_reasons_that_are_listed():
-    assert set(FAILURES.values()) == set(names.FAILED_WHY)
+    assert set(FAILURES.values()) == set(names.DRIVE_ERRORS)
 
 
 def test_all_reasons_and_verdicts_are_there_before_they_happen(snapshot):

@@ -186,7 +186,8 @@ def test_an_explanation_keeps_its_numbers_whole(width):
 
 
 def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
-    why = Why(100, 0, 0, 0, 0, "tier_unavailable", "", None, None, 1, ("disk: rank 0: \x1b[2J gone",))
+    gone = ("disk: rank 0: \x1b[2J gone",)
+    why = Why(100, 0, 0, 0, 0, "tier_unavailable", "", None, None, 1, gone)
     console = Console(width=200, highlight=False, color_system=None)
     with console.capture() as capture:
         cli_explain._tell(Told("r", why, (), ()), console)

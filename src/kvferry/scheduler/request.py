@@ -639,9 +639,7 @@ class HintedRequest(Request):
         asked = covered if max_tokens is None else min(max_tokens, covered)
         if not self.is_counted:
             self._parts.accounts.asked(self, self.chain.keys(), asked - computed_tokens)
-            told = Explanation(
-                self.id, asked, computed_tokens, 0, 0, Reason.HINT, computed_tokens
-            )
+            told = Explanation(self.id, asked, computed_tokens, 0, 0, Reason.HINT, computed_tokens)
             self._parts.accounts.told(self, told)
         self.progress.past = self.progress.since = computed_tokens
         return Match(MatchState.MISS, computed_tokens, computed_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvferry.cache.policies.load_or_compute import OverlapVerdict, Verdict
 from kvferry.scheduler.journal import Copy, Reason
@@ -14,19 +15,22 @@ from kvferry.transfer.job import Direction
 from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import DEVICE, HOST
 
+if TYPE_CHECKING:
+    pass
+
 PREFIX = "kvferry_"
 
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
 OVERLAPS = tuple(verdict.value for verdict in OverlapVerdict)
 IDLE_REASONS = ("refused", "failed")
-"""It does not serve this model or these settings; or something of ours went wrong."""
+"""The model or the settings are not served; or kvferry raised an exception."""
 MEMORIES = tuple(f"{times:g}" for times in TIMES)
 """How many times its memory a tier might have."""
 STATES = ("free", "cached", "leased", "unready")
-FAILED_WHY = ("absent", "damaged", "drive", "late", "unreachable", "other")
-"""Why a block on disk could not be read or written: it was not there, its bytes were not those that
-were written, the drive said so, its time was up, the engine's memory could not be reached."""
+DRIVE_ERRORS = ("absent", "damaged", "drive", "late", "unreachable", "other")
+"""Why a block on disk could not be read or written: it was not there, its bytes had changed, the
+drive reported an error, its time was up, or the engine's memory could not be reached."""
 
 _TIERS = "device, host and the tiers configured below it"
 _PATHS = (
@@ -69,10 +73,8 @@ class Metric:
 
 
 _TIER = Label("tier", _TIERS)
-_MEMORY = Label("memory", ", ".join(MEMORIES))
-_LEVEL = Label("tier", "the tiers configured below the host")
+_LOWER_TIER = Label("tier", "the tiers configured below the host")
 _OPERATION = Label("operation", "read, write")
-_FAILURE = Label("reason", ", ".join(FAILED_WHY))
 _TENANT = Label(
     "tenant",
     "none, those that the setting tenants names, the first 64 others that come, other, before (of "
@@ -94,17 +96,15 @@ def _histogram(name: str, help: str, *labels: Label) -> Metric:
 
 
 INFO = _gauge("info", "Always 1; the version that serves this.", Label("version", "one"))
-
 IDLE = _gauge(
     "idle",
-    "1 while kvferry serves nothing, by why; where vLLM is the engine. Its log has the words.",
+    "1 while kvferry serves nothing, by reason; where vLLM is the engine. Its log has the words.",
     Label("reason", ", ".join(IDLE_REASONS)),
 )
-
-QUERIES = _counter("lookups", "Requests looked up.")
-ASKED_TOKENS = _counter("lookup_tokens", "Tokens that looked-up requests lacked on the device.")
-HIT_TOKENS = _counter("hit_tokens", "Tokens ordered from the host instead of computed.")
-PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens fetched from below the host first.")
+LOOKUPS = _counter("lookups", "Requests looked up.")
+LOOKUP_TOKENS = _counter("lookup_tokens", "Tokens that looked-up requests lacked on the device.")
+HIT_TOKENS = _counter("hit_tokens", "Tokens loaded from the host instead of computed.")
+PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens promoted from lower tiers first.")
 FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
 MISSED = _counter(
     "misses", "Requests that got less than they asked for.", Label("reason", ", ".join(MISSES))
@@ -117,74 +117,89 @@ OVERLAPPED = _counter(
     "Loads by how they went together with the forward pass; where vLLM is the engine.",
     Label("overlap", ", ".join(OVERLAPS)),
 )
-
 MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", *_ROUTE)
 MOVED_SECONDS = _counter("moved_seconds", "Seconds of copying, summed over ranks.", *_ROUTE)
 TRANSFER_BYTES = _histogram("transfer_bytes", "Bytes of one copy on one rank.", *_ROUTE)
 TRANSFER_SECONDS = _histogram("transfer_seconds", "Seconds of one copy on one rank.", *_ROUTE)
-LANDED = _counter("completed_transfers", "Transfers that every rank has answered for.")
-FAILED = _counter("failed_transfers", "Those of them that did not bring their bytes.")
+COMPLETED = _counter("completed_transfers", "Transfers that every rank has answered for.")
+FAILED = _counter("failed_transfers", "Completed transfers that did not bring their bytes.")
 OVERDUE = _counter("overdue_transfers", "Transfers whose deadline passed before their answer.")
-EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them in time.")
-EARLY_LOADS = _counter(
-    "pipelined_loads", "Loads that began while their last blocks came up; where vLLM is the engine."
+EXPIRED_HITS = _counter("expired_hits", "Hits let go because they were not loaded in time.")
+PIPELINED_LOADS = _counter(
+    "pipelined_loads",
+    "Loads that began while their last blocks were promoted; where vLLM is the engine.",
 )
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
-SHED_STORES = _counter("deferred_stores", "Times that stores waited because too many were under way.")
+DEFERRED_STORES = _counter(
+    "deferred_stores", "Times that stores waited because too many were in flight."
+)
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
-REFUSED_HOLDS = _counter(
-    "refused_pins", "Blocks to be held that were not: pin_share of the tier was.", _TIER
+REFUSED_PINS = _counter(
+    "refused_pins", "Blocks that were not pinned because pin_share of the tier already was.", _TIER
 )
-ASKED_BLOCKS = _counter(
-    "lookup_blocks", "Blocks that a tier was asked for, where it finds them by keys.", _LEVEL
+LOOKUP_BLOCKS = _counter(
+    "lookup_blocks", "Blocks that were looked up in a tier that finds them by key.", _LOWER_TIER
 )
-FOUND_BLOCKS = _counter("found_blocks", "Those of them that were there.", _LEVEL)
+FOUND_BLOCKS = _counter(
+    "found_blocks", "Blocks looked up in such a tier that were there.", _LOWER_TIER
+)
 LOST_BLOCKS = _counter(
     "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
 )
 RESTORED_BLOCKS = _gauge(
-    "restored_blocks", "Blocks of an earlier life that a tier with places began with.", _LEVEL
+    "restored_blocks", "Blocks of an earlier life that a tier with places began with.", _LOWER_TIER
 )
-DRIVE_BYTES = _counter("drive_bytes", "Bytes read from and written to drives.", _LEVEL, _OPERATION)
+DRIVE_BYTES = _counter(
+    "drive_bytes", "Bytes read from and written to drives.", _LOWER_TIER, _OPERATION
+)
 DRIVE_SECONDS = _counter(
-    "drive_seconds", "Seconds spent in calls to drives, summed over their threads.", _LEVEL, _OPERATION
+    "drive_seconds",
+    "Seconds spent in calls to drives, summed over their threads.",
+    _LOWER_TIER,
+    _OPERATION,
 )
 DRIVE_FAILED = _counter(
-    "drive_failed_blocks", "Blocks that could not be read or written, by why.", _LEVEL, _FAILURE
+    "drive_failed_blocks",
+    "Blocks that could not be read or written, by reason.",
+    _LOWER_TIER,
+    Label("reason", ", ".join(DRIVE_ERRORS)),
 )
 DRIVE_RESTARTS = _counter(
-    "drive_restarts", "Times that the process of a drive had to be started again.", _LEVEL
+    "drive_restarts", "Times that the process of a drive had to be started again.", _LOWER_TIER
 )
-DRIVES_UNAVAILABLE = _gauge("drives_unavailable", "Directories that cannot be used now, on all ranks.", _LEVEL)
-PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.", _LEVEL)
+DRIVES_UNAVAILABLE = _gauge(
+    "drives_unavailable", "Directories that cannot be used now, on all ranks.", _LOWER_TIER
+)
+PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.", _LOWER_TIER)
 DURABLE_LAG = _gauge(
-    "durable_lag_seconds", "Age of the oldest block that is written and not yet durable.", _LEVEL
+    "durable_lag_seconds",
+    "Age of the oldest block that is written and not yet durable.",
+    _LOWER_TIER,
 )
 RESETS = _counter("resets", "Times that everything was forgotten.")
-
-TENANT_QUERIES = _counter("tenant_lookups", "Requests looked up, by whose they are.", _TENANT)
-TENANT_ASKED = _counter(
-    "tenant_lookup_tokens", "Tokens that they lacked on the device, by whose.", _TENANT
+TENANT_LOOKUPS = _counter("tenant_lookups", "Requests looked up, by tenant.", _TENANT)
+TENANT_TOKENS = _counter(
+    "tenant_lookup_tokens", "Tokens that they lacked on the device, by tenant.", _TENANT
 )
 TENANT_HITS = _counter(
-    "tenant_hit_tokens", "Those of them ordered from the host, by whose.", _TENANT
+    "tenant_hit_tokens", "Those of them loaded from the host, by tenant.", _TENANT
 )
 TENANT_SLOTS = _gauge("tenant_slots", "Slots that each tenant has.", _TENANT, _TIER)
 TENANT_EVICTED = _counter(
-    "tenant_evicted_blocks", "Blocks evicted to make room, by whose.", _TENANT, _TIER
+    "tenant_evicted_blocks", "Blocks evicted to make room, by tenant.", _TENANT, _TIER
 )
 SLOTS = _gauge(
     "slots", "Places for one block, by what they hold.", _TIER, Label("state", ", ".join(STATES))
 )
-HELD_SLOTS = _gauge(
-    "pinned_slots", "Those of them that stay because somebody pinned, keeps or ranked them.", _TIER
+PINNED_SLOTS = _gauge(
+    "pinned_slots", "Slots that are not evicted because of a pin, a TTL or a priority.", _TIER
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
 TIER_UNAVAILABLE = _gauge(
     "tier_unavailable",
     "1 while a tier cannot be used on some rank, else 0; /explain has the reason.",
-    _LEVEL,
+    _LOWER_TIER,
 )
 PINNED_BYTES = _gauge(
     "pinned_bytes", "Host memory registered with a GPU driver, summed over ranks."
@@ -199,18 +214,18 @@ BYTES_IN_FLIGHT = _gauge(
 )
 MEMORY_CURVE = _gauge(
     "memory_curve_ratio",
-    "Share of prompt tokens that this tier and those above it would have, had it this many times "
-    "its memory; an estimate, absent while too little is known.",
+    "Share of prompt tokens that this tier and those above it would have, had it this many "
+    "times its memory; an estimate, absent while too little is known.",
     _TIER,
-    _MEMORY,
+    Label("memory", ", ".join(MEMORIES)),
 )
 LOAD_RATE = _gauge(
     "load_bytes_per_second", "Bandwidth of loads that decisions go by; absent while unknown."
 )
-LEVEL_RATE = _gauge(
+TIER_RATE = _gauge(
     "tier_bytes_per_second",
     "What a tier brings up while it has something to, that decisions go by; absent while unknown.",
-    _LEVEL,
+    _LOWER_TIER,
 )
 PREFILL_RATE = _gauge(
     "prefill_tokens_per_second", "Prefill rate that decisions go by; absent while unknown."
@@ -278,9 +293,6 @@ FIGURES = {
     ),
 }
 
-
-# ------------------------------------------------------------------------------------------------
-# Why a copy took its path, told long after it was made.
 
 _ONLY = {
     "cpu": "cpu: for KV tensors in ordinary memory there is no other path.",

@@ -1,4 +1,4 @@
-"""From one snapshot to the values of every metric."""
+"""From a scheduler's counts to the values of every metric, as text; and what requests did."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from importlib import metadata
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvferry.cache.leases import PoolCounts
 from kvferry.core.quantities import quoted
 from kvferry.errors import InputError
 from kvferry.scheduler.journal import Copy, Entry, Explanation, Reason
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric, catalog, why_path
 from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.stats import Distribution, SchedulerStats
+from kvferry.telemetry.stats import Distribution, SchedulerStats, Traffic
 from kvferry.types import HOST, RequestId
 
 if TYPE_CHECKING:
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one process can say of itself: what the scheduler counted, and its memory.
+    """All that one process knows of itself: what the scheduler counted, and its memory.
 
     None is what this process does not know: in a server the workers pin memory, not the scheduler.
-    ``idle`` is one of the catalog's reasons, empty while it serves. ``disks`` has what drives did,
-    by tier, of all ranks together.
+    ``idle`` is one of ``IDLE_REASONS``, empty while it serves. ``disks`` has the drives' figures by
+    tier, of all ranks together.
     """
 
     stats: SchedulerStats
@@ -42,126 +41,149 @@ class Snapshot:
     disks: Mapping[str, DiskFigures] = field(default_factory=dict)
 
 
+Value = float | Distribution
+Values = Value | None | Mapping[Any, Value]
+"""One value, none while it is unknown, or one for each label or combination of labels."""
+
+
 class Sample(NamedTuple):
     """One value of one metric; ``labels`` are in the order the metric has them."""
 
     metric: Metric
     labels: tuple[str, ...]
-    value: float | Distribution
+    value: Value
 
 
 def samples(snapshot: Snapshot) -> Iterator[Sample]:
-    """Every metric's values. Known labels are there from the start, at zero."""
-    stats = snapshot.stats
-    yield Sample(names.INFO, (snapshot.version,), 1)
-    for metric, value in _plain(snapshot):
-        if value is not None:
-            yield Sample(metric, (), value)
-    if snapshot.idle is not None:
-        yield from idle(snapshot.idle)
-    for reason in names.MISSES:
-        yield Sample(names.MISSED, (reason,), stats.missed.get(reason, 0))
-    for verdict in names.VERDICTS:
-        yield Sample(names.DECISIONS, (verdict,), stats.verdicts.get(verdict, 0))
-    for overlap in names.OVERLAPS:
-        yield Sample(names.OVERLAPPED, (overlap,), stats.overlaps.get(overlap, 0))
-    for key, traffic in stats.traffic.items():
-        yield Sample(names.MOVED_BYTES, key, traffic.sizes.total)
-        yield Sample(names.MOVED_SECONDS, key, traffic.seconds.total)
-        yield Sample(names.TRANSFER_BYTES, key, traffic.sizes)
-        yield Sample(names.TRANSFER_SECONDS, key, traffic.seconds)
-    for rank_tier, counts in ((HOST, stats.pool), *stats.tiers.items()):
-        yield from _tier(rank_tier, counts)
-    for rank_tier, points in stats.memory_curve.items():
-        for times, ratio in points.items():
-            yield Sample(names.MEMORY_CURVE, (rank_tier, f"{times:g}"), ratio)
-    for rank_tier, num_leases in stats.leases.items():
-        yield Sample(names.LEASES, (rank_tier,), num_leases)
-    for tier, ailment in stats.ailments.items():
-        yield Sample(names.TIER_UNAVAILABLE, (tier,), int(bool(ailment)))
-    for tier, (num_asked, num_found) in stats.asked.items():
-        yield Sample(names.ASKED_BLOCKS, (tier,), num_asked)
-        yield Sample(names.FOUND_BLOCKS, (tier,), num_found)
-    for tier, num_restored in stats.restored.items():
-        yield Sample(names.RESTORED_BLOCKS, (tier,), num_restored)
-    for tier, rate in stats.tier_bandwidth.items():
-        if rate is not None:
-            yield Sample(names.LEVEL_RATE, (tier,), rate)
-    for tier, disk in snapshot.disks.items():
-        yield from _disk(tier, disk)
-    for name, tenant in stats.tenants.items():
-        yield Sample(names.TENANT_QUERIES, (name,), tenant.queries)
-        yield Sample(names.TENANT_ASKED, (name,), tenant.asked_tokens)
-        yield Sample(names.TENANT_HITS, (name,), tenant.hit_tokens)
-        for rank_tier, count in tenant.slots.items():
-            yield Sample(names.TENANT_SLOTS, (name, rank_tier), count)
-        for rank_tier, count in tenant.evicted.items():
-            yield Sample(names.TENANT_EVICTED, (name, rank_tier), count)
-    for rank_tier, num_bytes in snapshot.slot_bytes.items():
-        yield Sample(names.SLOT_BYTES, (rank_tier,), num_bytes)
+    """Every metric's values, in the catalog's order; known labels begin at zero."""
+    for metric, read in _READS.items():
+        found = read(snapshot)
+        if isinstance(found, Mapping):
+            for labels, value in found.items():
+                yield Sample(metric, (labels,) if isinstance(labels, str) else labels, value)
+        elif found is not None:
+            yield Sample(metric, (), found)
 
 
-def _disk(tier: str, disk: DiskFigures) -> Iterator[Sample]:
-    yield Sample(names.DRIVE_BYTES, (tier, "read"), disk.read_bytes)
-    yield Sample(names.DRIVE_BYTES, (tier, "write"), disk.written_bytes)
-    yield Sample(names.DRIVE_SECONDS, (tier, "read"), disk.read_seconds)
-    yield Sample(names.DRIVE_SECONDS, (tier, "write"), disk.write_seconds)
-    for reason in names.FAILED_WHY:
-        yield Sample(names.DRIVE_FAILED, (tier, reason), disk.failed.get(reason, 0))
-    yield Sample(names.DRIVE_RESTARTS, (tier,), disk.restarts)
-    yield Sample(names.DRIVES_UNAVAILABLE, (tier,), disk.drives_away)
-    yield Sample(names.PENDING_BLOCKS, (tier,), disk.pending)
-    yield Sample(names.DURABLE_LAG, (tier,), disk.durable_lag)
+def idle(reason: str) -> Iterator[Sample]:
+    """Whether nothing is served, and why, where there is no scheduler to count anything."""
+    return (Sample(names.IDLE, (each,), float(each == reason)) for each in names.IDLE_REASONS)
 
 
-def idle(why: str) -> Iterator[Sample]:
-    """Whether nothing is served, and why."""
-    for reason in names.IDLE_REASONS:
-        yield Sample(names.IDLE, (reason,), float(reason == why))
+def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
+    return {label: counts.get(label, 0) for label in labels}
 
 
-def _plain(snapshot: Snapshot) -> tuple[tuple[Metric, float | None], ...]:
-    """Those without labels; None where it is not known."""
-    stats = snapshot.stats
-    return (
-        (names.QUERIES, stats.queries),
-        (names.ASKED_TOKENS, stats.asked_tokens),
-        (names.HIT_TOKENS, stats.hit_tokens),
-        (names.PROMOTED_TOKENS, stats.promoted_tokens),
-        (names.FULL_HITS, stats.missed.get(Reason.NOTHING_MISSED.value, 0)),
-        (names.LANDED, stats.landed),
-        (names.FAILED, stats.failed),
-        (names.OVERDUE, stats.overdue),
-        (names.EXPIRED_HITS, stats.expired_hits),
-        (names.EARLY_LOADS, stats.early_loads),
-        (names.STALE_RECEIPTS, stats.stale_receipts),
-        (names.SHED_STORES, stats.shed_stores),
-        (names.LOST_BLOCKS, stats.lost_blocks),
-        (names.RESETS, stats.resets),
-        (names.PINNED_BYTES, snapshot.pinned_bytes),
-        (names.HELD_BLOCKS, snapshot.held_blocks),
-        (names.IN_FLIGHT, stats.in_flight),
-        (names.QUEUED, stats.queued),
-        (names.BYTES_IN_FLIGHT, stats.bytes_in_flight),
-        (names.LOAD_RATE, stats.bandwidth),
-        (names.PREFILL_RATE, stats.prefill_rate),
-    )
+def _traffic(read: Callable[[Traffic], Value]) -> Callable[[Snapshot], Values]:
+    return lambda s: {route: read(traffic) for route, traffic in s.stats.traffic.items()}
 
 
-def _tier(tier: str, counts: PoolCounts) -> Iterator[Sample]:
-    yield Sample(names.EVICTED, (tier,), counts.evicted)
-    yield Sample(names.HELD_SLOTS, (tier,), counts.held)
-    yield Sample(names.REFUSED_HOLDS, (tier,), counts.refused_holds)
-    for state in names.STATES:
-        yield Sample(names.SLOTS, (tier, state), getattr(counts, state))
+def _pools(name: str) -> Callable[[Snapshot], Values]:
+    """One of a pool's counts, for the host and every tier with places."""
+    return lambda s: {
+        tier: getattr(pool, name) for tier, pool in ((HOST, s.stats.pool), *s.stats.tiers.items())
+    }
 
 
-# ------------------------------------------------------------------------------------------------
-# One snapshot as the text that Prometheus scrapes.
-#
-# What prometheus_client would write, letter by letter, in a small part of its time: it is an
-# engine's
-# process that is scraped, and while the text is made the interpreter is not the engine's.
+def _slots(s: Snapshot) -> Values:
+    pools = ((HOST, s.stats.pool), *s.stats.tiers.items())
+    return {(tier, state): getattr(pool, state) for tier, pool in pools for state in names.STATES}
+
+
+def _disks(*fields: str) -> Callable[[Snapshot], Values]:
+    """One of the drives' figures by tier; two of them as ``read`` and ``write``."""
+    if len(fields) == 1:
+        return lambda s: {tier: getattr(disk, fields[0]) for tier, disk in s.disks.items()}
+    return lambda s: {
+        (tier, operation): getattr(disk, name)
+        for tier, disk in s.disks.items()
+        for operation, name in zip(("read", "write"), fields, strict=True)
+    }
+
+
+def _tenants(name: str) -> Callable[[Snapshot], Values]:
+    return lambda s: {tenant: getattr(each, name) for tenant, each in s.stats.tenants.items()}
+
+
+def _tenant_tiers(name: str) -> Callable[[Snapshot], Values]:
+    return lambda s: {
+        (tenant, tier): count
+        for tenant, each in s.stats.tenants.items()
+        for tier, count in getattr(each, name).items()
+    }
+
+
+_READS: dict[Metric, Callable[[Snapshot], Values]] = {
+    names.INFO: lambda s: {s.version: 1},
+    names.IDLE: lambda s: (
+        None if s.idle is None else {each: float(each == s.idle) for each in names.IDLE_REASONS}
+    ),
+    names.LOOKUPS: lambda s: s.stats.queries,
+    names.LOOKUP_TOKENS: lambda s: s.stats.asked_tokens,
+    names.HIT_TOKENS: lambda s: s.stats.hit_tokens,
+    names.PROMOTED_TOKENS: lambda s: s.stats.promoted_tokens,
+    names.FULL_HITS: lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
+    names.MISSED: lambda s: _each(names.MISSES, s.stats.missed),
+    names.DECISIONS: lambda s: _each(names.VERDICTS, s.stats.verdicts),
+    names.OVERLAPPED: lambda s: _each(names.OVERLAPS, s.stats.overlaps),
+    names.MOVED_BYTES: _traffic(lambda traffic: traffic.sizes.total),
+    names.MOVED_SECONDS: _traffic(lambda traffic: traffic.seconds.total),
+    names.TRANSFER_BYTES: _traffic(lambda traffic: traffic.sizes),
+    names.TRANSFER_SECONDS: _traffic(lambda traffic: traffic.seconds),
+    names.COMPLETED: lambda s: s.stats.landed,
+    names.FAILED: lambda s: s.stats.failed,
+    names.OVERDUE: lambda s: s.stats.overdue,
+    names.EXPIRED_HITS: lambda s: s.stats.expired_hits,
+    names.PIPELINED_LOADS: lambda s: s.stats.early_loads,
+    names.STALE_RECEIPTS: lambda s: s.stats.stale_receipts,
+    names.DEFERRED_STORES: lambda s: s.stats.shed_stores,
+    names.EVICTED: _pools("evicted"),
+    names.REFUSED_PINS: _pools("refused_holds"),
+    names.LOOKUP_BLOCKS: lambda s: {tier: asked for tier, (asked, _) in s.stats.asked.items()},
+    names.FOUND_BLOCKS: lambda s: {tier: found for tier, (_, found) in s.stats.asked.items()},
+    names.LOST_BLOCKS: lambda s: s.stats.lost_blocks,
+    names.RESTORED_BLOCKS: lambda s: s.stats.restored,
+    names.DRIVE_BYTES: _disks("read_bytes", "written_bytes"),
+    names.DRIVE_SECONDS: _disks("read_seconds", "write_seconds"),
+    names.DRIVE_FAILED: lambda s: {
+        (tier, reason): disk.failed.get(reason, 0)
+        for tier, disk in s.disks.items()
+        for reason in names.DRIVE_ERRORS
+    },
+    names.DRIVE_RESTARTS: _disks("restarts"),
+    names.DRIVES_UNAVAILABLE: _disks("drives_away"),
+    names.PENDING_BLOCKS: _disks("pending"),
+    names.DURABLE_LAG: _disks("durable_lag"),
+    names.RESETS: lambda s: s.stats.resets,
+    names.TENANT_LOOKUPS: _tenants("queries"),
+    names.TENANT_TOKENS: _tenants("asked_tokens"),
+    names.TENANT_HITS: _tenants("hit_tokens"),
+    names.TENANT_SLOTS: _tenant_tiers("slots"),
+    names.TENANT_EVICTED: _tenant_tiers("evicted"),
+    names.SLOTS: _slots,
+    names.PINNED_SLOTS: _pools("held"),
+    names.SLOT_BYTES: lambda s: s.slot_bytes,
+    names.LEASES: lambda s: s.stats.leases,
+    names.TIER_UNAVAILABLE: lambda s: {
+        tier: int(bool(reason)) for tier, reason in s.stats.ailments.items()
+    },
+    names.PINNED_BYTES: lambda s: s.pinned_bytes,
+    names.HELD_BLOCKS: lambda s: s.held_blocks,
+    names.IN_FLIGHT: lambda s: s.stats.in_flight,
+    names.QUEUED: lambda s: s.stats.queued,
+    names.BYTES_IN_FLIGHT: lambda s: s.stats.bytes_in_flight,
+    names.MEMORY_CURVE: lambda s: {
+        (tier, f"{times:g}"): ratio
+        for tier, points in s.stats.memory_curve.items()
+        for times, ratio in points.items()
+    },
+    names.LOAD_RATE: lambda s: s.stats.bandwidth,
+    names.TIER_RATE: lambda s: {
+        tier: rate for tier, rate in s.stats.tier_bandwidth.items() if rate is not None
+    },
+    names.PREFILL_RATE: lambda s: s.stats.prefill_rate,
+}
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

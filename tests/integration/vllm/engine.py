@@ -224,9 +224,8 @@ class Tamper:
         receipts, self._own = self._own, []
         return receipts + self.mover.poll()
 
-    @property
-    def parts(self) -> Any:
-        return self.mover.parts
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mover, name)
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         receipts, self._own = self._own, []

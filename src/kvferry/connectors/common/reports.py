@@ -81,8 +81,8 @@ def adds_up(key: str) -> bool:
 def log_line(figures: Figures) -> dict[str, int | float]:
     """The few figures worth a line in a log."""
     line: dict[str, int | float] = {
-        "kvferry_lookups": _sum(figures, names.QUERIES),
-        "kvferry_lookup_tokens": _sum(figures, names.ASKED_TOKENS),
+        "kvferry_lookups": _sum(figures, names.LOOKUPS),
+        "kvferry_lookup_tokens": _sum(figures, names.LOOKUP_TOKENS),
         "kvferry_hit_tokens": _sum(figures, names.HIT_TOKENS),
     }
     for verb, route in (("load", (HOST, DEVICE)), ("store", (DEVICE, HOST))):

@@ -28,7 +28,7 @@ TROUBLES = {
     "overdue": names.OVERDUE,
     "expired hits": names.EXPIRED_HITS,
     "stale receipts": names.STALE_RECEIPTS,
-    "shed stores": names.SHED_STORES,
+    "shed stores": names.DEFERRED_STORES,
     "lost blocks": names.LOST_BLOCKS,
 }
 
@@ -183,7 +183,7 @@ class Watch:
 
     def _view(self, now: Reading, recent: list[dict[str, Any]], away: dict[str, str]) -> View:
         before = self._readings[-2] if len(self._readings) > 1 else now
-        asked = _grown(names.ASKED_TOKENS, before, now)
+        asked = _grown(names.LOOKUP_TOKENS, before, now)
         hit = _grown(names.HIT_TOKENS, before, now)
         return View(
             url=self.url,
@@ -191,12 +191,12 @@ class Watch:
             seconds=now.at - before.at,
             version=now.version,
             idle=_idle(now),
-            queries=_count(now, names.QUERIES),
-            queries_per_second=_per_second(_grown(names.QUERIES, before, now), before, now),
-            hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.ASKED_TOKENS)),
+            queries=_count(now, names.LOOKUPS),
+            queries_per_second=_per_second(_grown(names.LOOKUPS, before, now), before, now),
+            hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.LOOKUP_TOKENS)),
             hit_rate_now=_share(hit, asked),
             hit_history=[
-                _share(_grown(names.HIT_TOKENS, a, b), _grown(names.ASKED_TOKENS, a, b))
+                _share(_grown(names.HIT_TOKENS, a, b), _grown(names.LOOKUP_TOKENS, a, b))
                 for a, b in self._pairs()
             ],
             full_hits=_count(now, names.FULL_HITS),
@@ -244,7 +244,7 @@ def _idle(now: Reading) -> str:
 
 
 def _restarted(before: Reading, now: Reading) -> bool:
-    return any(_value(now, m) < _value(before, m) for m in (names.QUERIES, names.LANDED))
+    return any(_value(now, m) < _value(before, m) for m in (names.LOOKUPS, names.COMPLETED))
 
 
 def _value(reading: Reading, metric: Metric) -> float:
@@ -312,7 +312,9 @@ def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
         written_bytes=int(moved.get((tier, "write"), 0)),
         read_rate=rates["read"],
         write_rate=rates["write"],
-        failed={why: int(failed[tier, why]) for why in names.FAILED_WHY if failed.get((tier, why))},
+        failed={
+            why: int(failed[tier, why]) for why in names.DRIVE_ERRORS if failed.get((tier, why))
+        },
         pending=int(one(names.PENDING_BLOCKS)),
         durable_lag=one(names.DURABLE_LAG),
         num_away=int(one(names.DRIVES_UNAVAILABLE)),
@@ -322,9 +324,9 @@ def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
 
 def _tenants(reading: Reading) -> list[TenantView]:
     """Those that have anything, who has most first."""
-    queries = reading.by_label(names.TENANT_QUERIES)
+    queries = reading.by_label(names.TENANT_LOOKUPS)
     evicted: dict[str, int] = {}
-    asked, hits = reading.by_label(names.TENANT_ASKED), reading.by_label(names.TENANT_HITS)
+    asked, hits = reading.by_label(names.TENANT_TOKENS), reading.by_label(names.TENANT_HITS)
     slots: dict[str, dict[str, int]] = {name: {} for (name,) in queries}
     for (name, tier), count in reading.by_label(names.TENANT_SLOTS).items():
         if count and len(slots.setdefault(name, {})) < MOST_TIERS:
@@ -348,9 +350,10 @@ def _tenants(reading: Reading) -> list[TenantView]:
 def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[TierView]:
     slots = reading.by_label(names.SLOTS)
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
-    asked, found = reading.by_label(names.ASKED_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
-    held = reading.by_label(names.HELD_SLOTS)
-    away, restored = reading.by_label(names.TIER_UNAVAILABLE), reading.by_label(names.RESTORED_BLOCKS)
+    asked, found = reading.by_label(names.LOOKUP_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
+    held = reading.by_label(names.PINNED_SLOTS)
+    away = reading.by_label(names.TIER_UNAVAILABLE)
+    restored = reading.by_label(names.RESTORED_BLOCKS)
     curve = reading.by_label(names.MEMORY_CURVE)
     every = dict.fromkeys([rank_tier for rank_tier, _ in slots] + [tier for (tier,) in away])
     rank_tiers = list(every)[:MOST_TIERS]
