@@ -43,7 +43,7 @@ from kvferry.worker import Worker
 
 if TYPE_CHECKING:  # few ferries serve metrics, and these modules would triple our own import
     from kvferry.telemetry.endpoint import Endpoint
-    from kvferry.tiers.disk.figures import DiskFigures
+    from kvferry.tiers.disk.protocol import DiskFigures
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from kvferry.transfer.layout import GroupLayout
 from kvferry.types import FIRST_RANK, HOST, Plan, Rank, TierName
 
 if TYPE_CHECKING:
-    from kvferry.tiers.disk.figures import DiskFigures
+    from kvferry.tiers.disk.protocol import DiskFigures
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.fakes.sides import Sides
 
 from kvferry.connectors.common import ranks as disk_marks
 from kvferry.connectors.common.ranks import DiskMarks
-from kvferry.tiers.disk.setup import StoreAt
+from kvferry.tiers.disk.protocol import StoreAt
 
 Make = Callable[..., Sides]
 

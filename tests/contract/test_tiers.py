@@ -32,7 +32,7 @@ from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, TransferError
 from kvferry.settings.remote import read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake

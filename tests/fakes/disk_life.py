@@ -12,9 +12,8 @@ import numpy as np
 from tests.fakes.crafted_keys import keys
 
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
-from kvferry.tiers.disk.link import Launch, start_drive
-from kvferry.tiers.disk.setup import DriveSetup
-from kvferry.tiers.disk.tier import DiskTier
+from kvferry.tiers.disk.protocol import DriveSetup
+from kvferry.tiers.disk.tier import DiskTier, Launch, start_drive
 from kvferry.types import TierName, as_slots
 
 LONG = 60.0

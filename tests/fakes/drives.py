@@ -14,9 +14,9 @@ from tests.fakes.crafted_keys import key
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.blocks import SECTOR, BlockFile
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile
 from kvferry.tiers.disk.drive import DriveServer
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import Stripes
 from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
 from kvferry.tiers.ipc.child import EngineLink, serve_engine
@@ -53,7 +53,7 @@ class Weather:
         """From here on a call to a drive may take so long, before it is given up."""
         for drive in self.drives:
             assert drive.server is not None
-            drive.server._deadline = drive.server._lanes._deadline = seconds
+            drive.server._queue.deadline = seconds
 
     def kill(self) -> None:
         """From here on nothing reaches the medium, and no drive comes back."""
@@ -153,7 +153,7 @@ class ThreadDrive(ChildProcess):
     def kill(self) -> None:
         """Touch the engine's memory no more, and end."""
         if self.server is not None:
-            self.server._lanes.close(0.0, "killed")
+            self.server._queue.close(0.0, "killed")
         self._theirs.end()
         self._theirs.is_ended = True
         self._theirs.wake()
@@ -166,7 +166,7 @@ class ThreadDrive(ChildProcess):
         """As a process does: the journal hears of nothing more, and the store is free."""
         assert self.server is not None
         store = self.server._store
-        for file in store.ledger._files:
+        for file in store.journal._files:
             file.close()
         store._lock.release()
         self.kill()

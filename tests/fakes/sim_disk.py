@@ -12,13 +12,15 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvferry.tiers.disk.journal_pages import DiskFile
+
 SECTOR = 512
 
 Fault = Callable[[str, int, int], int | None]
 """Told "write" or "sync", where and how much; may raise OSError, or say how much is taken."""
 
 
-class SimFile:
+class SimFile(DiskFile):
     """A file whose writes reach the medium at a sync, or by chance."""
 
     def __init__(self, content: bytes, watch: Callable[[], None] = lambda: None) -> None:
@@ -106,7 +108,7 @@ Moment = tuple[tuple[SimFile, SimFile], tuple[int, int]]
 
 @dataclass
 class SimDisk:
-    """The two files of one ledger, and every moment at which the power may go."""
+    """The two files of one journal, and every moment at which the power may go."""
 
     files: tuple[SimFile, SimFile]
     moments: list[Moment] = field(default_factory=list)

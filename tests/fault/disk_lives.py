@@ -36,7 +36,7 @@ from tests.fakes.disk_life import setups
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
-from kvferry.tiers.disk.marking import mark_stores
+from kvferry.tiers.disk.superblock import mark_stores
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName
 
@@ -104,7 +104,7 @@ class Life:
         """Whether all that is written in this life will be forgotten, whatever it hears."""
 
     def drive(self) -> int:
-        child = self.tier._links[0]._child
+        child = self.tier._drives[0]._child
         return child.pid if child is not None else 0
 
     def send(self, way: Way, blocks: list[tuple[int, int]]) -> None:
@@ -236,10 +236,10 @@ class Life:
 
     def note_durable(self) -> None:
         """Whatever was answered before nothing was pending is durable."""
-        link = self.tier._links[0]
+        drive = self.tier._drives[0]
         before, starts = dict(self.answered), self.tier.figures().restarts
         with self.tier._changed:
-            if link.has_forgotten:
+            if drive.has_forgotten:
                 self.notes.forgotten[0] = self.notes.generation[0]
         figures = self.tier.figures()
         is_same = starts == figures.restarts == self._starts and not self.tier.ailment
@@ -249,7 +249,7 @@ class Life:
                 del self.answered[place]  # a drive that died may have lost it
         elif self.is_marked:
             return
-        elif not figures.pending and not figures.durable_lag and link.has_forgotten:
+        elif not figures.pending and not figures.durable_lag and drive.has_forgotten:
             for place, version in before.items():
                 self.notes.durable[place] = version
 

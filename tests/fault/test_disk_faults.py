@@ -20,7 +20,7 @@ from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fakes.drives import Weather, WeatheredFile
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.journal import DiskFile
+from kvferry.tiers.disk.journal_pages import DiskFile
 from kvferry.types import Key
 
 
@@ -336,8 +336,8 @@ def test_what_waited_on_a_drive_that_died_waits_no_more(tmp_path: Path, weather:
         assert before.pending >= 4
         weather.is_over = True
         weather.drives[0].kill()
-        (link,) = life.tier._links
-        wait_until(lambda: link._child is None)
+        (drive,) = life.tier._drives
+        wait_until(lambda: drive._child is None)
         after = life.tier.figures()
         gate.set()
     assert (after.pending, after.durable_lag, after.journal_bytes) == (0, 0.0, 0)

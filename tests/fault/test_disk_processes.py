@@ -22,7 +22,8 @@ from tests.fakes.drives import ThreadDrive, Weather
 from kvferry.errors import ConfigError, StoreInUseError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import drive, tier
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.protocol import DriveSetup
+from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
 from kvferry.tiers.ipc.memory import EngineMemory, open_own_memory
 from kvferry.tiers.ipc.messages import ResultMessage, pack_result
@@ -32,7 +33,7 @@ from kvferry.types import Key
 
 
 def pids(life: DiskLife) -> list[int]:
-    children = [link._child for link in life.tier._links]
+    children = [drive._child for drive in life.tier._drives]
     return [child.pid for child in children if child is not None]
 
 
@@ -69,11 +70,11 @@ def test_a_drive_that_is_stopped_is_given_up_and_touches_nothing_later(tmp_path:
         rows = life.write(range(20))
         life.wait_durable()
         (pid,) = pids(life)
-        (link,) = life.tier._links
-        patience, link._silence = link._silence, 0.3
+        (drive,) = life.tier._drives
+        patience, drive._max_silence = drive._max_silence, 0.3
         os.kill(pid, signal.SIGSTOP)
         into, result = life.read(range(20))
-        link._silence = patience  # a machine that is busy may need that long to start another
+        drive._max_silence = patience  # a machine that is busy may need that long to start another
         assert not result.ok.any()
         into[:] = 0x11  # the result is here: the memory is ours again
         wait_until(lambda: is_gone(pid))
@@ -296,7 +297,7 @@ from tests.fakes.disk_life import DiskLife
 life = DiskLife(Path(sys.argv[1]))
 life.write(range(10))
 life.wait_durable()
-print(life.tier._links[0]._child.pid, flush=True)
+print(life.tier._drives[0]._child.pid, flush=True)
 life.write(range(10, 20))
 print("written", flush=True)
 sys.stdin.read()
@@ -337,9 +338,10 @@ def test_a_drive_ends_with_its_engine_and_commits_what_was_answered(tmp_path: Pa
 def test_a_drive_that_is_slow_to_let_go_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, pid = start_engine(tmp_path)
-    os.kill(pid, signal.SIGSTOP)
-    end(engine)
+    with DiskLife(tmp_path) as life:
+        life.write(range(20))
+    (folder,) = (tmp_path / "drive-0").glob("kvferry-*")
+    lock = StoreLock.take(folder)  # as a drive that has its last commit still to do
     lives: list[DiskLife] = []
     opening = threading.Thread(target=lambda: lives.append(DiskLife(tmp_path)))
     opening.start()
@@ -347,7 +349,7 @@ def test_a_drive_that_is_slow_to_let_go_is_waited_for(
         wait_until(lambda: "for it to let go" in caplog.text or not opening.is_alive())
         assert opening.is_alive(), "it was refused"
     finally:
-        os.kill(pid, signal.SIGCONT)
+        lock.release()
     opening.join()
     with lives[0] as life:
         assert sorted(life.tier.recovered()[1].tolist()) == list(range(20))

@@ -17,7 +17,7 @@ from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.integration.test_endpoint import ask
 
 from kvferry.telemetry.source import Snapshot
-from kvferry.tiers.disk.figures import DiskFigures
+from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.tools.top.server import PageServer
 from kvferry.tools.top.view import Watch
 

@@ -16,26 +16,12 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import SimDisk, SimFile, images
-from tests.model.ledger_oracle import Content, Event, Forgot, History, Lost, Wrote, content_of
+from tests.model.journal_oracle import Content, Event, Forgot, History, Lost, Wrote, content_of
 
-from kvferry.tiers.disk import (
-    journal,
-    ledger,
-)
-from kvferry.tiers.disk import (
-    journal as pages,
-)
-from kvferry.tiers.disk import (
-    ledger as compaction,
-)
-from kvferry.tiers.disk import (
-    ledger as finding,
-)
-from kvferry.tiers.disk import (
-    ledger as recovery,
-)
-from kvferry.tiers.disk.journal import Shape
-from kvferry.tiers.disk.ledger import Ledger, journal_bytes
+from kvferry.tiers.disk import journal
+from kvferry.tiers.disk import journal_pages as pages
+from kvferry.tiers.disk.journal import Journal, journal_bytes
+from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.types import as_slots
 
 STORE_ID = b"s" * 16
@@ -50,19 +36,19 @@ WIDE = Shape(PROOF_BYTES, 1024)
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals that are full after a few commits."""
-    monkeypatch.setattr(ledger, "_LEAST_SLACK_PAGES", 9)
-    monkeypatch.setattr(ledger, "COPY_PAGES", 2)
+    monkeypatch.setattr(journal, "_MIN_SLACK_PAGES", 9)
+    monkeypatch.setattr(journal, "COPY_PAGES", 2)
 
 
 @dataclass
 class Life:
-    """A ledger on a disk in memory, and the history of what it was told."""
+    """A journal on a disk in memory, and the history of what it was told."""
 
     shape: Shape
     disk: SimDisk
     history: History = field(default_factory=History)
     serial: int = 0
-    ledger: Ledger = field(init=False)
+    journal: Journal = field(init=False)
 
     @classmethod
     def new(cls, shape: Shape) -> Life:
@@ -71,7 +57,7 @@ class Life:
         return life
 
     def begin(self) -> None:
-        self.ledger = Ledger(self.disk.files, STORE_ID, NUM_PLACES, self.shape)
+        self.journal = Journal(self.disk.files, STORE_ID, NUM_PLACES, self.shape)
         self.disk.tell = self.history.moment
 
     def write(self, *blocks: tuple[int, int]) -> None:
@@ -84,26 +70,26 @@ class Life:
             self.history.events.append(Wrote(place, key, rows[-1]))
         proofs = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(-1, PROOF_BYTES)
         places = as_slots([place for place, _ in blocks])
-        self.ledger.note_written(places, keys(number for _, number in blocks), proofs)
+        self.journal.record_written(places, keys(number for _, number in blocks), proofs)
 
     def lose(self, place: int) -> None:
         self.history.events.append(Lost(place))
-        self.ledger.note_lost(as_slots([place]))
+        self.journal.record_lost(as_slots([place]))
 
     def forget(self) -> None:
         self.history.events.append(Forgot())
-        self.ledger.forget()
+        self.journal.forget()
 
     def commit(self) -> None:
         noted = len(self.history.events)
-        self.ledger.commit()
+        self.journal.commit()
         self.history.promised = noted
         self.disk.remember()
 
 
 def recovered(shape: Shape, files: tuple[bytes, bytes]) -> tuple[Content, SimDisk]:
     disk = SimDisk.holding(files)
-    return content_of(Ledger(disk.files, STORE_ID, NUM_PLACES, shape)), disk
+    return content_of(Journal(disk.files, STORE_ID, NUM_PLACES, shape)), disk
 
 
 def check_all_crashes(life: Life, most: int, rng: random.Random) -> int:
@@ -138,7 +124,7 @@ def small_life(shape: Shape) -> Life:
     life.forget()
     life.write((3, 7))
     life.commit()
-    life.ledger.commit()
+    life.journal.commit()
     for n in range(8):
         life.write((n % NUM_PLACES, 20 + n))
         if n % 3 == 2:
@@ -158,7 +144,7 @@ def small_life(shape: Shape) -> Life:
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["512", "1024"])
 def test_every_crash_of_a_small_life(shape: Shape) -> None:
     life = small_life(shape)
-    assert life.ledger._journal.seal.generation >= 4
+    assert life.journal._pages.seal.generation >= 4
     assert check_all_crashes(life, 256, random.Random(1)) > 500
 
 
@@ -229,7 +215,7 @@ def test_what_was_cut_never_comes_back() -> None:
 
 
 def closed(life: Life) -> tuple[bytes, bytes]:
-    life.ledger.close()
+    life.journal.close()
     first, second = life.disk.files
     return first.medium, second.medium
 
@@ -250,7 +236,7 @@ def check_damage(life: Life) -> int:
             for num_pages in (1, 2, 3):
                 content, _ = recovered(life.shape, damaged(files, which, start, num_pages * size))
                 promised = told
-                if num_pages > 1 and start // size + num_pages >= life.ledger._journal.end:
+                if num_pages > 1 and start // size + num_pages >= life.journal._pages.end:
                     # All of the last commits is gone, as if never written: who could tell? But
                     # what was forgotten is gone for good.
                     promised = life.history.last_forgotten
@@ -308,9 +294,9 @@ class Deaf(SimFile):
 
 
 def no_sync_before_the_header(patch: pytest.MonkeyPatch) -> None:
-    finish = compaction.Compaction.finish
+    finish = journal.Compaction.finish
 
-    def without(self: compaction.Compaction) -> object:
+    def without(self: journal.Compaction) -> object:
         real = self.target.file
         self.target.file = Deaf(real)  # type: ignore[arg-type]
         try:
@@ -318,13 +304,13 @@ def no_sync_before_the_header(patch: pytest.MonkeyPatch) -> None:
         finally:
             self.target.file = real
 
-    patch.setattr(compaction.Compaction, "finish", without)
+    patch.setattr(journal.Compaction, "finish", without)
 
 
 def no_sync_of_a_commit(patch: pytest.MonkeyPatch) -> None:
-    append = journal.DiskJournal.append
+    append = pages.PageWriter.append
 
-    def without(self: journal.DiskJournal, records: pages.Records) -> int:
+    def without(self: pages.PageWriter, records: pages.Records) -> int:
         real = self.file
         self.file = Deaf(real)  # type: ignore[arg-type]
         try:
@@ -332,11 +318,11 @@ def no_sync_of_a_commit(patch: pytest.MonkeyPatch) -> None:
         finally:
             self.file = real
 
-    patch.setattr(journal.DiskJournal, "append", without)
+    patch.setattr(pages.PageWriter, "append", without)
 
 
 def no_sync_of_headers(patch: pytest.MonkeyPatch) -> None:
-    for module in (ledger, journal):
+    for module in (journal, pages):
         for name in ("erase_header", "write_header"):
             real: Callable[..., None] | None = getattr(module, name, None)
             if real is not None:
@@ -350,15 +336,15 @@ def no_digest(patch: pytest.MonkeyPatch) -> None:
             some["number"] == first + np.arange(len(some))
         )
 
-    patch.setattr(recovery, "ours", believe)
+    patch.setattr(journal, "valid_pages", believe)
 
 
 def no_end_of_the_old_journal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ledger, "erase_header", lambda file: None)
+    patch.setattr(journal, "erase_header", lambda file: None)
 
 
 def no_new_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(journal, "secrets", FixedSecrets)
+    patch.setattr(pages, "secrets", FixedSecrets)
     patch.setattr(
         pages.Seal, "__post_init__", lambda self: object.__setattr__(self, "generation", 1), False
     )
@@ -371,11 +357,11 @@ class FixedSecrets:
 
 
 def no_erasing_of_what_was_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(finding, "write_whole", lambda file, offset, data: None)
+    patch.setattr(journal, "write_whole", lambda file, offset, data: None)
 
 
 def no_words_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "_leave_out_doubtful", lambda *args: None)
+    patch.setattr(journal, "_leave_out_doubtful", lambda *args: None)
 
 
 def crash_small(shape: Shape = SMALL) -> None:
@@ -412,13 +398,13 @@ def forget_and_crash() -> None:
 
 def no_order_of_forgetting(patch: pytest.MonkeyPatch) -> None:
     """What is noted after a forgetting goes to the old journal, and the forgetting comes later."""
-    forget_all = Ledger._forget_all
+    forget_all = Journal._forget_all
 
-    def late(self: Ledger) -> None:
+    def late(self: Journal) -> None:
         self._append_unsaved()
         forget_all(self)
 
-    patch.setattr(Ledger, "_forget_all", late)
+    patch.setattr(Journal, "_forget_all", late)
 
 
 def second_lives() -> None:

@@ -1,7 +1,7 @@
 """Every single call to the medium fails once, in its turn; then every crash, or the process ends.
 
 A failed sync is the worst of it: some of what was written is on the medium, all of it can be read,
-and the kernel will never write the rest. Neither the ledger that goes on nor the next one to open
+and the kernel will never write the rest. Neither the journal that goes on nor the next one to open
 the files may take such bytes for kept.
 """
 
@@ -13,19 +13,19 @@ from collections.abc import Callable
 
 import pytest
 from tests.fakes.sim_disk import SimDisk, images
-from tests.model.ledger_oracle import Event, History, Wrote, content_of
+from tests.model.journal_oracle import Event, History, Wrote, content_of
 from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, Life, recovered
 
 from kvferry.errors import JournalError
-from kvferry.tiers.disk import ledger
-from kvferry.tiers.disk import ledger as finding
-from kvferry.tiers.disk.ledger import Ledger
+from kvferry.tiers.disk import journal
+from kvferry.tiers.disk import journal as finding
+from kvferry.tiers.disk.journal import Journal
 
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "_LEAST_SLACK_PAGES", 6)
-    monkeypatch.setattr(ledger, "COPY_PAGES", 2)
+    monkeypatch.setattr(journal, "_MIN_SLACK_PAGES", 6)
+    monkeypatch.setattr(journal, "COPY_PAGES", 2)
 
 
 class OneFault:
@@ -59,7 +59,7 @@ def faulty_life(fault: OneFault, failed: Callable[[Life], bool]) -> Life:
         except JournalError:
             if not failed(life):
                 break
-        if fault.calls >= fault.turn and life.ledger.trouble and not failed(life):
+        if fault.calls >= fault.turn and life.journal._trouble and not failed(life):
             break
     return life
 
@@ -72,7 +72,7 @@ def check_crashes_after(turn: int, seed: int) -> bool:
     for file in life.disk.files:
         file.fault = None
     life.commit()
-    assert life.ledger.trouble == ""
+    assert life.journal._trouble == ""
     for files, (noted, promised) in life.disk.moments[
         max(0, turn - 2) :
     ]:  # what came before is the same
@@ -90,8 +90,8 @@ def check_end_of_process_after(turn: int, seed: int) -> bool:
     for file in life.disk.files:
         file.fault = None
     second = Life(SMALL, life.disk, serial=life.serial)
-    second.ledger = Ledger(life.disk.files, STORE_ID, NUM_PLACES, SMALL)
-    content = content_of(second.ledger)
+    second.journal = Journal(life.disk.files, STORE_ID, NUM_PLACES, SMALL)
+    content = content_of(second.journal)
     life.history.check(content, *life.history.moment())
     events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
     second.history = History(events, len(events))
@@ -126,7 +126,7 @@ def test_every_fault_and_then_the_end_of_the_process() -> None:
 
 
 def forgets_a_header_that_may_be_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "_mend", lambda self: None)
+    patch.setattr(Journal, "_erase_stale", lambda self: None)
 
 
 def believes_the_page_cache(patch: pytest.MonkeyPatch) -> None:
@@ -168,11 +168,11 @@ def test_a_dead_medium_promises_nothing_and_keeps_everything(
         life.write((2, turn))
         with pytest.raises(JournalError, match="could not be written"):
             life.commit()
-    assert life.ledger.num_unsaved == 5
+    assert life.journal.num_unsaved == 5
     for file in life.disk.files:
         file.fault = None
     life.commit()
-    assert life.ledger.num_unsaved == 0
+    assert life.journal.num_unsaved == 0
     content, _ = recovered(SMALL, (life.disk.files[0].medium, life.disk.files[1].medium))
     life.history.check(content, *life.history.moment())
     assert set(content) == {1, 2}
@@ -193,7 +193,7 @@ def test_what_cannot_be_read_is_left_out_or_refused_but_never_wiped() -> None:
     for turn in range(12):
         life.write((turn % NUM_PLACES, turn), (0, 100 + turn))
         life.commit()
-    life.ledger.close()
+    life.journal.close()
     told = len(life.history.events)
     files = life.disk.files[0].medium, life.disk.files[1].medium
     whole, _ = recovered(SMALL, files)
@@ -204,7 +204,7 @@ def test_what_cannot_be_read_is_left_out_or_refused_but_never_wiped() -> None:
                 disk = SimDisk.holding(files)
                 disk.files[which].read_fault = unreadable(start, count)
                 try:
-                    content = content_of(Ledger(disk.files, STORE_ID, NUM_PLACES, SMALL))
+                    content = content_of(Journal(disk.files, STORE_ID, NUM_PLACES, SMALL))
                 except JournalError:
                     num_refused += 1
                     now, _ = recovered(SMALL, (disk.files[0].medium, disk.files[1].medium))

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 import kvferry
 from kvferry.ferry import Ferry
-from kvferry.tiers.disk.folder import BLOCKS_NAME
+from kvferry.tiers.disk.quota import BLOCKS_NAME
 from kvferry.tools.cli.commands import kvferry as command
 
 SHAPE = (24, 2, 16, 64)

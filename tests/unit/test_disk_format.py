@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.tiers.disk.blocks import Digests, Seals
-from kvferry.tiers.disk.journal import DiskFile, Header, Seal, Shape, Spot, pack
+from kvferry.tiers.disk.block_file import Digests, Seals
+from kvferry.tiers.disk.journal_pages import DiskFile, Header, Seal, Shape, pack
 from kvferry.tiers.disk.superblock import StoreIdentity, Superblock, read_mark, write_mark
 
 PAGE = (Path(__file__).parents[2] / "docs" / "DISK_FORMAT.md").read_text()
@@ -107,8 +107,8 @@ def test_a_page_is_as_written() -> None:
     records["place"] = [5, 6]
     records["key"] = [[1, 2, 3, 4], [5, 6, 7, 8]]
     records["proof"] = 0xAB
-    spot = Spot(12, 10, np.array([3], dtype=np.uint32))
-    data = pack(shape, Seal(9, b"t" * 32), records, spot).tobytes()
+    before = np.array([3], dtype=np.uint32)
+    data = pack(shape, Seal(9, b"t" * 32), records, 12, 10, before).tobytes()
     rows = table("page")
     assert len(data) == 4096
     for words, expected in {

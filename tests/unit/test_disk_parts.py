@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kvferry.errors import ConfigError
 from kvferry.hostmem.mapping import PrivateMemory
 from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tiers.disk.blocks import SECTOR, BlockFile
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.disk.io_workers import _runs
+from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import read_epoch, write_epoch
 from kvferry.tiers.disk.tier import Stripes, open_disk
-from kvferry.tiers.disk.workers import _runs
 from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
 from kvferry.tiers.ipc.messages import (
     OrderMessage,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,27 @@ from tests.fakes.crafted_keys import keys as numbered
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
 from kvferry.errors import StoreError, StoreInUseError
-from kvferry.tiers.disk import blocks as allocation
-from kvferry.tiers.disk import folder as room
-from kvferry.tiers.disk import inspection
-from kvferry.tiers.disk.folder import (
+from kvferry.tiers.disk import block_file as allocation
+from kvferry.tiers.disk import quota as room
+from kvferry.tiers.disk.journal import Proofs
+from kvferry.tiers.disk.journal_pages import Flags
+from kvferry.tiers.disk.quota import (
     DiskBound,
+    StoreLock,
     allocated_bytes,
     apparent_bytes,
     most_places,
     store_bytes,
     stores_under,
 )
-from kvferry.tiers.disk.journal import Flags
-from kvferry.tiers.disk.ledger import Proofs
-from kvferry.tiers.disk.store import Store
+from kvferry.tiers.disk.store import (
+    BlockChecker,
+    Store,
+    list_stores,
+    purge_store,
+    reading,
+    verify_store,
+)
 from kvferry.tiers.disk.superblock import (
     StoreIdentity,
     Superblock,
@@ -61,12 +69,12 @@ def identity(name: int = 1, **changes: Any) -> StoreIdentity:
 
 def fill(store: Store, numbers: list[int]) -> None:
     rows = np.random.default_rng().integers(0, 256, (len(numbers), 16), dtype=np.uint8)
-    store.ledger.note_written(as_slots(numbers), numbered(numbers), rows)
+    store.journal.record_written(as_slots(numbers), numbered(numbers), rows)
 
 
 def placed(store: Store) -> list[int]:
     """Where blocks were when it was opened, in the order written."""
-    return [place for _, places, _ in store.ledger.pieces() for place in places.tolist()]
+    return [place for _, places, _ in store.journal.pieces() for place in places.tolist()]
 
 
 def test_a_store_is_as_it_was_left(tmp_path: Path) -> None:
@@ -192,11 +200,11 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
     try:
         with pytest.raises(StoreInUseError, match=rf"{identity().folder_name}.*{other.pid}.*disk"):
             Store.open(tmp_path, identity(), BOUND)
-        (listed,) = inspection.list_stores(tmp_path)
+        (listed,) = list_stores(tmp_path)
         assert f"process {other.pid}" in listed.folder.holder
         with pytest.raises(StoreInUseError, match="stop that one first"):
-            inspection.purge_store(listed.folder.path)
-        with pytest.raises(StoreInUseError), inspection.reading(listed.folder.path):
+            purge_store(listed.folder.path)
+        with pytest.raises(StoreInUseError), reading(listed.folder.path):
             pass
     finally:
         other.kill()
@@ -222,7 +230,7 @@ def test_what_does_not_agree_is_refused_and_left_alone(
     with pytest.raises(StoreError, match=words):
         Store.open(tmp_path, identity(**change), BOUND)
     with Store.open(tmp_path, identity(), BOUND) as store:
-        assert store.ledger.num_blocks == 1
+        assert store.journal.num_blocks == 1
 
 
 def test_a_wrong_key_is_told_by_name(tmp_path: Path) -> None:
@@ -255,9 +263,33 @@ def test_a_store_whose_superblock_nobody_can_read_is_set_aside(tmp_path: Path) -
     assert (aside / "superblock").read_bytes() == bad
     # It is a store that nobody uses: it counts, and goes when its bytes are needed.
     with Store.open(tmp_path, identity(), BOUND) as store:
-        assert store.ledger.num_blocks == 0
+        assert store.journal.num_blocks == 0
         assert not aside.exists()
         assert str(aside) in store.notes[0]
+
+
+def test_a_store_of_another_format_is_refused_counted_and_left_alone(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [1])
+        folder = store.folder
+    sector = bytearray(store.superblock.pack())
+    sector[24:28] = (7).to_bytes(4, "little")
+    sector[:16] = blake2b(sector[16:], digest_size=16, person=b"kvferry.super").digest()
+    path = folder / "superblock"
+    path.write_bytes((bytes(sector) * 2).ljust(4096, b"\0"))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(StoreError, match=rf"has format 7.*reads format 1.*purge {folder}"):
+        Store.open(tmp_path, identity(), BOUND)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    (listed,) = list_stores(tmp_path)
+    assert listed.num_blocks is None
+    assert "has format 7" in listed.folder.trouble
+    holding = StoreLock.take(folder)  # as a server of that kvferry does
+    with pytest.raises(StoreError, match="other stores there hold"):
+        Store.open(tmp_path, identity(2, family=b"2"), BOUND)
+    holding.release()
+    assert "is gone" in purge_store(folder)
+    Store.open(tmp_path, identity(), BOUND).close()
 
 
 def test_no_flipped_bit_in_a_superblock_is_believed() -> None:
@@ -282,7 +314,7 @@ def test_without_fallocate_files_are_sparse_and_bounded(
 ) -> None:
     monkeypatch.setattr(allocation, "_fallocate", lambda *args: False)
     with Store.open(tmp_path, identity(), BOUND) as store:
-        assert "cannot promise space" in store.notes[0]
+        assert "cannot reserve space" in store.notes[0]
         assert store.blocks_path.stat().st_size == store.num_places * PITCH
         assert store.blocks_path.stat().st_blocks == 0
 
@@ -303,46 +335,39 @@ def test_no_space_for_a_file_leaves_the_rest_as_it_was(
             Store.open(tmp_path, identity(), DiskBound(2 * BOUND.size))
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert store.num_places == places
-        assert store.ledger.num_blocks == 1
+        assert store.journal.num_blocks == 1
 
 
 def test_a_list_says_what_there_is(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         fill(store, [1, 2, 3])
-        store.ledger.commit()
-        (listed,) = inspection.list_stores(tmp_path)
+        store.journal.commit()
+        (listed,) = list_stores(tmp_path)
         assert listed.num_blocks == 3
         assert f"process {os.getpid()}" in listed.folder.holder
-    (listed,) = inspection.list_stores(tmp_path)
+    (listed,) = list_stores(tmp_path)
     assert (listed.num_blocks, listed.folder.holder) == (3, "")
     assert listed.folder.superblock is not None
     assert listed.folder.superblock.identity == identity()
     assert listed.folder.num_bytes == apparent_bytes(store.folder)
-    assert inspection.list_stores(tmp_path / "nowhere") == []
+    assert list_stores(tmp_path / "nowhere") == []
 
 
-def test_verifying_asks_for_every_block_once(tmp_path: Path) -> None:
+def test_verifying_asks_for_every_block_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         fill(store, [5, 3, 9])
-        truth = store.ledger.proofs.copy()
+        truth = store.journal.proofs.copy()
+
+    def check(self: BlockChecker, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
+        assert keys == numbered(places.tolist())
+        assert (proofs == truth[places]).all()
+        return places != 3
+
+    monkeypatch.setattr(BlockChecker, "check", check)
     told: list[tuple[int, int]] = []
-
-    closed: list[bool] = []
-
-    class Checker:
-        def __init__(self, content: inspection.StoreContent) -> None:
-            assert content.blocks_path == store.blocks_path
-
-        def __call__(self, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
-            assert keys == numbered(places.tolist())
-            assert (proofs == truth[places]).all()
-            return places != 3
-
-        def close(self) -> None:
-            closed.append(True)
-
-    report = inspection.verify_store(store.folder, Checker, lambda *n: told.append(n))
-    assert closed
+    report = verify_store(store.folder, progress=lambda *n: told.append(n))
     assert (report.num_blocks, report.num_checked, report.bad_places) == (3, 3, [3])
     assert not report.is_sound
     assert told == [(3, 3)]
@@ -351,16 +376,16 @@ def test_verifying_asks_for_every_block_once(tmp_path: Path) -> None:
 def test_purging_removes_and_says_what_that_means(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         folder = store.folder
-    assert "SSD" in inspection.purge_store(folder)
+    assert "SSD" in purge_store(folder)
     assert not folder.exists()
     sealed = identity(proof_bytes=28, is_sealed=True)
     Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store).close()
-    assert "without the key" in inspection.purge_store(folder)
+    assert "without the key" in purge_store(folder)
     with pytest.raises(StoreError, match="no store of kvferry"):
-        inspection.purge_store(folder)
+        purge_store(folder)
     (tmp_path / "mine").mkdir()
     with pytest.raises(StoreError, match="no store of kvferry"):
-        inspection.purge_store(tmp_path / "mine")
+        purge_store(tmp_path / "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".kvferry-lock", "mine"]
 
 
@@ -581,15 +606,15 @@ def test_servers_that_come_and_go_never_fill_more_than_the_bound(tmp_path: Path)
 def test_recovery_says_what_it_did(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         fill(store, [1])
-        store.ledger.commit()
+        store.journal.commit()
         fill(store, [2])
-    assert str(store.ledger.report).startswith("0 blocks from 0 pages")
+    assert str(store.journal.report).startswith("0 blocks from 0 pages")
     path = store.folder / "journal-0"
     data = bytearray(path.read_bytes())
     data[4096 + 3000] ^= 1  # the first commit
     data[3 * 4096 + 3000] ^= 1  # the word that the last one is complete
     path.write_bytes(data)
-    with inspection.reading(store.folder) as content:
+    with reading(store.folder) as content:
         report = content.report
     assert (report.num_blocks, report.bad_pages, report.torn_pages) == (1, 1, 1)
     assert "1 pages had gone bad" in str(report)

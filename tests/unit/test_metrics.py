@@ -27,7 +27,7 @@ from kvferry.telemetry.collector import FerryCollector
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Snapshot, Source, exposition, samples
 from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
-from kvferry.tiers.disk.figures import FAILURES, DiskFigures
+from kvferry.tiers.disk.protocol import FAILURES, DiskFigures
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.planner.choose import PathChoices, Planner

@@ -12,7 +12,7 @@ from kvferry.errors import InputError, UnreachableError
 from kvferry.telemetry.catalog import INFO
 from kvferry.telemetry.http import HttpServer
 from kvferry.telemetry.source import Snapshot, exposition, installed_version
-from kvferry.tiers.disk.figures import DiskFigures
+from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.tools.top.scrape import base_url, explain, parse, read
 from kvferry.tools.top.view import HISTORY, Watch
 from kvferry.tools.words import show_bytes, show_seconds, show_share, sparkline

@@ -20,7 +20,7 @@ from kvferry.telemetry.stats import Distribution, SchedulerStats, Traffic
 from kvferry.types import HOST, RequestId
 
 if TYPE_CHECKING:
-    from kvferry.tiers.disk.figures import DiskFigures
+    from kvferry.tiers.disk.protocol import DiskFigures
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.integration.vllm.engine import BLOCK_TOKENS, LONG, Engine, make_promp
 from tests.integration.vllm.server import Server
 from tests.integration.vllm.test_parallel import run_two_ranks
 
-from kvferry.tiers.disk.folder import DiskBound
+from kvferry.tiers.disk.quota import DiskBound
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import read_superblock
 from kvferry.types import DEVICE
@@ -309,9 +309,9 @@ def _lose_one(path: Path) -> None:
     assert superblock is not None
     bound = DiskBound(64 << 20, num_ranks_here=2, for_others=0.5)
     with Store.open(path.parent, superblock.identity, bound) as store:
-        places = np.flatnonzero(store.ledger.present)
+        places = np.flatnonzero(store.journal.present)
         assert len(places) >= BLOCKS
-        store.ledger.note_lost(places[:1])
+        store.journal.record_lost(places[:1])
 
 
 # -- failures --------------------------------------------------------------------------------------

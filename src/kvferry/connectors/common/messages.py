@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.disk.figures import DiskFigures
-from kvferry.tiers.disk.setup import StoreAt
+from kvferry.tiers.disk.protocol import DiskFigures, StoreAt
 from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import KEY_BYTES, Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
 

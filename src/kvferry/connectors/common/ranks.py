@@ -20,7 +20,7 @@ from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.recovery import united, within
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
-from kvferry.tiers.disk.marking import here_apart, mark_apart
+from kvferry.tiers.disk.superblock import find_apart, mark_apart
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import Rank, TierName
@@ -204,7 +204,7 @@ class DiskMarks:
         """
         stores = [store for shape in shapes for tier in shape.tiers for store in tier.stores]
         self._timeout = drive_seconds + _START_SECONDS
-        self._here = here_apart(stores, self._timeout) if stores else []
+        self._here = find_apart(stores, self._timeout) if stores else []
         self._is_apart = bool(stores) and not self._here
 
     def write(self) -> str:

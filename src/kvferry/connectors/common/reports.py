@@ -20,7 +20,7 @@ from kvferry.telemetry.catalog import Metric, MetricKind, catalog, why_path
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Snapshot, Source, idle, installed_version, samples
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
-from kvferry.tiers.disk.figures import DiskFigures, add_up
+from kvferry.tiers.disk.protocol import DiskFigures, add_up
 from kvferry.types import DEVICE, HOST, Rank
 
 log = logging.getLogger(__name__)

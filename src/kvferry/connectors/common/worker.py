@@ -38,7 +38,7 @@ from kvferry.connectors.common.ranks import (
 )
 from kvferry.connectors.common.weights import Freshness, Weights
 from kvferry.rank import Contents, RankMemory
-from kvferry.tiers.disk.figures import DiskFigures
+from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import (
     DEVICE,

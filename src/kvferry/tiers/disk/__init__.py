@@ -1,1 +1,4 @@
-"""Blocks on disk: one store per directory and rank, bounded, checked, whole after a crash."""
+"""The tier on disk: stores, their journals and quotas, drive processes, and the tier itself.
+
+It does not decide which blocks are stored or where, and knows nothing of shared stores.
+"""

@@ -1,433 +1,731 @@
-"""A journal's file: bytes at offsets, and a barrier that says they are on the medium."""
+"""Which block lies at which place, on the medium: a journal in one of two files, in turn.
+
+::
+
+    record_written ─┐
+    record_lost   ──┼─> queued ── commit ──> appended, synced: durable
+    forget        ──┘                │
+                                     └─ no room: live records to the other file, then the switch
+
+    switch    copy, sync │ header of the new, sync │ old header erased, sync │ append to the new
+    forget                 old header erased, sync │ header of the new, sync │ append to the new
+
+Each bar is a barrier. The header vouches for all pages copied before it, so it comes after they are
+on the medium. Until the old header is gone both journals say the same, because nothing is appended
+in between; so damage to one header can never bring back what the other has left behind. Forgetting
+goes the other way round: with no header nothing is there, which is what was asked for.
+
+Recovery finds the newest record of every place and every key::
+
+    pages     | copied before the header | commit | commit | last commit | an older journal's
+    valid?    |  .  .  x  .  .  .  .  .  .  .  .  .  .  x  . |  .  x  .    |  x  x  x
+                       bad                            bad     base  cut
+
+A commit begins only after the one before it is on the medium, and each of its pages says where it
+began (``base``). So every page before the greatest base of all valid pages was on the medium once:
+
+- behind it, the first invalid page ends the journal (a torn tail). Nothing there was ever promised.
+  It is cut, and erased, so that it cannot come back behind later pages.
+- before it, an invalid page has gone bad since. What it said is unknown, but the page after it
+  repeats which places it spoke of: these are left out, all others are believed. Where the page
+  after it is bad too, everything older is left out.
+
+Nothing that was forgotten can come back this way: forgetting ends the journal itself.
+"""
 
 from __future__ import annotations
 
 import errno
-import os
-import secrets
-import struct
-from dataclasses import dataclass
-from functools import cached_property
-from hashlib import blake2b
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.keys import KEY_WORDS
+from kvferry.core.keys import Keys
+from kvferry.errors import ClosedError, InputError, JournalError
+from kvferry.tiers.disk.journal_pages import (
+    HEADER_BYTES,
+    LOST,
+    MAX_PLACES,
+    NO_PLACES,
+    PLACE,
+    DiskFile,
+    Flags,
+    Header,
+    Pages,
+    PageWriter,
+    Places,
+    Records,
+    Shape,
+    erase_header,
+    last_places,
+    read_header,
+    read_whole,
+    unpack,
+    valid_pages,
+    write_header,
+    write_whole,
+)
+from kvferry.types import NO_SLOTS, SlotArray
+
+log = logging.getLogger(__name__)
+
+Proofs = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+
+FILE_NAMES = ("journal-0", "journal-1")
+CHUNK_PAGES = 1024
+"""Read and checked together: 4 MiB."""
+
+COPY_PAGES = 4096
+"""Copied in one step of a compaction: 16 MiB, a few hundredths of a second."""
+
+_MIN_SLACK_PAGES = 256
 
 
-class JournalFile(Protocol):
-    """What a journal needs of a file; tests put one in its place that loses and tears sectors.
+def slack_pages(shape: Shape, num_places: int) -> int:
+    """Pages of a journal beyond those that all places fill: room for commits."""
+    return max(_MIN_SLACK_PAGES, shape.pages_for(num_places) // 4)
 
-    Every call may raise OSError. After a failed ``sync`` nothing written since the last good one
-    may be taken to be on the medium, not even after another ``sync`` that succeeds: the kernel has
-    forgotten that those bytes were still to be written. Whoever wants them there writes them again.
+
+def journal_bytes(shape: Shape, num_places: int) -> int:
+    """How long each of the two files must be."""
+    pages = shape.first_page + shape.pages_for(num_places) + slack_pages(shape, num_places)
+    return pages * shape.page_bytes
+
+
+class Entries:
+    """One entry per place, of the proof's bytes and five more: keys stay in the journal.
+
+    ``present`` and ``proofs`` say what may be read now. ``newest`` is the number of the newest
+    record about a place in the current journal (page times records per page, and its row), 0 for
+    none: a record is live exactly if its place's newest is it.
     """
 
-    @property
-    def num_bytes(self) -> int: ...
+    def __init__(self, num_places: int, shape: Shape) -> None:
+        self.present = np.zeros(num_places, dtype=bool)
+        self.proofs: Proofs = np.zeros((num_places, shape.proof_bytes), dtype=np.uint8)
+        self.newest = np.zeros(num_places, dtype=np.uint32)
 
-    def read_at(self, offset: int, count: int) -> bytes:
-        """At most ``count`` bytes; fewer at the end of the file."""
+    def __len__(self) -> int:
+        return len(self.present)
 
-    def write_at(self, offset: int, data: memoryview) -> int:
-        """How many bytes were taken, from the first on."""
-
-    def sync(self) -> None:
-        """Return once everything written so far is on the medium."""
-
-    def close(self) -> None:
-        """Give the file back. Safe to call twice."""
-
-
-class DiskFile:
-    """A real file, open for reading or for both. Writes go through the page cache."""
-
-    def __init__(self, path: Path, *, writable: bool = True) -> None:
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        self._fd: int | None = os.open(path, flags | os.O_CLOEXEC)
-
-    @property
-    def num_bytes(self) -> int:
-        return os.fstat(self._number).st_size
-
-    @property
-    def _number(self) -> int:
-        if self._fd is None:
-            raise OSError(errno.EBADF, "the journal is closed")
-        return self._fd
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        return os.pread(self._number, count, offset)
-
-    def write_at(self, offset: int, data: memoryview) -> int:
-        return os.pwrite(self._number, data, offset)
-
-    def sync(self) -> None:
-        os.fdatasync(self._number)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+    def live(self, places: SlotArray, numbers: npt.NDArray[np.uint32]) -> Flags:
+        """Which of these records are the newest about their places."""
+        live: Flags = places < len(self)
+        live[live] = self.newest[places[live]] == numbers[live]
+        return live
 
 
-def write_whole(file: JournalFile, offset: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of it, however short the single writes are; OSError where it does not go on."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        taken = file.write_at(offset, rest)
-        if taken <= 0:
-            raise OSError(errno.EIO, f"a write at {offset} took none of {len(rest)} bytes")
-        rest = rest[taken:]
-        offset += taken
+def _records_of(
+    shape: Shape, pages: Pages, first: int
+) -> tuple[Records, npt.NDArray[np.uint32], SlotArray]:
+    """All records of these pages in their order, their numbers, and their places."""
+    rows = np.arange(shape.per_page)
+    used = rows < pages["count"][:, None]
+    numbers = ((first + np.arange(len(pages)))[:, None] * shape.per_page + rows).astype(np.uint32)
+    if used.all():
+        records, numbers = pages["records"].reshape(-1), numbers.reshape(-1)
+    else:
+        records, numbers = pages["records"][used], numbers[used]
+    return records, numbers, (records["place"] & PLACE).astype(np.int64)
 
 
-def read_whole(file: JournalFile, offset: int, count: int) -> bytes:
-    """``count`` bytes, or fewer where the file ends; OSError where the medium gives none."""
-    parts = []
-    while count > 0:
-        part = file.read_at(offset, count)
-        if not part:
-            break
-        parts.append(part)
-        offset += len(part)
-        count -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+# -- recovery -------------------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------
-# A journal's pages, byte by byte: how records are packed, and whether what is read is ours.
-#
-# ::
-#
-#     page    | digest | generation | number | base | counts | places before | record | record | ...
-#     record  | place (and whether it was lost) | key | proof |
-#
-# A page's digest covers all of it and is keyed by the salt in the journal's header, which is drawn
-# anew whenever a journal begins: what an earlier journal left in the same file is never ours. The
-# digest also fixes where the page lies, so a page at another place is not ours either.
-#
-# ``before`` repeats the places that the page before it names. A page that has gone bad can so be
-# told
-# by its neighbour which places it spoke of, and only those are doubtful.
+@dataclass
+class RecoveryReport:
+    """What recovery found and left out."""
 
-PAGE_BYTES = 4096
-SECTOR_BYTES = 512
-DIGEST_BYTES = 16
-SALT_BYTES = 32
-HEAD_BYTES = 64
-MOST_PROOF_BYTES = 64
-MOST_PLACES = 1 << 31
+    words: str = ""
+    """How the journal was found, where that needs saying."""
+    num_blocks: int = 0
+    num_pages: int = 0
+    torn_pages: int = 0
+    """Pages behind the cut, whole or half: written, never promised."""
+    bad_pages: int = 0
+    doubtful_blocks: int = 0
+    """Left out because a bad page spoke of their places."""
+    blocks_beyond: int = 0
+    """Left out because the store has fewer places now."""
+    doubled_blocks: int = 0
+    """Left out because the same block was written to another place later."""
+    seconds: float = 0.0
 
-LOST = np.uint32(1 << 31)
-"""In the place of a record: what lay there is there no more."""
-
-PLACE = np.uint32(MOST_PLACES - 1)
-"""The bits of a record's place that number it."""
-
-Pages = npt.NDArray[Any]
-Records = npt.NDArray[Any]
-Places = npt.NDArray[np.uint32]
-Flags = npt.NDArray[np.bool_]
-
-NO_PLACES: Places = np.empty(0, dtype=np.uint32)
+    def __str__(self) -> str:
+        parts = [f"{self.num_blocks} blocks from {self.num_pages} pages in {self.seconds:.2f} s"]
+        for count, what in (
+            (self.torn_pages, "pages of a torn tail were cut"),
+            (self.bad_pages, "pages had gone bad"),
+            (self.doubtful_blocks, "blocks were left out because of them"),
+            (self.blocks_beyond, "blocks lay beyond the store's size"),
+            (self.doubled_blocks, "older copies of blocks were left out"),
+        ):
+            if count:
+                parts.append(f"{count} {what}")
+        return "; ".join([*parts, self.words] if self.words else parts)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How wide a store's proofs are, and with them its records; everything of a fixed size."""
+@dataclass(eq=False)
+class Recovered:
+    """A journal as it was found: where it ends, what it says, and what is to be mended."""
 
-    proof_bytes: int
-    page_bytes: int = PAGE_BYTES
-
-    @cached_property
-    def record(self) -> np.dtype[Any]:
-        return np.dtype(
-            [("place", "<u4"), ("key", "<u8", (KEY_WORDS,)), ("proof", "u1", (self.proof_bytes,))]
-        )
-
-    @cached_property
-    def per_page(self) -> int:
-        """Records in a page; beside each stands a place of the page before."""
-        return (self.page_bytes - HEAD_BYTES) // (4 + self.record.itemsize)
-
-    @cached_property
-    def page(self) -> np.dtype[Any]:
-        begins = HEAD_BYTES + 4 * self.per_page
-        fields: dict[str, tuple[Any, int]] = {
-            "digest": (("u1", (DIGEST_BYTES,)), 0),
-            "generation": ("<u8", 16),
-            "number": ("<u4", 24),
-            "base": ("<u4", 28),
-            "count": ("<u2", 32),
-            "count_before": ("<u2", 34),
-            "before": (("<u4", (self.per_page,)), HEAD_BYTES),
-            "records": ((self.record, (self.per_page,)), begins),
-        }
-        return np.dtype(
-            {
-                "names": list(fields),
-                "formats": [each[0] for each in fields.values()],
-                "offsets": [each[1] for each in fields.values()],
-                "itemsize": self.page_bytes,
-            }
-        )
-
-    @property
-    def first_page(self) -> int:
-        """The number of the first page: those before it are the header's."""
-        return max(1, 2 * SECTOR_BYTES // self.page_bytes)
-
-    def pages_for(self, num_records: int) -> int:
-        return -(-num_records // self.per_page)
-
-
-@dataclass(frozen=True)
-class Seal:
-    """Which journal a page belongs to: what makes a digest, and what it is held against."""
-
-    generation: int
-    salt: bytes
-
-    @cached_property
-    def _begun(self) -> blake2b:
-        return blake2b(digest_size=DIGEST_BYTES, key=self.salt, person=b"kvferry.page")
-
-    def digest(self, rest_of_page: memoryview) -> bytes:
-        digest = self._begun.copy()
-        digest.update(rest_of_page)
-        return digest.digest()
-
-
-@dataclass(frozen=True, eq=False)
-class Spot:
-    """Where pages go: their first number, what is known to be on the medium, who comes before."""
-
-    number: int
+    entries: Entries
     base: int
+    """Pages before this one were on the medium once."""
+    end: int
+    """The page after the last that is believed: the next one goes there."""
     before: Places
+    """The places in the last page, for the next one to repeat."""
+    junk_end: int
+    """The page after the last valid one; what lies between ``end`` and this must be erased."""
+    doubled: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """Places left out because their block is elsewhere: they must be recorded as lost."""
+    report: RecoveryReport = field(default_factory=RecoveryReport)
+
+    def leave_out(self, places: SlotArray, number: int) -> None:
+        """Drop what these places held before the record of this number."""
+        entries = self.entries
+        places = places[places < len(entries)]
+        doubtful = places[entries.newest[places] < number]
+        self.report.doubtful_blocks += int(np.count_nonzero(entries.present[doubtful]))
+        entries.present[doubtful] = False
+        entries.newest[doubtful] = 0
 
 
-def pack(shape: Shape, seal: Seal, records: Records, spot: Spot) -> Pages:
-    """Pages with these records, to be written from page ``spot.number`` on; at least one page.
+def recover(file: DiskFile, header: Header, shape: Shape, num_places: int) -> Recovered:
+    """Return what ``file``, whose header is ``header``, says of the places below ``num_places``.
 
-    The same records give the same pages, and more records behind them change the last page only.
+    Only reads. Memory: the entries, 16 bytes a place besides, and a chunk of pages.
     """
-    per_page = shape.per_page
-    num_pages = max(1, shape.pages_for(len(records)))
-    pages = np.zeros(num_pages, dtype=shape.page)
-    whole = len(records) // per_page
-    rows = pages["records"]
-    rows[:whole] = records[: whole * per_page].reshape(whole, per_page)
-    rows[whole : whole + 1, : len(records) - whole * per_page] = records[whole * per_page :]
-    pages["generation"] = seal.generation
-    pages["number"] = spot.number + np.arange(num_pages, dtype=np.uint32)
-    pages["base"] = spot.base
-    pages["count"] = per_page
-    pages["count"][-1] = len(records) - (num_pages - 1) * per_page
-    pages["before"][1:] = rows["place"][:-1]
-    pages["count_before"][1:] = pages["count"][:-1]
-    pages["before"][0, : len(spot.before)] = spot.before
-    pages["count_before"][0] = len(spot.before)
-    raw = pages.view(np.uint8).data
-    for start in range(0, len(raw), shape.page_bytes):
-        digest = seal.digest(raw[start + DIGEST_BYTES : start + shape.page_bytes])
-        raw[start : start + DIGEST_BYTES] = digest
+    began = time.monotonic()
+    valid, base = _scan(file, header, shape)
+    behind = np.flatnonzero(~valid[base:])
+    end = base + int(behind[0]) if len(behind) else len(valid)
+    junk_end = int(np.flatnonzero(valid).max(initial=end - 1)) + 1
+    found = Recovered(Entries(num_places, shape), base, end, header.last, junk_end)
+    report = found.report
+    report.num_pages = end - shape.first_page
+    report.torn_pages = int(np.count_nonzero(valid[end:]))
+    if end < len(valid):
+        half = unpack(shape, read_pages(file, shape, end, 1))
+        report.torn_pages += int(half["generation"][0] == header.seal.generation)
+    first_words = np.zeros(num_places, dtype=np.uint64)
+    report.blocks_beyond = _replay(file, valid[:end], shape, found.entries, first_words)
+    _leave_out_doubtful(file, header, shape, valid, found)
+    _leave_out_doubled(file, shape, first_words, found)
+    report.num_blocks = int(np.count_nonzero(found.entries.present))
+    report.seconds = time.monotonic() - began
+    if end > max(header.copied_end, shape.first_page):
+        last = unpack(shape, read_pages(file, shape, end - 1, 1))
+        found.before = last_places(last) if valid[end - 1] else NO_PLACES
+    return found
+
+
+def read_live(
+    file: DiskFile, shape: Shape, entries: Entries, end: int
+) -> Iterator[tuple[Keys, SlotArray, Proofs]]:
+    """Yield keys, places and proofs of all blocks there are, in the order written, in pieces."""
+    for first in range(shape.first_page, end, CHUNK_PAGES):
+        raw = read_pages(file, shape, first, min(CHUNK_PAGES, end - first))
+        # Records of bad pages are the newest of no place.
+        records, numbers, places = _records_of(shape, unpack(shape, raw), first)
+        live = entries.live(places, numbers)
+        live[live] = entries.present[places[live]]
+        records = records[live]
+        yield Keys(np.ascontiguousarray(records["key"])), places[live], records["proof"].copy()
+
+
+def read_pages(file: DiskFile, shape: Shape, first: int, count: int) -> bytes:
+    """Return ``count`` pages; what the medium does not give is zero, and so is no valid page."""
+    size = shape.page_bytes
+    try:
+        return read_whole(file, first * size, count * size).ljust(count * size, b"\0")
+    except OSError:
+        if count == 1:
+            return bytes(size)
+        return b"".join(read_pages(file, shape, first + at, 1) for at in range(count))
+
+
+def _scan(file: DiskFile, header: Header, shape: Shape) -> tuple[Flags, int]:
+    """Which pages are valid, and before which all were on the medium once."""
+    num_pages = file.num_bytes // shape.page_bytes
+    valid = np.zeros(num_pages, dtype=bool)
+    base = min(max(header.copied_end, shape.first_page), num_pages)
+    for first in range(shape.first_page, num_pages, CHUNK_PAGES):
+        raw = read_pages(file, shape, first, min(CHUNK_PAGES, num_pages - first))
+        right = valid_pages(shape, header.seal, raw, first)
+        valid[first : first + len(right)] = right
+        base = max(base, int(unpack(shape, raw)["base"][right].max(initial=0)))
+    return valid, base
+
+
+def _without(pages: Pages, is_left_out: Flags) -> Pages:
+    """These pages, with no record in those that are left out."""
+    if is_left_out.any():
+        pages = pages.copy()
+        pages["count"][is_left_out] = 0
     return pages
 
 
-def unpack(shape: Shape, raw: bytes) -> Pages:
-    """Whole pages as they were read; whether they are ours is for :func:`ours` to say."""
-    return np.frombuffer(raw, dtype=shape.page, count=len(raw) // shape.page_bytes)
+def _replay(
+    file: DiskFile, valid: Flags, shape: Shape, entries: Entries, first_words: Words
+) -> int:
+    """Enter every record of valid pages in its turn; return how many are beyond all places."""
+    beyond = 0
+    for first in range(shape.first_page, len(valid), CHUNK_PAGES):
+        right = valid[first : first + CHUNK_PAGES]
+        pages = _without(unpack(shape, read_pages(file, shape, first, len(right))), ~right)
+        records, numbers, places = _records_of(shape, pages, first)
+        lost = (records["place"] & LOST) != 0
+        here = places < len(entries)
+        if not here.all():
+            beyond += int(np.count_nonzero(~here & ~lost))
+            records, numbers, places, lost = records[here], numbers[here], places[here], lost[here]
+        # Of a place that is named twice the last assignment stays, which is the newest record.
+        entries.newest[places] = numbers
+        entries.present[places] = ~lost
+        entries.proofs[places] = records["proof"]
+        first_words[places] = records["key"][:, 0]
+    return beyond
 
 
-def ours(shape: Shape, seal: Seal, raw: bytes, first: int) -> Flags:
-    """Which of the pages in ``raw``, the first of which is page ``first``, are this seal's."""
-    pages = unpack(shape, raw)
-    numbers = first + np.arange(len(pages))
-    # Cheap words first: behind a journal's end lie thousands of pages of an older one.
-    right = (pages["generation"] == seal.generation) & (pages["number"] == numbers)
-    right &= (pages["count"] <= shape.per_page) & (pages["count_before"] <= shape.per_page)
-    view = memoryview(raw)
-    for at in np.flatnonzero(right).tolist():
-        start = at * shape.page_bytes
-        digest = seal.digest(view[start + DIGEST_BYTES : start + shape.page_bytes])
-        right[at] = digest == raw[start : start + DIGEST_BYTES]
-    return right
+def _leave_out_doubtful(
+    file: DiskFile, header: Header, shape: Shape, valid: Flags, found: Recovered
+) -> None:
+    """Drop what pages that went bad may have contradicted."""
+    bad = np.flatnonzero(~valid[shape.first_page : found.base]) + shape.first_page
+    found.report.bad_pages = len(bad)
+    is_repeated = np.append(valid, False)[bad + 1] | (bad + 1 == header.copied_end)
+    for number in bad[~is_repeated][-1:].tolist():  # the page after it is bad too
+        found.leave_out(np.arange(len(found.entries)), number * shape.per_page)
+        bad = bad[bad > number]
+    for number in bad.tolist():
+        if number + 1 == header.copied_end:
+            named = header.last
+        else:
+            after = unpack(shape, read_pages(file, shape, number + 1, 1))[0]
+            named = after["before"][: int(after["count_before"])]
+        found.leave_out((named & PLACE).astype(np.int64), number * shape.per_page)
 
 
-def last_places(pages: Pages) -> Places:
-    """The places that the last of these pages names, as the page after it repeats them."""
-    last = pages[-1]
-    return last["records"]["place"][: int(last["count"])].copy()
+def _leave_out_doubled(file: DiskFile, shape: Shape, first_words: Words, found: Recovered) -> None:
+    """Of a key that is at several places keep the one written last."""
+    entries = found.entries
+    words = first_words[entries.present]
+    words.sort()
+    twice = words[1:][words[1:] == words[:-1]]
+    del words
+    if not len(twice):
+        return
+    # Sharing a first word is rare and proves nothing: keys that do are compared whole.
+    asked = entries.present & np.isin(first_words, twice)
+    parts = [
+        (keys.array[asked[places]], places[asked[places]])
+        for keys, places, _ in read_live(file, shape, entries, found.end)
+    ]
+    keys = np.concatenate([part[0] for part in parts])
+    places = np.concatenate([part[1] for part in parts])
+    order = np.lexsort((np.arange(len(places)), *keys.T))
+    keys, places = keys[order], places[order]
+    found.doubled = places[:-1][(keys[1:] == keys[:-1]).all(axis=1)]
+    found.report.doubled_blocks = len(found.doubled)
+    entries.present[found.doubled] = False
 
 
-# ------------------------------------------------------------------------------------------------
-# A journal's header: which journal this file holds now, or that it holds none.
-#
-# It is one sector, written twice, side by side: damage to one of them costs nothing. A file whose
-# header is zero (or is nobody's) holds no journal, whatever its pages say.
+def newest_header(
+    files: Sequence[DiskFile], shape: Shape, store_id: bytes
+) -> tuple[DiskFile, Header] | None:
+    """Return the file with the journal that counts, and its header. Only reads.
 
-MAGIC = b"KVFYJRNL"
-VERSION = 1
-_FIELDS = struct.Struct(f"<8sIIIIQ{SALT_BYTES}sI")
-HEADER_BYTES = 2 * SECTOR_BYTES
-_LAST_AT = 96
-"""Where the places of the last copied page begin."""
+    After a crash between the two halves of a switch both files have one; the newer one counts.
+    """
+    found = [(file, read_header(file, shape, store_id)) for file in files]
+    there = [(file, header) for file, header in found if header is not None]
+    return max(there, key=lambda each: each[1].seal.generation, default=None)
 
 
-@dataclass(frozen=True, eq=False)
-class Header:
-    """The journal of a file. Pages before ``copied_end`` were on the medium before this was.
+def find_journal(
+    files: tuple[DiskFile, DiskFile], shape: Shape, store_id: bytes, num_places: int
+) -> tuple[PageWriter, Recovered]:
+    """Return the journal, ready for the next commit, and what it says; a new one if there is none.
 
-    ``last`` names the places in the last of those pages: no page repeats them before the next
-    commit does.
+    Leaves exactly one header, and nothing behind the journal's end that could be taken for more.
+    """
+    newest = newest_header(files, shape, store_id)
+    if newest is None:
+        is_new = not any(any(read_whole(file, 0, HEADER_BYTES)) for file in files)
+        for file in files:
+            erase_header(file)
+        pages = PageWriter.begin(files[0], shape, 1)
+        pages.declare(store_id)
+        found = Recovered(Entries(num_places, shape), pages.end, pages.end, NO_PLACES, pages.end)
+        if not is_new:
+            found.report.words = "no journal could be read: everything is left out"
+        return pages, found
+    file, header = newest
+    found = recover(file, header, shape, num_places)
+    # A killed process may leave in the page cache what never reached the medium, and after a failed
+    # sync the kernel would not write it any more. What is believed here is written again.
+    size = shape.page_bytes
+    tail = read_whole(file, found.base * size, (found.end - found.base) * size)
+    write_whole(file, found.base * size, tail + bytes((found.junk_end - found.end) * size))
+    write_header(file, header, shape, store_id)
+    for other in files:
+        if other is not file:
+            erase_header(other)
+    return PageWriter(file, shape, header.seal, found.end, found.before), found
+
+
+# -- compaction -----------------------------------------------------------------------------------
+
+
+class Compaction:
+    """Copies the live records of ``source`` to ``target``, a step at a time, between commits.
+
+    The copy follows the source from its first page and takes the records that are live when it
+    reaches them. Meanwhile the source grows; the copy ends when it has caught up. A record that it
+    took may be contradicted later in the source: what contradicts it is copied too, because it
+    comes behind. Order is kept, so the newest stays the newest. The target counts for nothing
+    until its header is written.
     """
 
-    seal: Seal
-    copied_end: int
-    last: Places
+    def __init__(self, source: PageWriter, target: PageWriter, entries: Entries) -> None:
+        self.source = source
+        self.target = target
+        self.entries = entries
+        self._next = source.shape.first_page
+        self._began_at = source.end * source.shape.per_page
+        self._rest: Records = np.empty(0, dtype=source.shape.record)
+        self._copied: list[Places] = []
 
-    def pack(self, shape: Shape, store_id: bytes) -> bytes:
-        sector = bytearray(SECTOR_BYTES)
-        _FIELDS.pack_into(
-            sector,
-            DIGEST_BYTES,
-            MAGIC,
-            VERSION,
-            shape.page_bytes,
-            shape.proof_bytes,
-            self.copied_end,
-            self.seal.generation,
-            self.seal.salt,
-            len(self.last),
-        )
-        places = self.last.astype("<u4").tobytes()
-        sector[_LAST_AT : _LAST_AT + len(places)] = places
-        sector[:DIGEST_BYTES] = _digest(store_id, memoryview(sector)[DIGEST_BYTES:])
-        return bytes(sector)
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether no page of the source is left to copy."""
+        return self._next == self.source.end
 
-    @classmethod
-    def unpack(cls, shape: Shape, store_id: bytes, sector: bytes) -> Header | None:
-        """None where this is no header of this store and shape, or not a whole one."""
-        if len(sector) != SECTOR_BYTES or sector[:DIGEST_BYTES] != _digest(
-            store_id, memoryview(sector)[DIGEST_BYTES:]
-        ):
-            return None
-        magic, version, page_bytes, proof_bytes, copied_end, generation, salt, num_last = (
-            _FIELDS.unpack_from(sector, DIGEST_BYTES)
-        )
-        if magic != MAGIC or version != VERSION or num_last > shape.per_page:
-            return None
-        if (page_bytes, proof_bytes) != (shape.page_bytes, shape.proof_bytes):
-            return None
-        last = np.frombuffer(sector, dtype="<u4", count=num_last, offset=_LAST_AT)
-        return cls(Seal(generation, salt), copied_end, last)
+    def step(self, num_pages: int) -> None:
+        """Follow so many pages of the source, and write full pages of what is live in them."""
+        shape = self.source.shape
+        count = min(num_pages, self.source.end - self._next)
+        raw = read_pages(self.source.file, shape, self._next, count)
+        bad = ~valid_pages(shape, self.source.seal, raw, self._next)  # not to be sealed anew
+        if bad.any():
+            number = self._next + int(np.flatnonzero(bad)[-1])
+            if number * shape.per_page >= self._began_at:
+                # It may contradict what was copied before: a copy begun now would not have that.
+                raise OSError(errno.EIO, f"page {number} of the journal has gone bad")
+        pages = _without(unpack(shape, raw), bad)
+        records, numbers, places = _records_of(shape, pages, self._next)
+        live = self.entries.live(places, numbers)
+        # Lost before the copy began: what such a record contradicts was never copied.
+        live &= ~(((records["place"] & LOST) != 0) & (numbers < self._began_at))
+        self._rest = np.concatenate((self._rest, records[live]))
+        self._next += count
+        self._write(len(self._rest) // shape.per_page * shape.per_page)
+
+    def finish(self) -> npt.NDArray[np.uint32]:
+        """Write what is left and sync; return the newest record of every place, in the target."""
+        self._write(len(self._rest))
+        self.target.file.sync()
+        newest = np.zeros(len(self.entries), dtype=np.uint32)
+        places = np.concatenate([NO_PLACES, *self._copied])
+        # Full pages but for the last: records lie as close as their numbers say.
+        first = self.target.shape.first_page * self.target.shape.per_page
+        newest[places] = first + np.arange(len(places), dtype=np.uint32)
+        return newest
+
+    def _write(self, count: int) -> None:
+        if count:
+            records, self._rest = self._rest[:count], self._rest[count:]
+            self.target.write(records)
+            self._copied.append(records["place"] & PLACE)
 
 
-def _digest(store_id: bytes, rest: memoryview) -> bytes:
-    return blake2b(rest, digest_size=DIGEST_BYTES, key=store_id, person=b"kvferry.header").digest()
+class Journal:
+    """The index of one store on disk. Owns both files and what is known of every place.
 
-
-def read_header(file: JournalFile, shape: Shape, store_id: bytes) -> Header | None:
-    """The file's journal, from whichever of the two sectors is whole; None if there is none.
-
-    OSError where that cannot be told because a sector cannot be read: a drive that errs for a
-    moment must not cost everything it holds.
+    Recording may happen in any thread and never waits for the medium; ``commit`` and ``close`` are
+    called by one thread at a time, and do wait. ``proofs`` (one row per place) and ``present``
+    (which places hold a block that may be read now) are for all threads to read.
     """
-    unreadable: OSError | None = None
-    is_erased = False
-    for offset in (0, SECTOR_BYTES):
-        try:
-            sector = read_whole(file, offset, SECTOR_BYTES)
-        except OSError as error:
-            unreadable = error
-            continue
-        header = Header.unpack(shape, store_id, sector)
-        if header is not None:
-            return header
-        is_erased = is_erased or not any(sector)
-    if unreadable is not None and not is_erased:
-        raise unreadable
-    return None
-
-
-def write_header(file: JournalFile, header: Header, shape: Shape, store_id: bytes) -> None:
-    """Make the file hold this journal; it does once this returns, and may if it raises."""
-    write_whole(file, 0, header.pack(shape, store_id) * 2)
-    file.sync()
-
-
-def erase_header(file: JournalFile) -> None:
-    """Make the file hold no journal; it does not once this returns, and may if it raises."""
-    write_whole(file, 0, bytes(HEADER_BYTES))
-    file.sync()
-
-
-# ------------------------------------------------------------------------------------------------
-# One journal: where its next page goes. Appends whole pages, and never touches one again.
-
-
-class DiskJournal:
-    """A file's journal from its first page on. Owns the position; leaves the file to the ledger."""
 
     def __init__(
-        self, file: JournalFile, shape: Shape, seal: Seal, end: int, before: Places
+        self, files: tuple[DiskFile, DiskFile], store_id: bytes, num_places: int, shape: Shape
     ) -> None:
-        self.file = file
+        """Recover from ``files``, each at least ``journal_bytes`` long; JournalError if not."""
+        if not 0 < num_places < MAX_PLACES:
+            raise InputError(f"a store has 1 to {MAX_PLACES - 1} places, not {num_places}")
         self.shape = shape
-        self.seal = seal
-        self.end = end
-        self.before = before
+        self._files = files
+        self._store_id = store_id
+        self._slack = slack_pages(shape, num_places)
+        self._lock = threading.Lock()  # the queue, and what is present; never held while waiting
+        self._queue: list[tuple[int, Records]] = []  # each with its turn among all calls
+        self._num_recorded = 0
+        self._forget = False
+        self._forget_due = False  # taken from the queue, and not yet on the medium
+        self._unsaved: Records = np.empty(0, dtype=shape.record)
+        self._to_erase: list[DiskFile] = []
+        self._compaction: Compaction | None = None
+        self._is_sealed = False
+        self._is_closed = False
+        self._trouble = ""
+        needed = journal_bytes(shape, num_places)
+        for file in files:
+            if file.num_bytes < needed:
+                raise JournalError(
+                    f"a journal of {file.num_bytes} bytes is too short for {num_places} places: "
+                    f"it needs {needed}"
+                )
+        try:
+            self._pages, found = find_journal(files, shape, store_id, num_places)
+            self._entries = found.entries
+            self.present, self.proofs = found.entries.present, found.entries.proofs
+            self.report = found.report
+            is_untidy = found.report.bad_pages or found.report.blocks_beyond
+            if is_untidy or found.end * shape.page_bytes > needed:
+                self._compact(None)
+            if len(found.doubled):
+                self.record_lost(found.doubled)
+        except OSError as error:
+            raise JournalError(f"the journal cannot be opened: {error}") from error
 
     @classmethod
-    def begin(cls, file: JournalFile, shape: Shape, generation: int) -> DiskJournal:
-        """A new one in a file that holds none; it counts once its header is written."""
-        seal = Seal(generation, secrets.token_bytes(SALT_BYTES))
-        return cls(file, shape, seal, shape.first_page, NO_PLACES)
-
-    @property
-    def num_pages_free(self) -> int:
-        return self.file.num_bytes // self.shape.page_bytes - self.end
-
-    @property
-    def header(self) -> Header:
-        """As it is to be written now, with everything up to here on the medium."""
-        return Header(self.seal, self.end, self.before)
-
-    def declare(self, store_id: bytes) -> None:
-        """Write the header. Only once all pages so far are on the medium: it vouches for them."""
-        write_header(self.file, self.header, self.shape, store_id)
-
-    def write(self, records: Records) -> int:
-        """Append these records in pages of their own, and return the first one's number.
-
-        Not on the medium before the file is synced.
-        """
-        if self.shape.pages_for(len(records)) > self.num_pages_free:
-            raise OSError(errno.ENOSPC, f"{len(records)} records do not fit into the journal")
-        pages = pack(self.shape, self.seal, records, Spot(self.end, self.end, self.before))
-        write_whole(self.file, self.end * self.shape.page_bytes, pages.view(np.uint8).data)
-        first = self.end * self.shape.per_page
-        self.before = last_places(pages)
-        self.end += len(pages)
-        return first
-
-    def append(self, records: Records) -> int:
-        """As :meth:`write`, and on the medium when it returns. If it raises, nothing counts.
-
-        The next append then writes the same pages again, at the same position. That is safe because
-        it begins with the same records: whichever of the two a page is found from, it says nothing
-        that the other does not.
-        """
-        end, before = self.end, self.before
+    def open(cls, folder: Path, store_id: bytes, num_places: int, proof_bytes: int) -> Journal:
+        """Open the journal in ``folder``, whose two files are there and long enough."""
+        files: list[DiskFile] = []
         try:
-            first = self.write(records)
-            self.file.sync()
+            files.extend(DiskFile(folder / name) for name in FILE_NAMES)
+            return cls((files[0], files[1]), store_id, num_places, Shape(proof_bytes))
+        except OSError as error:
+            raise JournalError(f"{folder}: the journal cannot be opened: {error}") from error
         except BaseException:
-            self.end, self.before = end, before
+            for file in files:
+                file.close()
             raise
-        return first
+
+    @property
+    def num_blocks(self) -> int:
+        """How many places hold a block that may be read now."""
+        return int(np.count_nonzero(self.present))
+
+    @property
+    def num_unsaved(self) -> int:
+        """Records that no commit has made durable yet."""
+        with self._lock:
+            return len(self._unsaved) + sum(len(records) for _, records in self._queue)
+
+    @property
+    def num_recorded(self) -> int:
+        """How many records calls were made so far: a point in their order, for ``commit``."""
+        with self._lock:
+            return self._num_recorded
+
+    @property
+    def num_journal_bytes(self) -> int:
+        """How far the journal has grown; it is compacted before its file is full."""
+        return self._pages.end * self.shape.page_bytes
+
+    @property
+    def is_compacting(self) -> bool:
+        """Whether a commit soon would have something to do though nothing was recorded."""
+        return self._compaction is not None
+
+    def pieces(self) -> Iterator[tuple[Keys, SlotArray, Proofs]]:
+        """Yield keys, places and proofs of all committed blocks, in the order written, in pieces.
+
+        Only right after opening: a commit in between would change what is read.
+        """
+        return read_live(self._pages.file, self.shape, self._entries, self._pages.end)
+
+    # -- recording --------------------------------------------------------------------------------
+
+    def record_written(self, places: SlotArray, keys: Keys, proofs: Proofs) -> None:
+        """These blocks lie at these places now and can be read; their bytes are on their way.
+
+        Their bytes must be on the medium before the commit that makes them durable.
+        """
+        if not len(places) == len(keys) == len(proofs):
+            raise InputError(f"{len(places)} places, {len(keys)} keys and {len(proofs)} proofs")
+        self._require_places(places)
+        records = np.zeros(len(places), dtype=self.shape.record)
+        records["place"] = places
+        records["key"] = keys.array
+        records["proof"] = proofs
+        with self._lock:
+            self._enqueue(records)
+            self.proofs[places] = proofs
+            self.present[places] = True
+
+    def record_lost(self, places: SlotArray) -> None:
+        """What lay at these places can be read no more."""
+        self._require_places(places)
+        records = np.zeros(len(places), dtype=self.shape.record)
+        records["place"] = places
+        records["place"] |= LOST
+        with self._lock:
+            self._enqueue(records)
+            self.present[places] = False
+
+    def forget(self) -> None:
+        """Everything recorded so far is gone. The next commit makes that durable."""
+        with self._lock:
+            self._queue.clear()
+            self._num_recorded += 1
+            self._forget = True
+            self.present.fill(False)
+
+    def _enqueue(self, records: Records) -> None:
+        self._num_recorded += 1
+        self._queue.append((self._num_recorded, records))
+
+    def _require_places(self, places: SlotArray) -> None:
+        if self._is_closed:
+            raise ClosedError("the journal is closed")
+        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < len(self.present):
+            raise InputError(
+                f"there are places 0 to {len(self.present) - 1}, got {int(places.min())} to "
+                f"{int(places.max())}"
+            )
+
+    # -- committing -------------------------------------------------------------------------------
+
+    def commit(self, num_recorded: int | None = None) -> None:
+        """Put everything recorded before this call on the medium.
+
+        With ``num_recorded``, as it was at some moment: only what was recorded before that moment,
+        whose bytes are on the medium already. (What was forgotten later is forgotten all the same.)
+
+        Raises JournalError if that failed: nothing recorded since the last good commit is durable,
+        all of it is kept, and the next commit tries again. With nothing recorded since the last
+        commit, it marks that one as complete, once: damage to it can later be told from a crash.
+        """
+        if self._is_closed:
+            raise ClosedError("the journal is closed")
+        self._save(num_recorded)
+        self._compact_some()
+
+    def close(self) -> None:
+        """Commit, mark that as complete, and give the files back. Safe to call twice.
+
+        Raises JournalError if the commit failed; the files are given back all the same.
+        """
+        if self._is_closed:
+            return
+        try:
+            self._save()
+            self._save()
+        finally:
+            self._is_closed = True
+            for file in self._files:
+                file.close()
+
+    def _save(self, num_recorded: int | None = None) -> None:
+        with self._lock:
+            upto = self._num_recorded if num_recorded is None else num_recorded
+            forget, self._forget = self._forget, False
+            queued = [records for turn, records in self._queue if turn <= upto]
+            self._queue = self._queue[len(queued) :]
+        if forget:  # whatever waited was recorded before
+            self._unsaved = self._unsaved[:0]
+            self._forget_due = True
+        self._unsaved = np.concatenate((self._unsaved, *queued))
+        try:
+            self._erase_stale()
+            if self._forget_due:
+                self._forget_all()
+            self._append_unsaved()
+        except OSError as error:
+            raise JournalError(
+                f"the journal could not be written: {error}; {len(self._unsaved)} records wait"
+            ) from error
+
+    def _append_unsaved(self) -> None:
+        """Append what waits, in as many pieces as there is room for."""
+        while len(self._unsaved) or not self._is_sealed:
+            if self._pages.num_pages_free < 1:
+                self._compact(None)
+                continue
+            count = min(len(self._unsaved), self._pages.num_pages_free * self.shape.per_page)
+            records = self._unsaved[:count]
+            first = self._pages.append(records)
+            places = (records["place"] & ~LOST).astype(np.int64)
+            self._entries.newest[places] = first + np.arange(count, dtype=np.uint32)
+            self._unsaved = self._unsaved[count:]
+            self._is_sealed = not count
+            if not len(self._unsaved):
+                return  # the next commit seals this one
+
+    def _forget_all(self) -> None:
+        """Leave both files without a word of what was, and begin a new journal."""
+        self._compaction = None
+        erase_header(self._pages.file)
+        # A crash here leaves no journal at all, which says the same: nothing is there.
+        fresh = PageWriter.begin(self._other, self.shape, self._pages.seal.generation + 1)
+        fresh.declare(self._store_id)
+        self._pages = fresh
+        self._entries.newest.fill(0)
+        self._is_sealed = True
+        self._forget_due = False
+
+    @property
+    def _other(self) -> DiskFile:
+        first, second = self._files
+        return second if self._pages.file is first else first
+
+    # -- compacting -------------------------------------------------------------------------------
+
+    def _compact_some(self) -> None:
+        """Take a step of a compaction, if one is due. Its failure does not fail the commit."""
+        if self._compaction is None and self._pages.num_pages_free >= self._slack // 2:
+            return
+        try:
+            self._compact(COPY_PAGES)
+            self._trouble = ""
+        except OSError as error:
+            if self._trouble != str(error):
+                log.warning("the journal could not be compacted: %s", error)
+            self._trouble = str(error)
+
+    def _compact(self, num_pages: int | None) -> None:
+        """Copy so many pages more, or all; switch once the copy has caught up."""
+        if self._compaction is None:
+            target = PageWriter.begin(self._other, self.shape, self._pages.seal.generation + 1)
+            self._compaction = Compaction(self._pages, target, self._entries)
+        compaction = self._compaction
+        try:
+            compaction.step(num_pages or COPY_PAGES)
+            while num_pages is None and not compaction.has_caught_up:
+                compaction.step(COPY_PAGES)
+            if compaction.has_caught_up:
+                self._switch(compaction)
+        except OSError:
+            self._compaction = None
+            raise
+
+    def _switch(self, compaction: Compaction) -> None:
+        newest = compaction.finish()
+        old = self._pages
+        # Whether this header is there is unknown until declare returns: were it there and we went
+        # on with the old journal, a crash would bring back a past without what came since.
+        self._to_erase = [compaction.target.file]
+        compaction.target.declare(self._store_id)
+        self._to_erase = [old.file]
+        self._pages = compaction.target
+        self._entries.newest[:] = newest
+        self._compaction = None
+        self._is_sealed = True
+        self._erase_stale()
+
+    def _erase_stale(self) -> None:
+        """Erase the header of the journal that must not be found any more, if there is one."""
+        for file in self._to_erase:
+            erase_header(file)
+        self._to_erase = []

@@ -1,55 +1,87 @@
-"""A store on disk, opened whole: locked, sized, its files there, its ledger recovered."""
+"""A store on disk, opened whole: for a server that uses it, or for a person who looks after it.
+
+::
+
+    Store.open      locked, brought to its size, its journal recovered: for one drive process
+    list_stores     whose, how large, how full, last used, open in which process
+    verify_store    every block read and compared with its proof, with the store locked
+    purge_store     removed, as far as a file system can promise it
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
+from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import KvferryError, StoreError
-from kvferry.tiers.disk import superblock as forget_mark
-from kvferry.tiers.disk.blocks import allocate
-from kvferry.tiers.disk.folder import (
+from kvferry.tiers.disk import superblock as marks
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, allocate, key_check, open_prover
+from kvferry.tiers.disk.journal import (
+    FILE_NAMES,
+    Journal,
+    Proofs,
+    RecoveryReport,
+    journal_bytes,
+    newest_header,
+    read_live,
+    recover,
+)
+from kvferry.tiers.disk.journal_pages import DiskFile, Flags, Shape
+from kvferry.tiers.disk.quota import (
     BLOCKS_NAME,
     DiskBound,
-    DiskRoom,
+    SpaceQuota,
     StoreFolder,
     StoreLock,
     alone_in,
+    remove_store,
     set_aside,
+    stores_under,
 )
-from kvferry.tiers.disk.journal import Shape
-from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
 from kvferry.tiers.disk.superblock import (
-    FORGET_MARK_FILE_BYTES,
-    FORGET_MARK_FILE_NAME,
+    RESET_MARK_FILE_BYTES,
+    RESET_MARK_FILE_NAME,
     StoreIdentity,
     Superblock,
     SuperblockError,
     read_superblock,
     sync_folder,
 )
+from kvferry.types import SlotArray
 
 log = logging.getLogger(__name__)
 
 KeyCheck = Callable[[bytes], bytes]
-"""From a store's id to what the key in use gives for it: ``CHECK_BYTES`` that betray nothing."""
+"""From a store's id to what the key in use gives for it, which reveals nothing of the key."""
+
+_CHECKED_AT_ONCE = 1024
+_READ_TRIES = 3
+_BUFFER_BYTES = 32 << 20
 
 
 class Store(Closing):
-    """One rank's blocks on one drive. Owns the lock, the size and the ledger of the store.
+    """One rank's blocks on one drive. Owns the lock, the size and the journal of the store.
 
     Leaves the bytes of blocks, in ``blocks_path``, to others: place ``p`` is the ``pitch`` bytes
     from ``p * pitch`` on. ``notes`` tells people what opening it did.
     """
 
-    def __init__(self, lock: StoreLock, superblock: Superblock, ledger: Ledger) -> None:
+    def __init__(self, lock: StoreLock, superblock: Superblock, journal: Journal) -> None:
         self.folder = lock.folder
+        self.blocks_path = lock.folder / BLOCKS_NAME
         self.superblock = superblock
-        self.ledger = ledger
+        self.journal = journal
+        self.num_places = superblock.num_places
+        self.store_id = superblock.store_id
+        """Drawn when the store was made: no two stores have the same."""
         self.notes: list[str] = []
         self._lock = lock
 
@@ -64,60 +96,41 @@ class Store(Closing):
         may_create: bool = True,
         on_behalf_of: int | None = None,
     ) -> Store:
-        """The store of ``identity`` under ``root``, brought to the size of its share.
+        """Open the store of ``identity`` under ``root``, at the size of its share.
 
-        StoreError, with what to do, where it cannot be had; StoreInUseError where another process
-        has it. ``may_create`` false: an engine that had it open before opens it again. A directory
-        that has vanished is not made anew, and a mark to forget stays: the engine may still write
-        what it is for.
-        ``on_behalf_of`` is the process others are told of.
+        ``may_create`` is False for an engine that had it open before: a directory that has vanished
+        is not made anew, and a reset mark stays, because the engine may still write what the mark
+        is for. ``on_behalf_of`` is the process that the lock names.
+
+        Raises StoreError, with what to do; StoreInUseError if another process has it.
         """
         try:
-            return _open(cls, root, identity, bound, key_check, may_create, on_behalf_of)
+            if may_create:
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with ExitStack() as undo:
+                return cls._open(root, identity, bound, key_check, may_create, on_behalf_of, undo)
         except OSError as error:
             raise StoreError(
                 f"{root}: the store cannot be opened: {error.strerror or error}; see that the "
                 "directory is there, is writable for this user and has room"
             ) from error
 
-    @property
-    def num_places(self) -> int:
-        return self.superblock.num_places
-
-    @property
-    def store_id(self) -> bytes:
-        """Drawn when the store was made: names it among all stores there ever were."""
-        return self.superblock.store_id
-
-    @property
-    def blocks_path(self) -> Path:
-        return self.folder / BLOCKS_NAME
-
-    def close(self) -> None:
-        """Commit, then let the store go. Safe to call twice. JournalError if the commit failed."""
-        try:
-            self.ledger.close()
-        finally:
-            self._lock.release()
-
-
-def _open(
-    cls: type[Store],
-    root: Path,
-    identity: StoreIdentity,
-    bound: DiskBound,
-    key_check: KeyCheck | None,
-    may_create: bool,
-    on_behalf_of: int | None,
-) -> Store:
-    if may_create:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with ExitStack() as undo:
+    @classmethod
+    def _open(
+        cls,
+        root: Path,
+        identity: StoreIdentity,
+        bound: DiskBound,
+        key_check: KeyCheck | None,
+        may_create: bool,
+        on_behalf_of: int | None,
+        undo: ExitStack,
+    ) -> Store:
         with alone_in(root):
             lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
             undo.callback(lock.release)
-            room = DiskRoom(root, identity, bound, _shrink)
-            num_places = room.make()
+            quota = SpaceQuota(root, identity, bound, _shrink)
+            num_places = quota.claim()
             if superblock is None:
                 superblock = Superblock(identity, num_places)
                 if key_check is not None:
@@ -126,60 +139,69 @@ def _open(
             size = _Sizing(lock.folder, superblock, num_places)
             if not size.lengthen():
                 notes.append(
-                    f"{root}: the file system cannot promise space; files grow as they fill"
+                    f"{root}: the file system cannot reserve space; files grow as they fill"
                 )
             # While it shrinks others would count its old size; else they need not wait for this.
-            ledger = size.shorten() if size.is_smaller else None
-        if ledger is None:
-            ledger = size.open_ledger()
-        undo.callback(_give_back, ledger)
-        if forget_mark.is_due(lock.folder):
-            ledger.forget()
-            ledger.commit()
+            journal = size.shorten() if size.is_smaller else None
+        if journal is None:
+            journal = size.open_journal()
+        undo.callback(_close_quietly, journal)
+        if marks.is_marked(lock.folder):
+            journal.forget()
+            journal.commit()
             notes.append("it was told to forget everything, and has")
             if may_create:
-                forget_mark.settle(lock.folder)
+                marks.settle(lock.folder)
         undo.pop_all()
-    store = cls(lock, size.superblock, ledger)
-    store.notes += [*notes, *room.notes]
-    log.info("%s: %d places; %s", lock.folder, num_places, ledger.report)
-    return store
+        store = cls(lock, size.superblock, journal)
+        store.notes += [*notes, *quota.notes]
+        log.info("%s: %d places; %s", lock.folder, num_places, journal.report)
+        return store
+
+    def close(self) -> None:
+        """Commit, then let the store go. Safe to call twice. JournalError if the commit failed."""
+        try:
+            self.journal.close()
+        finally:
+            self._lock.release()
 
 
 def _claim(
     root: Path, identity: StoreIdentity, key_check: KeyCheck | None, on_behalf_of: int | None
 ) -> tuple[StoreLock, Superblock | None, list[str]]:
-    """The folder, locked, and what its superblock says; one that nobody can read is set aside."""
+    """Return the folder, locked, and its superblock; a damaged store is set aside."""
     folder = root / identity.folder_name
     folder.mkdir(mode=0o700, exist_ok=True)
-    lock = StoreLock.take(folder, on_behalf_of=on_behalf_of)
-    try:
-        superblock = read_superblock(folder)
-        if superblock is not None:
-            _require_same(folder, superblock, identity, key_check)
-            superblock = replace(superblock, identity=identity)  # the label may be another
-        return lock, superblock, []
-    except SuperblockError as error:
-        aside = set_aside(lock)
-        lock.release()
-        note = f"{error}; the store was set aside as {aside.name}, and an empty one made"
-        log.warning("%s", note)
-        again, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
-        return again, superblock, [note, *notes]
-    except BaseException:
-        lock.release()
-        raise
+    with ExitStack() as undo:
+        lock = StoreLock.take(folder, on_behalf_of=on_behalf_of)
+        undo.callback(lock.release)
+        try:
+            superblock = read_superblock(folder)
+        except SuperblockError as error:
+            if error.version:
+                raise StoreError(f"{error}; remove it: kvferry disk purge {folder}") from error
+            aside = set_aside(lock)
+            note = f"{error}; the store was set aside as {aside.name}, and an empty one made"
+        else:
+            if superblock is not None:
+                _require_same(folder, superblock, identity, key_check)
+                superblock = replace(superblock, identity=identity)  # the label may be another
+            undo.pop_all()
+            return lock, superblock, []
+    log.warning("%s", note)
+    again, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
+    return again, superblock, [note, *notes]
 
 
-def _give_back(ledger: Ledger) -> None:
+def _close_quietly(journal: Journal) -> None:
     with suppress(KvferryError):  # whatever is wrong was said already
-        ledger.close()
+        journal.close()
 
 
 def _require_same(
     folder: Path, superblock: Superblock, identity: StoreIdentity, key_check: KeyCheck | None
 ) -> None:
-    """Refuse a store that is not ours to read, by name; it is left as it is."""
+    """Refuse a store that is not ours to read, and leave it as it is."""
     its = superblock.identity
     remedy = f"give another directory (disk), or remove it: kvferry disk purge {folder}"
     if its.is_sealed != identity.is_sealed:
@@ -206,8 +228,8 @@ class _Sizing:
 
     ::
 
-        grow      files longer │ superblock │ ledger may name the new places
-        shrink    ledger no longer names the last places, on the medium │ superblock │ files shorter
+        grow      files longer │ superblock │ journal may name the new places
+        shrink    journal no longer names the last places, synced │ superblock │ files shorter
     """
 
     def __init__(self, folder: Path, superblock: Superblock, num_places: int) -> None:
@@ -217,11 +239,11 @@ class _Sizing:
         length = journal_bytes(Shape(identity.proof_bytes), num_places)
         self._lengths = dict.fromkeys(FILE_NAMES, length)
         self._lengths[BLOCKS_NAME] = num_places * identity.pitch
-        self._lengths[FORGET_MARK_FILE_NAME] = FORGET_MARK_FILE_BYTES
+        self._lengths[RESET_MARK_FILE_NAME] = RESET_MARK_FILE_BYTES
         self.is_smaller = any(self._length(name) > self._lengths[name] for name in self._lengths)
 
     def lengthen(self) -> bool:
-        """Make every file at least as long as it must be; whether all have their room for it."""
+        """Make every file at least as long as it must be; return whether all are reserved."""
         whole = [
             allocate(self._folder / name, max(self._length(name), length))
             for name, length in self._lengths.items()
@@ -231,23 +253,24 @@ class _Sizing:
             self._write_superblock()
         return all(whole)
 
-    def open_ledger(self) -> Ledger:
+    def open_journal(self) -> Journal:
+        """Open the journal for the new number of places."""
         mine = self.superblock
         proof_bytes = mine.identity.proof_bytes
-        return Ledger.open(self._folder, mine.store_id, mine.num_places, proof_bytes)
+        return Journal.open(self._folder, mine.store_id, mine.num_places, proof_bytes)
 
-    def shorten(self) -> Ledger:
-        """Cut what is too long, once the ledger has let go of it."""
-        ledger = self.open_ledger()
+    def shorten(self) -> Journal:
+        """Cut files that are too long, once the journal no longer names what is cut."""
+        journal = self.open_journal()
         try:
             self._write_superblock()
             for name, length in self._lengths.items():
                 if self._length(name) > length:
                     allocate(self._folder / name, length)
         except BaseException:
-            ledger.close()
+            journal.close()
             raise
-        return ledger
+        return journal
 
     def _write_superblock(self) -> None:
         self.superblock.write(self._folder)
@@ -259,7 +282,7 @@ class _Sizing:
 
 
 def _shrink(other: StoreFolder, num_places: int) -> None:
-    """Make a store that nobody has open smaller."""
+    """Make an idle store smaller."""
     assert other.superblock is not None
     lock = StoreLock.take(other.path)
     try:
@@ -267,3 +290,215 @@ def _shrink(other: StoreFolder, num_places: int) -> None:
     finally:
         lock.release()
     log.info("%s: made smaller, to %d places", other.path, num_places)
+
+
+# -- inspection -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """A store, for a list. ``num_blocks`` is None if that is unknown."""
+
+    folder: StoreFolder
+    num_blocks: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class StoreContent:
+    """What a store's journal says, read without changing anything."""
+
+    superblock: Superblock
+    blocks_path: Path
+    report: RecoveryReport
+    pieces: Callable[[], Iterator[tuple[Keys, SlotArray, Proofs]]]
+    """Yields keys, places and proofs of all blocks, in the order written; can be called again."""
+    is_current: Callable[[], bool]
+    """Whether this is still the store's journal: a server may have replaced it meanwhile."""
+
+
+@dataclass
+class VerifyReport:
+    """What verifying found: how many blocks, and the places of those that are not as written."""
+
+    num_blocks: int
+    num_checked: int
+    bad_places: list[int]
+    recovery: RecoveryReport
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every block and every page of the journal is as it was written."""
+        return not self.bad_places and not self.recovery.bad_pages
+
+
+def list_stores(root: Path) -> list[StoreSummary]:
+    """Return all stores under a directory, open ones too.
+
+    The blocks of a store that is open are those of some moment just now.
+    """
+    return [StoreSummary(folder, _count_blocks(folder)) for folder in stores_under(root)]
+
+
+def _count_blocks(folder: StoreFolder) -> int | None:
+    if folder.superblock is None or folder.trouble:
+        return None
+    for _ in range(_READ_TRIES):
+        with suppress(OSError, StoreError), _content(folder.path) as content:
+            # Of a journal that its server replaced while we read it we saw the half of two.
+            if content.is_current():
+                return content.report.num_blocks
+    return None
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[StoreContent]:
+    """Give a store's content, and keep it locked. StoreInUseError if a process has it open."""
+    _require_store(path)
+    lock = StoreLock.take(path)
+    try:
+        with _content(path) as content:
+            yield content
+    finally:
+        lock.release()
+
+
+def verify_store(
+    path: Path,
+    key: bytes | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> VerifyReport:
+    """Compare every block with its proof; change nothing. ``progress`` is told done and total.
+
+    Raises StoreError if the store is encrypted and ``key`` is missing or another one,
+    StoreInUseError if a process has it open.
+    """
+    with reading(path) as content, contextlib.closing(BlockChecker(content, key)) as checker:
+        total = content.report.num_blocks
+        report = VerifyReport(total, 0, [], content.report)
+        for keys, places, proofs in content.pieces():
+            for start in range(0, len(places), _CHECKED_AT_ONCE):
+                part = slice(start, start + _CHECKED_AT_ONCE)
+                right = checker.check(places[part], keys[part], proofs[part])
+                report.bad_places += places[part][~right].tolist()
+                report.num_checked += len(right)
+                progress(report.num_checked, total)
+    return report
+
+
+def purge_store(path: Path) -> str:
+    """Remove a store; return what that means, for people.
+
+    Raises StoreInUseError if a process has it open, StoreError if there is none.
+    """
+    found = _require_store(path)
+    with alone_in(path.parent):
+        remove_store(path)
+    if found.superblock is not None and found.superblock.identity.is_sealed:
+        rest = "its blocks were encrypted: without the key, what a drive may still hold is noise"
+    else:
+        rest = (
+            "its bytes were given back to the file system, not overwritten: an SSD may hold them "
+            "until it needs the room. Encrypt (disk_key_file) what must never be read again"
+        )
+    return f"{path} is gone, {found.num_bytes} bytes; {rest}"
+
+
+def _require_store(path: Path) -> StoreFolder:
+    found = next((each for each in stores_under(path.parent) if each.path == path), None)
+    if found is None:
+        raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
+    return found
+
+
+@contextlib.contextmanager
+def _content(path: Path) -> Iterator[StoreContent]:
+    superblock = read_superblock(path)
+    if superblock is None:
+        raise StoreError(f"{path} was never finished, and holds nothing")
+    shape, store_id = Shape(superblock.identity.proof_bytes), superblock.store_id
+    blocks_path = path / BLOCKS_NAME
+    with ExitStack() as undo:
+        files = []
+        for name in FILE_NAMES:
+            files.append(DiskFile(path / name, writable=False))
+            undo.callback(files[-1].close)
+        newest = newest_header(files, shape, store_id)
+        is_marked = marks.is_marked(path)
+        if newest is None or is_marked:
+            words = "told to forget everything" if is_marked else "no journal could be read"
+            yield StoreContent(
+                superblock,
+                blocks_path,
+                RecoveryReport(words=words),
+                lambda: iter(()),
+                lambda: marks.is_marked(path) or newest_header(files, shape, store_id) is None,
+            )
+            return
+        file, header = newest
+        found = recover(file, header, shape, superblock.num_places)
+
+        def is_current() -> bool:
+            now = newest_header(files, shape, store_id)
+            return now is not None and now[1].seal == header.seal
+
+        yield StoreContent(
+            superblock,
+            blocks_path,
+            found.report,
+            lambda: read_live(file, shape, found.entries, found.end),
+            is_current,
+        )
+
+
+class BlockChecker:
+    """Reads blocks of a locked store and compares them with their proofs. Owns file and buffer."""
+
+    def __init__(self, content: StoreContent, key: bytes | None) -> None:
+        superblock, mine = content.superblock, content.superblock.identity
+        if mine.is_sealed and key is None:
+            raise StoreError(
+                "it is encrypted: name the key, by disk_key_file or KVFERRY_DISK_KEY, to verify it"
+            )
+        key = key if mine.is_sealed else None
+        if key is not None and key_check(key, superblock.store_id) != superblock.key_check:
+            raise StoreError("it is encrypted with another key than the one given")
+        self._prover = open_prover(mine.block_bytes, superblock.store_id, key)
+        self._most = max(1, _BUFFER_BYTES // mine.pitch)
+        self._buffer = Buffer(self._most, mine.pitch, is_sealed=mine.is_sealed)
+        self._pitch = mine.pitch
+        self._file = BlockFile(str(content.blocks_path), mine.pitch)
+
+    def check(self, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
+        """Return which of these blocks are as they were written; unreadable ones are not."""
+        order = np.argsort(places, kind="stable")
+        right = np.zeros(len(places), dtype=bool)
+        for start in range(0, len(order), self._most):
+            part = order[start : start + self._most]
+            read = self._read(places[part])
+            found = self._prover.check(self._buffer, places[part], keys.array[part], proofs[part])
+            right[part] = found & read
+        return right
+
+    def _read(self, places: SlotArray) -> Flags:
+        """Bring ascending places into the buffer, side by side; neighbours by one call."""
+        done = np.zeros(len(places), dtype=bool)
+        ends = np.flatnonzero(np.diff(places, append=places[-1:] + 2) != 1) + 1
+        first = 0
+        for end in ends.tolist():
+            done[first:end] = self._read_run(int(places[first]), first, end)
+            if not done[first]:
+                for at in range(first, end):
+                    done[at] = self._read_run(int(places[at]), at, at + 1)
+            first = end
+        return done
+
+    def _read_run(self, place: int, first: int, end: int) -> bool:
+        try:
+            self._file.read(place, self._buffer.stored[first * self._pitch : end * self._pitch])
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()

@@ -1,4 +1,14 @@
-"""The tier on disk: places on one or more drives, each served by a process of its own."""
+"""The tier on disk: places on one or more drives, each served by a process of its own.
+
+A drive as its engine sees it::
+
+    starting ──> up <──> ails ──┐
+       ^                        │ it died, or does not answer: killed
+       └────── away, a while ───┘
+
+A thread for each drive does the waiting. What was in flight on a drive that is gone has failed, and
+its memory is ours again.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +16,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvferry.core.keys import Keys
-from kvferry.errors import ClosedError, ConfigError, InputError
+from kvferry.errors import ClosedError, ConfigError, InputError, IntegrityError, KvferryError
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
@@ -22,15 +32,57 @@ from kvferry.tiers.contract import (
     check_batch,
     check_size,
 )
-from kvferry.tiers.disk.blocks import pitch_of
-from kvferry.tiers.disk.figures import DiskFigures, Flags, add_up
-from kvferry.tiers.disk.link import DriveLink, Launch, start_drive
-from kvferry.tiers.disk.setup import DriveSetup, StoreAt
-from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage
+from kvferry.tiers.disk.block_file import pitch_of
+from kvferry.tiers.disk.protocol import (
+    DiskFigures,
+    DriveSetup,
+    Flags,
+    ReadyMessage,
+    StoreAt,
+    add_up,
+    figures_of,
+    pack_forget,
+    take_blocks,
+)
+from kvferry.tiers.ipc.channel import FrameKind
+from kvferry.tiers.ipc.messages import (
+    Numbers,
+    OrderMessage,
+    ResultMessage,
+    Words,
+    pack_number,
+    pack_order,
+    unpack_number,
+    unpack_result,
+    unpack_says,
+    unpack_text,
+)
+from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.ipc.status_page import HEARTBEAT
 from kvferry.types import NO_SLOTS, SlotArray, TierName
+
+log = logging.getLogger(__name__)
+
+OPEN_SECONDS = 120.0
+"""How long opening waits for drives to recover before it goes on without them."""
 
 RUN_BYTES = 16 << 20
 """As long as a call to a drive should be."""
+
+STARTING = "starting"
+_TICK_SECONDS = 0.25
+_MIN_PAUSE, _MAX_PAUSE = 0.1, 30.0
+_PATIENCE = 3600.0
+"""Recovery of the largest store takes seconds; a drive that is silent for so long is killed."""
+_SAY_AFTER, _SAY_EVERY = 2.0, 10.0
+_GRACE_SECONDS = 2.0
+
+Launch = Callable[[DriveSetup], ChildProcess]
+
+
+def start_drive(setup: DriveSetup) -> ChildProcess:
+    """Start a drive process. Raises OSError if that is impossible."""
+    return ChildProcess("kvferry.tiers.disk.drive", setup.pack())
 
 
 @dataclass(frozen=True)
@@ -51,6 +103,7 @@ class Stripes:
 
     @property
     def num_places(self) -> int:
+        """How many places all drives have together."""
         return self.num_drives * self.places_each
 
     def split(self, places: Numbers) -> list[tuple[int, Numbers, Numbers]]:
@@ -73,21 +126,262 @@ class Stripes:
         return here, (runs * self.num_drives + drive) * self.run + within
 
 
-# ------------------------------------------------------------------------------------------------
-# The tier on disk: places on one or more drives, each served by a process of its own.
+class DriveClient:
+    """Owns a drive process, which it starts again when it is gone, and the thread that waits.
 
-log = logging.getLogger(__name__)
+    ``changed`` is the tier's lock and guards everything but the thread. ``ended`` is called with it
+    held, with the result of each order.
+    """
 
-OPEN_SECONDS = 120.0
-"""How long opening waits for drives to recover before it goes on without them."""
+    def __init__(
+        self,
+        setup: DriveSetup,
+        changed: threading.Condition,
+        ended: Callable[[ResultMessage], None],
+        launch: Launch = start_drive,
+    ) -> None:
+        self.path = setup.path
+        self.ready: ReadyMessage | None = None
+        """What the drive said when it was first up; None until then."""
+        self.ailment = STARTING
+        self.refusal = ""
+        """Why it could not be opened, the last time."""
+        self.recovered: tuple[Numbers, Words] | None = None
+        self.generation = setup.generation
+        """How often it was told to forget everything; orders carry it."""
+        self._setup = setup
+        self._changed = changed
+        self._ended = ended
+        self._launch = launch
+        self._child: ChildProcess | None = None
+        self._orders: dict[int, int] = {}
+        self._left_behind: set[int] = set()
+        self._epoch = 0
+        self._forgotten = setup.generation
+        """The last generation that the drive has made durable."""
+        self._past: list[DiskFigures] = []
+        self._num_starts = 0
+        self._max_silence = setup.deadline + 1.0
+        """A drive that is up and silent for so many seconds is killed."""
+        self._is_closing = False
+        self._is_given_up = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvferry-disk-{setup.stripe}", daemon=True
+        )
+        self._thread.start()
 
-_SAY_AFTER, _SAY_EVERY = 2.0, 10.0
-_GRACE_SECONDS = 2.0
+    # -- for the tier, with the lock held ---------------------------------------------------------
+
+    def submit(self, order: OrderMessage) -> str:
+        """Send an order; return why it cannot be sent, or nothing."""
+        if self.ailment:
+            return self.ailment
+        assert self._child is not None
+        self._orders[order.id] = len(order.places)
+        self._child.channel.send(pack_order(order))
+        return ""
+
+    def cancel(self, order_id: int) -> None:
+        """Begin nothing more of an order."""
+        if order_id in self._orders and self._child is not None:
+            self._child.channel.send(pack_number(FrameKind.CANCEL, order_id))
+
+    def forget(self, epoch: int) -> None:
+        """Forget everything. A drive that is away is told when it is back, before anything else."""
+        self.generation += 1
+        self._epoch = epoch
+        self.recovered = None
+        if self._child is not None and self.ready is not None:
+            self._child.channel.send(pack_forget(self.generation, epoch))
+
+    def agree(self, epoch: int) -> None:
+        """All drives of the tier forgot by then: what is older here is stale."""
+        self._epoch = epoch
+        if self.ready is not None and self.ready.epoch < epoch:
+            self.forget(epoch)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was opened, or refused."""
+        return self.ready is not None or bool(self.refusal)
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether all that it was told to forget is forgotten durably."""
+        return self._forgotten == self.generation
+
+    def figures(self) -> DiskFigures:
+        """What the drive has counted in all its lives."""
+        parts = list(self._past)
+        if self._child is not None:
+            parts.append(figures_of(self._child.status))
+        return replace(
+            add_up(parts),
+            direct=bool(parts) and parts[-1].direct,
+            restarts=max(0, self._num_starts - 1),
+            drives_away=int(bool(self.ailment)),
+        )
+
+    # -- closing, without the lock ----------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """Ask the drive to end: it commits and goes."""
+        with self._changed:
+            self._is_closing = True
+            child = self._child
+        if child is not None:
+            child.channel.end()
+            child.channel.wake()
+
+    def join(self, timeout: float) -> tuple[int, ...]:
+        """Wait for its end, then kill it; return orders whose memory it may still touch."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            with self._changed:
+                if self._child is not None:
+                    self._child.channel.wake()
+            self._thread.join()  # it waits for nothing any more
+        return tuple(self._left_behind)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = _MIN_PAUSE
+        while True:
+            began = time.monotonic()
+            self._live()
+            with self._changed:
+                if time.monotonic() - began > _MAX_PAUSE:
+                    pause = _MIN_PAUSE
+                if self._changed.wait_for(lambda: self._is_closing, pause):
+                    return
+            pause = min(2 * pause, _MAX_PAUSE)
+
+    def _live(self) -> None:
+        """One life of the process, from its start until it is gone and its orders have failed."""
+        device = self.ready.device if self.ready is not None else None
+        try:
+            child = self._launch(replace(self._setup, generation=self._forgotten, device=device))
+        except Exception as error:  # whatever it is, the engine waits for an answer
+            self._refuse(_words(error))
+            return
+        with self._changed:
+            self._child = child
+            self._num_starts += 1
+            if self._is_closing:
+                child.channel.end()
+        is_safe = True
+        try:
+            try:
+                reason = self._listen(child)
+            except Exception as error:  # with this thread all its orders would wait for ever
+                log.exception("%s: the drive process said something that cannot be", self.path)
+                reason = f"the drive process said something that cannot be: {_words(error)}"
+            if not child.wait(0 if reason else 1.0):
+                is_safe = child.take_back_memory()
+            self._lose(child, reason or f"the drive process {child.ending}", is_safe)
+        finally:
+            child.close()
+
+    def _listen(self, child: ChildProcess) -> str:
+        """Until the process is gone, or answers no more: then return why it must be killed."""
+        beat, missed = -1, 0.0
+        while not child.channel.is_ended:
+            if self._is_given_up:
+                return "the tier was closed"
+            before = time.monotonic()
+            child.channel.wait(_TICK_SECONDS)
+            for kind, body in child.channel.receive():
+                self._handle(child, kind, body)
+            last, beat = beat, child.status.get(HEARTBEAT)
+            # Time that we ourselves were stopped does not count: only ticks that we saw pass.
+            missed = 0.0 if last != beat else missed + min(time.monotonic() - before, 1.0)
+            if missed > (self._max_silence if self.ready is not None else _PATIENCE):
+                return f"the drive process did not answer for {missed:.0f} s"
+        return ""
+
+    def _handle(self, child: ChildProcess, kind: FrameKind, body: bytes) -> None:
+        if kind is FrameKind.SAYS:
+            level, text = unpack_says(body)
+            log.log(level, "%s: %s", self.path, text)
+            return
+        with self._changed:
+            if kind is FrameKind.RESULT:
+                result = unpack_result(body)
+                count = self._orders.get(result.id)
+                if count is not None and count != len(result.ok):
+                    raise IntegrityError(f"{len(result.ok)} results for {count} blocks")
+                if self._orders.pop(result.id, None) is not None:
+                    self._ended(result)
+            elif kind is FrameKind.AILS:
+                self._ail(unpack_text(body))
+            elif kind is FrameKind.FORGOT:
+                self._forgotten = unpack_number(body)
+            elif kind is FrameKind.READY:
+                self._be_ready(child, ReadyMessage.unpack(body))
+            elif kind is FrameKind.REFUSED:
+                self._refuse(unpack_text(body))
+            self._changed.notify_all()
+
+    def _be_ready(self, child: ChildProcess, ready: ReadyMessage) -> None:
+        if self.ready is None:
+            self.recovered = take_blocks(child.status, ready.num_recovered)
+            self.ready = ready
+        if ready.epoch < self._epoch:
+            self.generation += 1
+        if self._forgotten != self.generation:
+            child.channel.send(pack_forget(self.generation, self._epoch))
+        self.refusal = ""
+        self._ail("")
+
+    def _ail(self, reason: str) -> None:
+        with self._changed:
+            if reason and not self.ailment:
+                log.warning("disk %s cannot be used: %s", self.path, reason)
+            elif self.ailment not in ("", STARTING) and not reason:
+                log.warning("disk %s can be used again", self.path)
+            self.ailment = f"{self.path}: {reason}" if reason else ""
+            self._changed.notify_all()
+
+    def _refuse(self, reason: str) -> None:
+        with self._changed:
+            self.refusal = reason
+            self._ail(reason)
+
+    def _lose(self, child: ChildProcess, reason: str, is_safe: bool) -> None:
+        """The process is gone: so are its orders."""
+        with self._changed:
+            # What it counted stays counted; what waited there, and since when, went with it.
+            last = replace(figures_of(child.status), pending=0, durable_lag=0.0, journal_bytes=0)
+            self._past = [add_up([*self._past, last])]
+            self._child = None
+            if self.ready is None:
+                self.refusal = self.refusal or reason
+            if not self._is_closing:
+                self._ail(self.refusal or reason)
+            if is_safe:
+                for order_id, count in self._orders.items():
+                    self._ended(_all_failed(order_id, count, reason))
+                self._orders.clear()
+            else:
+                self._left_behind |= set(self._orders)
+            self._changed.notify_all()
+
+
+def _words(error: Exception) -> str:
+    is_known = isinstance(error, (KvferryError, OSError))
+    return str(error) if is_known else f"{type(error).__name__}: {error}"
+
+
+def _all_failed(order_id: int, count: int, reason: str) -> ResultMessage:
+    ok = np.zeros(count, dtype=bool)
+    return ResultMessage(order_id, ok, dict.fromkeys(range(count), reason), 0, 0.0)
 
 
 @dataclass(eq=False)
-class _Moving:
-    """A batch under way: its orders to the drives, and what is known of its blocks so far."""
+class _InFlightBatch:
+    """A batch, its orders to the drives, and what is known of its blocks so far."""
 
     batch: Batch
     ok: Flags
@@ -98,85 +392,80 @@ class _Moving:
 
 
 class DiskTier:
-    """Keeps blocks on drives, and what it has across restarts. Owns the drive processes.
+    """Keeps blocks on drives, across restarts too. Owns a client for each drive.
 
-    A drive that is away costs its own places; the tier ails when all are.
+    A drive that is away costs its own places; the tier ails when all are away.
     """
 
     def __init__(
         self, name: TierName, setups: Sequence[DriveSetup], launch: Launch = start_drive
     ) -> None:
-        """Open a store for each setup, all at once; ConfigError where none can be opened."""
+        """Open a store for each setup, all at once; ConfigError if none can be opened."""
         block_bytes = setups[0].block_bytes
         check_size(name, len(setups), block_bytes)
         self.name = name
         self.block_bytes = block_bytes
         self.num_places: int | None = None
-        self._changed = threading.Condition()  # guards all below, and the links
-        self._moving: dict[BatchId, _Moving] = {}
-        self._orders: dict[int, tuple[_Moving, Numbers]] = {}
+        self._changed = threading.Condition()  # guards all below, and the drive clients
+        self._batches: dict[BatchId, _InFlightBatch] = {}
+        self._orders: dict[int, tuple[_InFlightBatch, Numbers]] = {}
         self._next_order = 0
         self._results: list[Result] = []
         self._epoch = 0
-        """When all was forgotten last; counts only between several drives."""
+        """When all was last forgotten; counts only between several drives."""
         self._abandoned: tuple[BatchId, ...] = ()
         self._is_closing = False
         self._is_closed = False
-        self._links = [DriveLink(setup, self._changed, self._hear, launch) for setup in setups]
+        self._drives = [
+            DriveClient(each, self._changed, self._order_ended, launch) for each in setups
+        ]
         try:
             self.stripes = self._wait_until_open()
         except BaseException:
             self.close(0.0)
             raise
         self.num_places = self.stripes.num_places
-        self._agree()
-        self._recovered = self._gather()
-
-    # -- opening ----------------------------------------------------------------------------------
+        with self._changed:
+            # A drive that was away when the others forgot holds stale blocks: it forgets now.
+            self._epoch = max(each.ready.epoch for each in self._drives if each.ready is not None)
+            for drive in self._drives:
+                drive.agree(self._epoch)
+            self._recovered = self._gather()
 
     def _wait_until_open(self) -> Stripes:
         start = time.monotonic()
         say_at = start + _SAY_AFTER
         with self._changed:
-            while not all(link.is_settled for link in self._links):
+            while not all(drive.is_settled for drive in self._drives):
                 now = time.monotonic()
                 if now > start + OPEN_SECONDS:
                     break
                 if now > say_at:
-                    waiting = [link.path for link in self._links if not link.is_settled]
+                    waiting = [drive.path for drive in self._drives if not drive.is_settled]
                     log.info("disk: recovering %s: %.0f s", ", ".join(waiting), now - start)
                     say_at = now + _SAY_EVERY
                 self._changed.wait(0.5)
-            ready = [link.ready for link in self._links if link.ready is not None]
+            ready = [drive.ready for drive in self._drives if drive.ready is not None]
             if not ready:
-                raise ConfigError(next((x.refusal for x in self._links if x.refusal), "no answer"))
-            each = min(message.num_places for message in ready)
-            for link in self._links:
-                if link.ready is not None:
-                    log.info("disk %s: %s", link.path, link.ready.report)
+                raise ConfigError(next((x.refusal for x in self._drives if x.refusal), "no answer"))
+            for drive in self._drives:
+                if drive.ready is not None:
+                    log.info("disk %s: %s", drive.path, drive.ready.report)
                 else:
-                    log.error("disk %s is left out for now: %s", link.path, link.ailment)
-        return Stripes.lay_out(len(self._links), each, pitch_of(self.block_bytes))
-
-    def _agree(self) -> None:
-        """A drive that was away when the others forgot has what is stale: it forgets now."""
-        with self._changed:
-            self._epoch = max(link.ready.epoch for link in self._links if link.ready is not None)
-            for link in self._links:
-                link.agree(self._epoch)
+                    log.error("disk %s is left out for now: %s", drive.path, drive.ailment)
+        places_each = min(message.num_places for message in ready)
+        return Stripes.lay_out(len(self._drives), places_each, pitch_of(self.block_bytes))
 
     def _gather(self) -> tuple[Keys, SlotArray]:
-        """What all drives still have, each drive's in the order written, side by side in time."""
+        """What all drives still have, each drive's in the order written, merged by progress."""
         keys, places, times = [], [], []
-        with self._changed:
-            for number, link in enumerate(self._links):
-                if link.recovered is None:
-                    continue
-                here, mine = self.stripes.join(number, link.recovered[0])
-                keys.append(link.recovered[1][here])
+        for number, drive in enumerate(self._drives):
+            if drive.recovered is not None:
+                here, mine = self.stripes.join(number, drive.recovered[0])
+                keys.append(drive.recovered[1][here])
                 places.append(mine)
                 times.append(np.arange(len(mine)) / max(1, len(mine)))
-                link.recovered = None
+                drive.recovered = None
         if not keys:
             return Keys.empty(), NO_SLOTS
         if len(keys) == 1:
@@ -185,7 +474,7 @@ class DiskTier:
         return Keys(np.concatenate(keys)[order]), np.concatenate(places)[order]
 
     def recovered(self) -> tuple[Keys, SlotArray]:
-        """What an earlier life left, in the order written. To be asked once, before any batch."""
+        """Return what an earlier life left, in the order written. Once, before any batch."""
         found, self._recovered = self._recovered, (Keys.empty(), NO_SLOTS)
         return found
 
@@ -193,147 +482,142 @@ class DiskTier:
 
     @property
     def ailment(self) -> str:
+        """Why no drive can be used; empty while one can."""
         with self._changed:
-            ailments = [link.ailment for link in self._links]
+            ailments = [drive.ailment for drive in self._drives]
         return ailments[0] if all(ailments) else ""
 
     def attach_memory(self, address: int, num_bytes: int) -> None:
         """A drive process reaches all of our memory by address: nothing to register."""
 
     def submit(self, batch: Batch) -> None:
+        """Queue a batch and return at once."""
         check_batch(self, batch)
         assert batch.places is not None
         with self._changed:
             if self._is_closing:
                 raise ClosedError(f"tier {self.name} is closed")
-            if batch.id in self._moving:
+            if batch.id in self._batches:
                 raise InputError(f"tier {self.name}: batch {batch.id} is under way already")
-            moving = _Moving(batch, np.zeros(len(batch), dtype=bool), time.monotonic())
-            self._moving[batch.id] = moving
+            entry = _InFlightBatch(batch, np.zeros(len(batch), dtype=bool), time.monotonic())
+            self._batches[batch.id] = entry
             parts = self.stripes.split(batch.places)
             numbers = range(self._next_order, self._next_order + len(parts))
             self._next_order += len(parts)
-            moving.orders.update(numbers)
-            for number, (drive, positions, there) in zip(numbers, parts, strict=True):
-                self._orders[number] = (moving, positions)
-                link = self._links[drive]
-                reason = link.submit(_order(batch, number, link.generation, positions, there))
+            entry.orders.update(numbers)
+            for number, (at, positions, there) in zip(numbers, parts, strict=True):
+                self._orders[number] = (entry, positions)
+                drive = self._drives[at]
+                order = OrderMessage(
+                    number,
+                    batch.way,
+                    drive.generation,
+                    batch.deadline,
+                    there,
+                    batch.keys.array[positions],
+                    np.asarray(batch.sizes, dtype=np.int64),
+                    np.asarray(batch.addresses, dtype=np.int64)[positions],
+                )
+                reason = drive.submit(order)
                 if reason:
-                    self._hear(_all_failed(number, len(positions), reason))
+                    self._order_ended(_all_failed(number, len(positions), reason))
 
     def cancel(self, batch_id: BatchId) -> None:
+        """Begin nothing more of a batch."""
         with self._changed:
-            moving = self._moving.get(batch_id)
-            for number in moving.orders if moving is not None else ():
-                for link in self._links:
-                    link.cancel(number)
+            entry = self._batches.get(batch_id)
+            for number in entry.orders if entry is not None else ():
+                for drive in self._drives:
+                    drive.cancel(number)
 
     def poll(self) -> list[Result]:
+        """Return the results since the last call."""
         with self._changed:
             results, self._results = self._results, []
         return results
 
     def drain(self, timeout: float | None = None) -> list[Result]:
+        """Wait until nothing is in flight, or ``timeout`` seconds passed; return the results."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._moving, timeout)
+            self._changed.wait_for(lambda: not self._batches, timeout)
         return self.poll()
 
     def forget(self) -> None:
+        """Nothing written by batches submitted before this may ever be read again."""
         with self._changed:
-            if len(self._links) > 1:
+            if len(self._drives) > 1:
                 self._epoch = max(self._epoch + 1, time.time_ns())
-            for link in self._links:
-                link.forget(self._epoch)
+            for drive in self._drives:
+                drive.forget(self._epoch)
 
     def wait_forgotten(self, timeout: float) -> bool:
-        """Whether nothing forgotten could come back any more, whatever happens next.
+        """Return whether nothing forgotten could come back any more, whatever happens next.
 
         Waits for drives that are well; one that is away forgets when it is back.
         """
         with self._changed:
-            links = self._links
+            drives = self._drives
             self._changed.wait_for(
-                lambda: all(link.has_forgotten or link.ailment for link in links), timeout
+                lambda: all(drive.has_forgotten or drive.ailment for drive in drives), timeout
             )
-            return all(link.has_forgotten for link in links)
+            return all(drive.has_forgotten for drive in drives)
 
     def stores(self) -> tuple[StoreAt, ...]:
-        """Where the blocks lie, for who must reach them without us; of drives that were opened."""
+        """Return where the blocks lie, for processes that reach them without us."""
         with self._changed:
-            return tuple(link.ready.store for link in self._links if link.ready is not None)
+            return tuple(drive.ready.store for drive in self._drives if drive.ready is not None)
 
     def figures(self) -> DiskFigures:
-        """What was moved, and what went wrong, so far."""
+        """Return what was moved, and what went wrong, so far."""
         with self._changed:
-            parts = [link.figures() for link in self._links]
-        return add_up(parts)
+            return add_up([drive.figures() for drive in self._drives])
 
     def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
+        """Finish what was submitted and end the drives; return batches left behind."""
         with self._changed:
             if self._is_closed:
                 return self._abandoned
             self._is_closing = True
             end = time.monotonic() + timeout
-            self._changed.wait_for(lambda: not self._moving, timeout)
+            self._changed.wait_for(lambda: not self._batches, timeout)
             self._is_closed = True
-        for link in self._links:
-            link.hang_up()
-        # The last commit has some time even where the bound is short, if nothing hangs.
-        grace = 0.0 if self._moving else _GRACE_SECONDS
+        for drive in self._drives:
+            drive.hang_up()
+        # The last commit has some time even if the bound is short, unless something hangs.
+        grace = 0.0 if self._batches else _GRACE_SECONDS
         end = max(end, time.monotonic() + grace)
-        left = [number for link in self._links for number in link.join(end - time.monotonic())]
+        left = [number for drive in self._drives for number in drive.join(end - time.monotonic())]
         with self._changed:
             self._abandoned = tuple({self._orders[number][0].batch.id: None for number in left})
             return self._abandoned
 
-    # -- answers ----------------------------------------------------------------------------------
-
-    def _hear(self, result: ResultMessage) -> None:
-        """What became of one drive's part of a batch; the lock is held."""
-        moving, positions = self._orders.pop(result.id)
-        moving.orders.discard(result.id)
-        moving.ok[positions] = result.ok
-        moving.num_bytes += result.num_bytes
+    def _order_ended(self, result: ResultMessage) -> None:
+        """One drive's part of a batch ended; the lock is held."""
+        entry, positions = self._orders.pop(result.id)
+        entry.orders.discard(result.id)
+        entry.ok[positions] = result.ok
+        entry.num_bytes += result.num_bytes
         for at, reason in result.reasons.items():
-            moving.reasons[int(positions[at])] = f"tier {self.name}: {reason}"
-        if not moving.orders:
-            del self._moving[moving.batch.id]
-            seconds = time.monotonic() - moving.began
+            entry.reasons[int(positions[at])] = f"tier {self.name}: {reason}"
+        if not entry.orders:
+            batch_id = entry.batch.id
+            del self._batches[batch_id]
+            seconds = time.monotonic() - entry.began
             self._results.append(
-                Result(moving.batch.id, moving.ok, moving.reasons, moving.num_bytes, seconds)
+                Result(batch_id, entry.ok, entry.reasons, entry.num_bytes, seconds)
             )
             self._changed.notify_all()
 
 
-def _order(
-    batch: Batch, number: int, generation: int, positions: Numbers, there: Numbers
-) -> OrderMessage:
-    return OrderMessage(
-        number,
-        batch.way,
-        generation,
-        batch.deadline,
-        there,
-        batch.keys.array[positions],
-        np.asarray(batch.sizes, dtype=np.int64),
-        np.asarray(batch.addresses, dtype=np.int64)[positions],
-    )
-
-
-def _all_failed(number: int, count: int, reason: str) -> ResultMessage:
-    ok = np.zeros(count, dtype=bool)
-    return ResultMessage(number, ok, dict.fromkeys(range(count), reason), 0, 0.0)
-
-
 def open_disk(setup: TierSetup) -> DiskTier:
-    """The tier that the setting ``disk`` makes."""
+    """Open the tier that the setting ``disk`` makes."""
     settings = setup.disk
     if settings is None or not settings.directories:
         raise ConfigError("disk: no directory is named; give disk = PATH")
     if not setup.namespace:
         raise ConfigError(
-            "disk: nobody said whose blocks these are (TierSetup.namespace), and blocks on disk "
-            "outlive who wrote them"
+            "disk: the namespace of the blocks is missing (TierSetup.namespace); blocks on disk "
+            "outlive the process that wrote them"
         )
     count = len(settings.directories)
     setups = [

@@ -19,8 +19,8 @@ from kvferry.config import Config
 from kvferry.core.quantities import rounded_size
 from kvferry.errors import ConfigError, KvferryError, StoreError, StoreInUseError
 from kvferry.settings.disk import DiskSettings
-from kvferry.tiers.disk.folder import StoreFolder, stores_under
-from kvferry.tiers.disk.inspection import (
+from kvferry.tiers.disk.quota import StoreFolder, stores_under
+from kvferry.tiers.disk.store import (
     StoreSummary,
     VerifyReport,
     list_stores,
@@ -92,8 +92,6 @@ def verify(
 
     The exit code is 0 if every block of every store is as it was written, else 1.
     """
-    from kvferry.tiers.disk.inspection import checker_of
-
     with _told():
         stores, key = _stores(paths), _key(key_file)
     rows = []
@@ -101,7 +99,7 @@ def verify(
         row: dict[str, Any] = {"store": str(store)}
         try:
             with _progress(store, hidden=as_json) as follow:
-                row |= _verified(verify_store(store, checker_of(key), follow))
+                row |= _verified(verify_store(store, key, follow))
         except (KvferryError, OSError) as error:
             row |= {"sound": False, "error": str(error)}
         rows.append(row)

@@ -37,7 +37,7 @@ from kvferry.types import DEVICE, HOST, MatchState, RequestId
 from kvferry.worker import Route, Worker
 
 if TYPE_CHECKING:
-    from kvferry.tiers.disk.figures import DiskFigures
+    from kvferry.tiers.disk.protocol import DiskFigures
 
 
 class Runner(Closing):

@@ -1,7 +1,7 @@
 """Of a drive's threads few copy and prove at a time, and none of them while it waits for the drive.
 
-One-line breaks that were tried: without ``with parts.hands`` in a read or a write too many are at
-it at once; with the drive's call inside of it nobody gets past the first that waits.
+One-line breaks that were tried: without ``with context.cpu_slots`` in a read or a write too many
+work at once; with the drive's call inside of it no thread gets past the first that waits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.queue import Lanes
-from kvferry.tiers.disk.workers import DriveParts, DriveThread
+from kvferry.tiers.disk.io_queue import IoQueue
+from kvferry.tiers.disk.io_workers import IoWorker, WorkerContext
 from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 
 THREADS, BLOCKS, PITCH = 4, 8, 4096
@@ -69,20 +69,20 @@ class Drive:
         self.copying.stay()
         return np.ones(len(places), dtype=bool)
 
-    # -- the shelf
-    def look(self, places: Any, generation: int) -> Any:
+    # -- the write tracker
+    def lookup(self, places: Any, generation: int) -> Any:
         return np.ones(len(places), dtype=bool), np.zeros((len(places), 16), dtype=np.uint8)
 
-    def begin(self, places: Any) -> int:
+    def begin_write(self, places: Any) -> int:
         return 0
 
-    def keep(self, *_: Any) -> str:
+    def end_write(self, *_: Any) -> str:
         return ""
 
     def lose(self, places: Any) -> None: ...
 
     # -- health and status
-    def worked(self, way: Way) -> None: ...
+    def succeeded(self, way: Way) -> None: ...
 
     def failed(self, way: Way, error: Exception) -> None: ...
 
@@ -95,12 +95,12 @@ class Drive:
 def test_one_copies_while_all_others_wait_for_the_drive(way: Way) -> None:
     drive: Any = Drive()
     answered: list[ResultMessage] = []
-    lanes = Lanes(answered.append, most_blocks=1, deadline=LONG)
-    hands = threading.Semaphore(1)
-    parts = DriveParts(lanes, drive, drive, drive, drive, drive, drive, PITCH, 1, hands)
-    threads = [DriveThread(parts, way, number) for number in range(THREADS)]
+    queue = IoQueue(answered.append, blocks_per_job=1, deadline=LONG)
+    slots = threading.Semaphore(1)
+    context = WorkerContext(queue, drive, drive, drive, drive, drive, drive, PITCH, 1, slots)
+    threads = [IoWorker(context, way, number) for number in range(THREADS)]
     numbers = np.arange(BLOCKS)
-    lanes.submit(
+    queue.submit(
         OrderMessage(
             id=1,
             way=way,
@@ -115,7 +115,7 @@ def test_one_copies_while_all_others_wait_for_the_drive(way: Way) -> None:
     end = time.monotonic() + LONG
     while not answered and time.monotonic() < end:
         time.sleep(0.005)
-    lanes.close(LONG, "ended")
+    queue.close(LONG, "ended")
     for each in threads:
         each.thread.join(LONG)
     assert answered[0].ok.all(), answered[0].reasons

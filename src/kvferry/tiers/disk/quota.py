@@ -1,4 +1,17 @@
-"""Stores under one directory: what there is, how large, and how one is removed."""
+"""Stores under one directory: their locks, their sizes, their removal, and each one's share.
+
+::
+
+    bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... | idle
+                               never touched             equal shares
+
+Idle are stores that no process has open and that are not of this server. Those used in the last
+days keep a part of the bound, so that models that take turns stay warm; the others are removed when
+their bytes are needed. Those used longest ago give first: what they must give is cut off their
+ends. Stores of this server's other ranks are left alone: they may be about to be opened. All of
+this happens under the directory's lock, so two servers that start at once cannot both take the last
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +31,9 @@ from pathlib import Path
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
-from kvferry.tiers.disk.blocks import discard
-from kvferry.tiers.disk.journal import MOST_PLACES, Shape
-from kvferry.tiers.disk.ledger import journal_bytes
+from kvferry.tiers.disk.block_file import discard
+from kvferry.tiers.disk.journal import journal_bytes
+from kvferry.tiers.disk.journal_pages import MAX_PLACES, Shape
 from kvferry.tiers.disk.superblock import (
     FOLDER,
     StoreIdentity,
@@ -30,11 +43,22 @@ from kvferry.tiers.disk.superblock import (
     sync_folder,
 )
 
-FILE_NAME = "lock"
-_TIMED = (FILE_NAME, "journal-0", "journal-1")
-_MOST_BYTES = 4096
-_MOST_COMMAND = 200
-_TRIES, _PAUSE_SECONDS = 5, 0.02
+log = logging.getLogger(__name__)
+
+BLOCKS_NAME = "blocks"
+LOCK_NAME = "lock"
+RECENT_SECONDS = 7 * 86400.0
+"""A store used since then counts as about to be used again."""
+
+_ROOT_LOCK = ".kvferry-lock"
+_REMOVED = ".kvferry-removed-"
+_NAMES = re.compile(FOLDER.pattern + r"(?:\.aside-[0-9]+)?")
+_TIMED = (LOCK_NAME, "journal-0", "journal-1")
+_MAX_LOCK_BYTES = 4096
+_MAX_COMMAND = 200
+_TRIES, _PAUSE_SECONDS = 6, 0.02
+_SMALL_FILES = 4 * 4096  # superblock, lock, epoch and mark
+_ASIDE = 4096  # the superblock that takes the place of the old one
 
 
 class StoreLock:
@@ -42,15 +66,15 @@ class StoreLock:
 
     def __init__(self, folder: Path, fd: int) -> None:
         self.folder = folder
-        self._fd: int | None = fd
+        self._fd = fd
 
     @classmethod
     def take(cls, folder: Path, *, on_behalf_of: int | None = None) -> StoreLock:
-        """StoreInUseError if another process has it; its words name who, where and what to do.
+        """Lock a store and write into its lock file that it is in use by ``on_behalf_of``.
 
-        ``on_behalf_of`` is the process to name, if it is not this one.
+        Raises StoreInUseError, with the process, if another process has it.
         """
-        lock = try_lock(folder)
+        lock = cls.try_once(folder)
         if lock is None:
             raise StoreInUseError(
                 f"{folder} is open in {holder(folder) or 'another process'}; two servers cannot "
@@ -64,103 +88,69 @@ class StoreLock:
         return lock
 
     def _sign(self, pid: int) -> None:
-        """Say who holds it, and that the store is in use now."""
         words = {
             "pid": pid,
             "host": socket.gethostname(),
             "command": _command(pid),
             "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         }
-        if self._fd is not None:
-            with contextlib.suppress(OSError):  # a full disk: it is locked all the same
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, json.dumps(words).encode()[:_MOST_BYTES], 0)
+        with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(words).encode()[:_MAX_LOCK_BYTES], 0)
+
+    @classmethod
+    def try_once(cls, folder: Path) -> StoreLock | None:
+        """Lock a store, writing nothing; None while another process has it."""
+        path = folder / LOCK_NAME
+        for turn in range(_TRIES):
+            if turn:
+                time.sleep(_PAUSE_SECONDS)  # another process may only be looking
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A store that was removed between the two calls left us the lock of nothing.
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return cls(folder, fd)
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+        return None
 
     def release(self) -> None:
-        """Let it go. Safe to call twice."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
+        """Let the store go. Safe to call twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             with contextlib.suppress(OSError):  # the drive may be gone; the lock goes all the same
                 os.ftruncate(fd, 0)
                 os.utime(fd)
             os.close(fd)
 
 
-def try_lock(folder: Path) -> StoreLock | None:
-    """The lock of a folder, or None while another process has it. Writes nothing."""
-    lock = _try_once(folder)
-    for _ in range(_TRIES):
-        if lock is not None:
-            break
-        time.sleep(_PAUSE_SECONDS)  # it may be somebody who only looks
-        lock = _try_once(folder)
-    return lock
-
-
-def _try_once(folder: Path) -> StoreLock | None:
-    path = folder / FILE_NAME
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A store that was removed between the two calls left us the lock of nothing.
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                return StoreLock(folder, fd)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-
-
 def holder(folder: Path) -> str:
-    """Who says to have the store open, for people; empty where nobody has it.
+    """Return which process says that it has the store open; empty if none has.
 
-    Asks the kernel first: what a killed process wrote is not believed.
+    The kernel is asked first: what a killed process wrote is not believed.
     """
     try:
-        fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
-        # Shared, and let go at once: whoever opens the store in this moment tries again.
+        # Shared, and released at once: a process that opens the store right now tries again.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
-        return _said(os.pread(fd, _MOST_BYTES, 0))
+        try:
+            words = json.loads(os.pread(fd, _MAX_LOCK_BYTES, 0))
+            who = f"process {int(words['pid'])} on {words['host']}"
+            return f"{who} ({words['command']}) since {words['since']} UTC"
+        except (ValueError, KeyError, TypeError):
+            return "another process"
     finally:
         os.close(fd)
-
-
-def set_last_used(folder: Path, when: float) -> None:
-    """It was opened for others' sake: it counts as used when it was before."""
-    for name in _TIMED:
-        with contextlib.suppress(OSError):
-            os.utime(folder / name, (when, when))
-
-
-def last_used(folder: Path) -> float:
-    """When the store was last opened, closed or written to, in seconds since 1970."""
-    times = [0.0]
-    for name in _TIMED:
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
-
-
-def _said(data: bytes) -> str:
-    try:
-        words = json.loads(data)
-        who = f"process {int(words['pid'])} on {words['host']}"
-        return f"{who} ({words['command']}) since {words['since']} UTC"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
 
 
 def _command(pid: int) -> str:
@@ -169,71 +159,66 @@ def _command(pid: int) -> str:
     except OSError:
         return "?"
     text = raw.replace(b"\0", b" ").decode(errors="replace").strip()
-    return "".join(c if c.isprintable() else "?" for c in text)[:_MOST_COMMAND] or "?"
-
-
-# ------------------------------------------------------------------------------------------------
-# Stores under one directory: what there is, how large, and how one is removed.
-
-BLOCKS_NAME = "blocks"
-_ROOT_LOCK = ".kvferry-lock"
-_REMOVED = ".kvferry-removed-"
-_NAMES = re.compile(FOLDER.pattern + r"(?:\.aside-[0-9]+)?")
+    return "".join(c if c.isprintable() else "?" for c in text)[:_MAX_COMMAND] or "?"
 
 
 @dataclass(frozen=True)
 class StoreFolder:
-    """A store as it lies there, seen from outside."""
+    """A store as it is seen from outside."""
 
     path: Path
     superblock: Superblock | None
     trouble: str
     """Why it cannot be opened; empty if it can."""
     num_bytes: int
-    """What it may grow to without asking anybody."""
+    """What it may grow to: the lengths of its files, whole pages each."""
     last_used: float
+    """When it was last opened, closed or written to, in seconds since 1970."""
     holder: str
-    """Who has it open, for people; empty if nobody has."""
+    """Which process has it open, for people; empty if none has."""
 
     @property
     def is_open(self) -> bool:
+        """Whether a process has it open."""
         return bool(self.holder)
+
+    @classmethod
+    def of(cls, path: Path) -> StoreFolder:
+        """Look at one store."""
+        superblock, trouble = None, ""
+        try:
+            superblock = read_superblock(path)
+            if superblock is None:
+                trouble = "it was never finished"
+            elif not FOLDER.fullmatch(path.name):
+                trouble = "it was set aside"
+        except SuperblockError as error:
+            trouble = str(error)
+        last_used = 0.0
+        for name in _TIMED:
+            with contextlib.suppress(OSError):
+                last_used = max(last_used, (path / name).stat().st_mtime)
+        return cls(path, superblock, trouble, apparent_bytes(path), last_used, holder(path))
 
 
 def stores_under(root: Path) -> list[StoreFolder]:
-    """All stores in a directory, in the order of their names."""
+    """Return all stores in a directory, in the order of their names."""
     try:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StoreError(f"{root} cannot be read: {error.strerror or error}") from error
-    return [look_at(root / name) for name in names if _NAMES.fullmatch(name)]
-
-
-def look_at(path: Path) -> StoreFolder:
-    """One store, seen from outside."""
-    superblock, trouble = None, ""
-    try:
-        superblock = read_superblock(path)
-        if superblock is None:
-            trouble = "it was never finished"
-        elif not FOLDER.fullmatch(path.name):
-            trouble = "it was set aside"
-    except SuperblockError as error:
-        trouble = str(error)
-    return StoreFolder(
-        path, superblock, trouble, apparent_bytes(path), last_used(path), holder(path)
-    )
+    return [StoreFolder.of(root / name) for name in names if _NAMES.fullmatch(name)]
 
 
 def apparent_bytes(folder: Path) -> int:
-    """The lengths of a store's files, a whole page each: what they may take, and mostly do."""
+    """Return the lengths of a store's files, a whole page each: what they may take."""
     return sum(-(-found.st_size // 4096) * 4096 for found in _files(folder))
 
 
 def allocated_bytes(folder: Path) -> int:
-    """What a store takes on the file system now."""
+    """Return what a store takes on the file system now."""
     return sum(found.st_blocks * 512 for found in _files(folder))
 
 
@@ -247,7 +232,7 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
 
 @contextlib.contextmanager
 def alone_in(root: Path) -> Iterator[None]:
-    """While this lasts nobody else shares out the directory's bytes. Waits for whoever does."""
+    """Hold the directory's lock, under which its bytes are shared out. Waits for it."""
     fd = os.open(root / _ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -257,11 +242,11 @@ def alone_in(root: Path) -> Iterator[None]:
 
 
 def remove_store(path: Path) -> None:
-    """Remove a store that nobody has open; StoreInUseError if somebody has. All of it or nothing.
+    """Remove a store, all of it or nothing. StoreInUseError if a process has it open.
 
-    Its bytes go back to the file system. Whether an SSD still holds them somewhere is beyond us.
+    Its bytes go back to the file system. Whether an SSD still holds them is beyond us.
     """
-    lock = try_lock(path)
+    lock = StoreLock.try_once(path)
     if lock is None:
         raise StoreInUseError(
             f"{path} is open in {holder(path) or 'another process'}; stop that one first"
@@ -275,17 +260,17 @@ def remove_store(path: Path) -> None:
         lock.release()
 
 
-def remove_remains(root: Path) -> None:
-    """Finish removals that were cut short. Only while :func:`alone_in` the directory."""
-    for entry in os.scandir(root):
-        if entry.name.startswith(_REMOVED):
-            _delete(Path(entry.path))
+def _delete(folder: Path) -> None:
+    for entry in os.scandir(folder):
+        if entry.is_file(follow_symlinks=False) and entry.name != LOCK_NAME:
+            discard(Path(entry.path))
+    shutil.rmtree(folder)
 
 
 def set_aside(lock: StoreLock) -> Path:
-    """Rename a store that cannot be read, so that another can take its place; its new path.
+    """Rename a damaged store, so that another can take its place; return its new path.
 
-    It counts as a store that nobody uses: it goes when its bytes are needed.
+    It counts as an idle store: it is removed when its bytes are needed.
     """
     path = lock.folder
     for number in range(1, 1000):
@@ -297,46 +282,14 @@ def set_aside(lock: StoreLock) -> Path:
     raise StoreError(f"{path} cannot be read, and cannot be set aside; remove it by hand")
 
 
-def _delete(folder: Path) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_file(follow_symlinks=False) and entry.name != FILE_NAME:
-            discard(Path(entry.path))
-    shutil.rmtree(folder)
-
-
-# ------------------------------------------------------------------------------------------------
-# How many bytes a store may take: its share of the bound, above the floor of free space.
-#
-# ::
-#
-#     bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... |
-# idle
-#                                never touched             equal shares
-#
-# Idle are stores that nobody has open and that are not ours. Those that were used in the last days
-# keep a part of the bound, so that models that take turns stay warm; the others are removed when
-# their bytes are needed. Those that were used longest ago give first: what they must give is cut
-# off
-# their ends. Stores of this server's other ranks are left: they may be about to be opened. All of
-# this while alone in the directory, so that two who start at once cannot both take the last bytes.
-
-log = logging.getLogger(__name__)
-
-RECENT_SECONDS = 7 * 86400.0
-"""What was used since counts as about to be used again."""
-
-_SMALL_FILES = 4 * 4096  # superblock, lock, epoch and mark
-_ASIDE = 4096  # the superblock that takes the place of the old one
-
-
 @dataclass(frozen=True)
 class DiskBound:
     """What stores may take under one directory.
 
-    ``size`` bounds all of this host's stores there, whoever wrote them; ``keep_free`` stays free on
-    the file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share
-    that is left to what others wrote of late and nobody has open. ``families`` are those of all
-    engines of this server here, whose ranks share it too.
+    ``size`` bounds all of this host's stores there, of all servers; ``keep_free`` stays free on the
+    file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share left
+    to recently used idle stores. ``families`` are those of all engines of this server here, whose
+    ranks share it too.
     """
 
     size: int
@@ -347,14 +300,14 @@ class DiskBound:
 
 
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
-    """What a store of so many places takes, everything counted."""
+    """Return what a store of so many places takes, everything counted."""
     journals = 2 * journal_bytes(Shape(identity.proof_bytes), num_places)
     return num_places * identity.pitch + journals + _SMALL_FILES + _ASIDE
 
 
 def most_places(num_bytes: int, identity: StoreIdentity) -> int:
-    """The most places whose store takes no more than ``num_bytes``; 0 if not even one fits."""
-    low, high = 0, MOST_PLACES - 1
+    """Return the most places whose store takes at most ``num_bytes``; 0 if not even one fits."""
+    low, high = 0, MAX_PLACES - 1
     while low < high:
         middle = (low + high + 1) // 2
         if store_bytes(middle, identity) <= num_bytes:
@@ -365,16 +318,16 @@ def most_places(num_bytes: int, identity: StoreIdentity) -> int:
 
 
 def free_bytes(root: Path) -> int:
-    """Free on the file system, for users that are not root."""
+    """Return what is free on the file system, for users that are not root."""
     found = os.statvfs(root)
     return found.f_bavail * found.f_frsize
 
 
-class DiskRoom:
-    """The sharing out of one directory, for one store of ``identity`` that is about to be opened.
+class SpaceQuota:
+    """Shares out one directory, for one store of ``identity`` that is about to be opened.
 
-    ``shrink`` makes a store that nobody has open smaller, to so many places. ``notes`` tells what
-    was done to others. Only while alone in the directory.
+    ``shrink`` cuts an idle store to so many places. ``notes`` says what was done to other stores.
+    Only under the directory's lock.
     """
 
     def __init__(
@@ -390,11 +343,13 @@ class DiskRoom:
         self._bound = bound
         self._shrink = shrink
         self._mine = root / identity.folder_name
-        remove_remains(root)
+        for entry in os.scandir(root):  # removals that were cut short
+            if entry.name.startswith(_REMOVED):
+                _delete(Path(entry.path))
         self._others = [each for each in stores_under(root) if each.path != self._mine]
 
-    def make(self) -> int:
-        """How many places the store may have; who is in the way gives way. StoreError if none."""
+    def claim(self) -> int:
+        """Make room, and return how many places the store may have. StoreError if none."""
         share = self._share(self._kept())
         if most_places(share, self._identity) < 1:
             share = self._share(0)
@@ -409,11 +364,11 @@ class DiskRoom:
         return num_places
 
     def _share(self, kept: int) -> int:
-        """Ours, if every rank of this server here gets as much, and the idle keep so much."""
+        """Our share, if every rank here gets as much and idle stores keep ``kept``."""
         return max(0, self._for_all() - kept) // self._bound.num_ranks_here
 
     def _for_all(self) -> int:
-        """What the idle and all ranks of this server here may have together."""
+        """What idle stores and all ranks of this server here may have together."""
         ours = [o for o in self._others if not o.is_open or self._is_sibling(o)]
         held = allocated_bytes(self._mine) + sum(allocated_bytes(each.path) for each in ours)
         return min(self._for_all_by_bound(), self._spare() + held)
@@ -423,16 +378,16 @@ class DiskRoom:
         return self._bound.size - theirs
 
     def _kept(self) -> int:
-        """What idle stores keep that were used of late. The same for a rank that comes later."""
+        """What recently used idle stores keep. The same for a rank that comes later."""
         recent = sum(o.num_bytes for o in self._idle() if self._is_recent(o))
         return min(recent, max(0, int(self._for_all() * self._bound.for_others)))
 
     def _is_recent(self, other: StoreFolder) -> bool:
-        is_whole = other.superblock is not None and not other.trouble
-        return is_whole and time.time() - other.last_used < RECENT_SECONDS
+        is_usable = other.superblock is not None and not other.trouble
+        return is_usable and time.time() - other.last_used < RECENT_SECONDS
 
     def _lacks(self, share: int) -> int:
-        """How many bytes of its share a store could not have now."""
+        """How many bytes of its share the store could not have now."""
         return share - min(self._left_of_bound(), self._above_floor())
 
     def _left_of_bound(self) -> int:
@@ -442,7 +397,7 @@ class DiskRoom:
         return free_bytes(self._root) - self._bound.keep_free
 
     def _above_floor(self) -> int:
-        """What the file system has for us, if every rank of this server here gets as much of it."""
+        """What the file system has for us, if every rank of this server here gets as much."""
         spare = self._spare()
         mine = allocated_bytes(self._mine)
         kin = sum(allocated_bytes(o.path) for o in self._others if self._is_sibling(o))
@@ -459,12 +414,12 @@ class DiskRoom:
         return min(self._left_of_bound() + idle + excess, self._above_floor() + idle)
 
     def _idle(self) -> list[StoreFolder]:
-        """What nobody uses and nobody is about to, the longest unused first."""
+        """Idle stores, those unused longest first."""
         idle = [o for o in self._others if not o.is_open and not self._is_sibling(o)]
         return sorted(idle, key=lambda each: each.last_used)
 
     def _is_sibling(self, other: StoreFolder) -> bool:
-        """Whether another rank of this server has it, or may be about to open it."""
+        """Whether it belongs to another rank of this server, which may be about to open it."""
         if other.superblock is None or other.trouble:
             return False
         mine, its = self._identity, other.superblock.identity
@@ -475,7 +430,7 @@ class DiskRoom:
         return its.rank != mine.rank if kin else its.family in self._bound.families
 
     def _make_room(self, share: int) -> None:
-        """Take what we lack from idle stores, the longest unused first: all of it, or a part."""
+        """Take what we lack from idle stores, those unused longest first: all or a part."""
         for kin in self._families():
             lacks = self._lacks(share)
             if lacks <= 0:
@@ -487,7 +442,7 @@ class DiskRoom:
                     self._resize(each, 0, f"{format_size(each.num_bytes)} were needed")
 
     def _families(self) -> list[list[StoreFolder]]:
-        """Idle stores, the longest unused first, those of one server's ranks together.
+        """Idle stores, those unused longest first, those of one server's ranks together.
 
         A block counts if every rank has it: they are cut alike.
         """
@@ -501,7 +456,7 @@ class DiskRoom:
         return sorted(families.values(), key=lambda kin: max(each.last_used for each in kin))
 
     def _cut(self, kin: list[StoreFolder], needed: int) -> None:
-        """Make stores of one server smaller, by so many bytes together."""
+        """Cut the stores of one server, by so many bytes together."""
         left = sum(each.num_bytes for each in kin) - needed
         for each in kin:
             assert each.superblock is not None
@@ -510,29 +465,28 @@ class DiskRoom:
                 self._resize(each, num_places, f"{format_size(needed)} were needed")
 
     def _resize(self, other: StoreFolder, num_places: int, why: str) -> None:
-        """Make a store that nobody has open smaller, which is no use of it; or remove it."""
+        """Cut an idle store, which does not count as a use of it, or remove it."""
         try:
             if num_places:
                 self._shrink(other, num_places)
-                set_last_used(other.path, other.last_used)
+                for name in _TIMED:
+                    with contextlib.suppress(OSError):
+                        os.utime(other.path / name, (other.last_used, other.last_used))
             else:
                 remove_store(other.path)
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change
             log.warning("%s is in the way, and stays as it is: %s", other.path, error)
             return
         self._others = [o for o in stores_under(self._root) if o.path != self._mine]
-        self._note(f"{other.path} was {'made smaller' if num_places else 'removed'}: {why}")
+        self.notes.append(f"{other.path} was {'made smaller' if num_places else 'removed'}: {why}")
+        log.info("%s", self.notes[-1])
 
     def _shrink_siblings(self, share: int) -> None:
-        """The bound is smaller than it was: a sibling not opened yet gets its share now."""
+        """Cut other ranks' stores to their share: the bound is smaller than it was."""
         for other in [o for o in self._others if not o.is_open and o.num_bytes > share]:
             if other.superblock is not None and self._is_sibling(other):
                 num_places = most_places(share, other.superblock.identity)
                 self._resize(other, num_places, "to its share of the bound")
-
-    def _note(self, words: str) -> None:
-        log.info("%s", words)
-        self.notes.append(words)
 
     def _why_not(self, share: int) -> str:
         bound, least = self._bound, store_bytes(1, self._identity)

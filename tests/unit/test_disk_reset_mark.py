@@ -13,13 +13,11 @@ import pytest
 from tests.unit.test_disk_store import fill, identity, placed
 
 from kvferry.core.quantities import MiB
-from kvferry.tiers.disk import inspection, marking
-from kvferry.tiers.disk import superblock as epoch
-from kvferry.tiers.disk import superblock as forget_mark
-from kvferry.tiers.disk.folder import DiskBound
-from kvferry.tiers.disk.journal import DiskFile
-from kvferry.tiers.disk.setup import StoreAt
-from kvferry.tiers.disk.store import Store
+from kvferry.tiers.disk import superblock as marks
+from kvferry.tiers.disk.journal_pages import DiskFile
+from kvferry.tiers.disk.protocol import StoreAt
+from kvferry.tiers.disk.quota import DiskBound
+from kvferry.tiers.disk.store import Store, list_stores, purge_store, reading
 from kvferry.tiers.ipc.process import run_module
 
 MARK = "forget"
@@ -46,7 +44,7 @@ def left(root: Path, name: int = 1) -> list[int]:
 def test_who_opens_a_marked_store_forgets_first(tmp_path: Path) -> None:
     store = leave(tmp_path)
     assert left(tmp_path) == [4, 2]
-    assert marking.mark_stores([store]) == ""
+    assert marks.mark_stores([store]) == ""
     assert left(tmp_path) == []
     leave(tmp_path, places=(7,))
     assert left(tmp_path) == [7], "it was told once"
@@ -54,24 +52,24 @@ def test_who_opens_a_marked_store_forgets_first(tmp_path: Path) -> None:
 
 def test_a_mark_in_a_process_of_its_own_is_the_same(tmp_path: Path) -> None:
     stores = [leave(tmp_path / "one"), leave(tmp_path / "two")]
-    assert marking.mark_apart(stores, 60) == ""
+    assert marks.mark_apart(stores, 60) == ""
     assert left(tmp_path / "one") == left(tmp_path / "two") == []
 
 
 def test_another_namespace_is_left_alone(tmp_path: Path) -> None:
     mine, other = leave(tmp_path, 1), leave(tmp_path, 2)
-    assert marking.mark_stores([mine]) == ""
+    assert marks.mark_stores([mine]) == ""
     assert left(tmp_path, 2) == [4, 2]
     assert left(tmp_path, 1) == []
     assert left(tmp_path, 2) == [4, 2]
-    assert not forget_mark.is_due(Path(other.folder))
+    assert not marks.is_marked(Path(other.folder))
 
 
 def test_what_is_written_behind_a_mark_is_forgotten_too(tmp_path: Path) -> None:
     """An engine that has not heard of it goes on; it may even lose its drive and open it again."""
     with open_store(tmp_path) as store:
         fill(store, [1])
-        assert marking.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
+        assert marks.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
         fill(store, [2])
     with open_store(tmp_path, may_create=False) as store:
         assert placed(store) == []
@@ -84,11 +82,11 @@ def test_an_order_after_the_clock_was_put_back_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = leave(tmp_path)
-    assert marking.mark_stores([store]) == ""
+    assert marks.mark_stores([store]) == ""
     assert left(tmp_path) == []
     leave(tmp_path)
-    monkeypatch.setattr("kvferry.tiers.disk.marking.time.time_ns", lambda: 5)
-    assert marking.mark_stores([store]) == ""
+    monkeypatch.setattr("kvferry.tiers.disk.superblock.time.time_ns", lambda: 5)
+    assert marks.mark_stores([store]) == ""
     assert left(tmp_path) == []
 
 
@@ -101,7 +99,7 @@ def damage(path: Path, change: Callable[[bytearray], None]) -> None:
 @pytest.mark.parametrize("at", [0, 3, 8, 15])
 def test_a_mark_that_cannot_be_believed_counts_once(tmp_path: Path, at: int) -> None:
     store = leave(tmp_path)
-    assert marking.mark_stores([store]) == ""
+    assert marks.mark_stores([store]) == ""
     assert left(tmp_path) == []
     leave(tmp_path)
 
@@ -121,7 +119,7 @@ def test_a_mark_that_cannot_be_read_counts(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(forget_mark, "read_mark", refuse)
+        patch.setattr(marks, "read_mark", refuse)
         assert left(tmp_path) == []
 
 
@@ -146,7 +144,7 @@ def test_a_mark_that_cannot_be_written_is_not_claimed(
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskFile, call, refuse)
-        told = marking.mark_stores(stores)
+        told = marks.mark_stores(stores)
     for store in stores:
         assert f"{store.folder}: {os.strerror(code)}" in told
 
@@ -154,10 +152,10 @@ def test_a_mark_that_cannot_be_written_is_not_claimed(
 def test_one_that_is_gone_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
     gone, here = leave(tmp_path / "one"), leave(tmp_path / "two")
     stranger = here._replace(store_id=bytes(16))
-    assert not marking.is_here(stranger)
+    assert not marks.is_here(stranger)
     gone = gone._replace(folder=str(tmp_path / "none"))
-    assert not marking.is_here(gone)
-    told = marking.mark_stores([gone, here])
+    assert not marks.is_here(gone)
+    told = marks.mark_stores([gone, here])
     assert told == f"{gone.folder}: the store is no longer there"
     assert left(tmp_path / "two") == []
     assert left(tmp_path / "one") == [4, 2]
@@ -167,7 +165,7 @@ def test_which_stores_are_here_is_asked_in_a_process_of_its_own(tmp_path: Path) 
     here, gone = leave(tmp_path / "one"), leave(tmp_path / "two")
     gone = gone._replace(folder=str(tmp_path / "none"))
     stranger = here._replace(store_id=bytes(16))
-    assert marking.here_apart([stranger, here, gone], 60) == [here]
+    assert marks.find_apart([stranger, here, gone], 60) == [here]
 
 
 def test_a_drive_that_hangs_counts_as_here_and_is_not_claimed_to_be_told(tmp_path: Path) -> None:
@@ -175,15 +173,15 @@ def test_a_drive_that_hangs_counts_as_here_and_is_not_claimed_to_be_told(tmp_pat
     superblock = Path(store.folder) / "superblock"
     superblock.unlink()
     os.mkfifo(superblock)  # who opens it to read waits for a writer, who never comes
-    assert marking.here_apart([store], 0.5) == [store]
-    assert marking.mark_apart([store], 0.5) == "TimeoutError: no answer for 0.5 s"
+    assert marks.find_apart([store], 0.5) == [store]
+    assert marks.mark_apart([store], 0.5) == "TimeoutError: no answer for 0.5 s"
 
 
 def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
     store = leave(tmp_path)
-    assert marking.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"
+    assert marks.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"
     with pytest.raises(OSError, match="JSONDecodeError"):
-        run_module(marking.MODULE, b"what?", 60)
+        run_module(marks.MODULE, b"what?", 60)
 
 
 def test_what_else_a_process_says_is_no_part_of_its_answer(
@@ -195,11 +193,11 @@ def test_what_else_a_process_says_is_no_part_of_its_answer(
     (site / "sitecustomize.py").write_text("print('hello'); print()")
     monkeypatch.syspath_prepend(str(site))
     store = leave(tmp_path / "one")
-    assert marking.mark_apart([store], 60) == ""
+    assert marks.mark_apart([store], 60) == ""
     gone = store._replace(folder=str(tmp_path / "none"))
-    assert marking.mark_apart([gone], 60) == f"{gone.folder}: the store is no longer there"
-    monkeypatch.setattr(marking, "run_module", lambda *told: b"")
-    assert "JSONDecodeError" in marking.mark_apart([store], 60)
+    assert marks.mark_apart([gone], 60) == f"{gone.folder}: the store is no longer there"
+    monkeypatch.setattr(marks, "run_module", lambda *told: b"")
+    assert "JSONDecodeError" in marks.mark_apart([store], 60)
 
 
 def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +210,7 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_module(marking.MODULE, b"[]", 60)
+        run_module(marks.MODULE, b"[]", 60)
     (child,) = started
     try:
         assert child.wait(60) == -signal.SIGKILL  # it waits for its input, which never comes
@@ -222,14 +220,14 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
 
 def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Path) -> None:
     store, _ = leave(tmp_path, 1), leave(tmp_path, 2)
-    assert marking.mark_stores([store]) == ""
-    counts = {each.folder.path.name: each.num_blocks for each in inspection.list_stores(tmp_path)}
+    assert marks.mark_stores([store]) == ""
+    counts = {each.folder.path.name: each.num_blocks for each in list_stores(tmp_path)}
     assert counts == {identity(1).folder_name: 0, identity(2).folder_name: 2}
-    with inspection.reading(Path(store.folder)) as content:
+    with reading(Path(store.folder)) as content:
         assert list(content.pieces()) == []
         assert content.is_current()
         assert "told to forget everything" in str(content.report)
-    inspection.purge_store(Path(store.folder))
+    purge_store(Path(store.folder))
     assert not Path(store.folder).exists()
     assert left(tmp_path, 1) == [], "and a new store has no mark"
 
@@ -237,7 +235,7 @@ def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Pa
 def test_the_bound_counts_the_mark(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert (store.folder / MARK).stat().st_mode & 0o777 == 0o600
-        assert marking.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
-        epoch.write_epoch(store.folder, 1)
+        assert marks.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
+        marks.write_epoch(store.folder, 1)
         sizes = [-(-each.stat().st_size // 4096) * 4096 for each in store.folder.iterdir()]
         assert sum(sizes) <= BOUND.size

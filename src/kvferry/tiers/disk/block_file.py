@@ -1,8 +1,13 @@
-"""The file of places: place ``p`` is the ``pitch`` bytes from ``p * pitch`` on.
+"""The file of blocks, and the proofs that its bytes are the blocks that were written.
 
-Neighbouring places are read and written by one long call. O_DIRECT where the file system has it:
-the page cache would only hold a second copy of what is in the host's memory anyway. Where it has
-not, ordinary calls, and the kernel is told that we shall not come back for these pages.
+Place ``p`` is the ``pitch`` bytes from ``p * pitch`` on. Neighbouring places are read and written
+by one long call. O_DIRECT where the file system has it: the page cache would only hold a second
+copy of what host memory holds. Elsewhere ordinary calls, and the kernel is told to drop the pages.
+
+A proof covers a block's content, its key and its place. Without a key it is xxh3-128 over the
+bytes, seeded by key, place and store: a block that was damaged, mixed up by the drive, or left by
+another store does not match. With a key it is AES-256-GCM with key, place and store as associated
+data; the tag is the proof, and the drive sees no plain byte.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +27,7 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError
 from kvferry.hostmem.mapping import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
-from kvferry.tiers.disk.figures import Flags
+from kvferry.tiers.disk.protocol import Flags
 from kvferry.tiers.ipc.messages import Numbers, Words
 
 SECTOR = 4096
@@ -31,7 +36,7 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 
 def pitch_of(block_bytes: int) -> int:
-    """Bytes from one place to the next: whole sectors, so that every place can be read directly."""
+    """Return the bytes from one place to the next: whole sectors, as O_DIRECT needs them."""
     return -(-block_bytes // SECTOR) * SECTOR
 
 
@@ -79,24 +84,25 @@ class BlockFile:
             at, data = at + done, data[done:]
 
     def sync(self) -> None:
-        """What was written is on the medium when this returns."""
+        """Return once everything written is on the medium."""
         os.fdatasync(self._fd)
         if not self.is_direct:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def check(self) -> None:
-        """OSError or TransferError where this is not the file any more, or cannot be read."""
+        """Raise OSError or TransferError if the path names another file now, or none."""
         mine, named = os.fstat(self._fd), os.stat(self._path)
         if (mine.st_dev, mine.st_ino) != (named.st_dev, named.st_ino):
             raise TransferError(f"{self._path} is another file now")
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it has its room on the file system: nothing can grow by being written."""
+        """Whether the file system has reserved all its bytes: writing cannot make it grow."""
         found = os.fstat(self._fd)
         return found.st_blocks * 512 >= found.st_size
 
     def close(self) -> None:
+        """Give the file back. Safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -107,15 +113,12 @@ class BlockFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.is_direct:
                 raise
-        # The file system took the flag and refuses the call: from now on without it.
+        # The file system took the flag and refuses the call: go on without the flag.
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False
         return call(self._fd, [data], at)
 
-
-# ------------------------------------------------------------------------------------------------
-# Bytes on a file system: given to a file before they are needed, or not at all.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -127,10 +130,10 @@ _STEP = 1 << 30
 
 
 def allocate(path: Path, num_bytes: int) -> bool:
-    """Make ``path`` exactly so long, with room for all of it on the file system.
+    """Make ``path`` exactly so long, with its bytes reserved on the file system.
 
-    Whether the file system could promise that: where it cannot, the file is sparse, and grows as it
-    is written. OSError where there is no room; the file is then no longer than it was.
+    Returns whether the file system could reserve them; if not, the file is sparse and grows as it
+    is written. Raises OSError if there is no room; the file is then no longer than it was.
     """
     # Not posix_fallocate: where the file system has no such call it writes zeros, for minutes.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -155,7 +158,7 @@ def allocate(path: Path, num_bytes: int) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Give a file's bytes back to the file system now, whoever still has it open."""
+    """Give a file's bytes back to the file system now, even while it is open elsewhere."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
@@ -167,7 +170,7 @@ def discard(path: Path) -> None:
 
 
 def _fallocate(fd: int, mode: int, offset: int, count: int) -> bool:
-    """Whether the file system knows the call."""
+    """Return whether the file system knows the call."""
     while _libc.fallocate(fd, mode, offset, count) != 0:
         code = ctypes.get_errno()
         if code in _UNKNOWN:
@@ -177,20 +180,13 @@ def _fallocate(fd: int, mode: int, offset: int, count: int) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------
-# What proves that bytes are the block that was written: its content, its key and its place.
-#
-# Without a key: xxh3-128 over the bytes, seeded by key, place and store, so that a block that was
-# damaged, mixed up by the drive, or left by somebody else does not match. With one: AES-256-GCM,
-# with
-# key, place and store as associated data; the tag is the proof, and the drive sees no plain byte.
-
 Proofs = npt.NDArray[np.uint8]
 
 
 class Buffer:
-    """Blocks on their way, ``pitch`` bytes apart: ``plain`` as the engine has them, ``stored`` as
-    the drive has them. One memory where these are the same.
+    """Blocks in transit, ``pitch`` bytes apart.
+
+    ``plain`` as the engine has them, ``stored`` as the drive has them; one memory without a key.
     """
 
     def __init__(self, num_blocks: int, pitch: int, *, is_sealed: bool) -> None:
@@ -203,21 +199,8 @@ class Buffer:
             self.stored = PrivateMemory(num_blocks * pitch + TAG_BYTES).bytes.data
 
 
-class Prover(Protocol):
-    """Makes proofs of blocks in a buffer, and checks them."""
-
-    proof_bytes: int
-    is_sealed: bool
-
-    def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
-        """Bring blocks 0, 1, ... from plain to stored; returns a proof of each."""
-
-    def check(self, buffer: Buffer, places: Numbers, keys: Words, proofs: Proofs) -> Flags:
-        """Bring blocks 0, 1, ... from stored to plain; says which are what they should be."""
-
-
 class Digests:
-    """xxh3-128: finds every fault of a drive, and no forger."""
+    """Proofs by xxh3-128: they find every fault of a drive, but no forgery."""
 
     proof_bytes = 16
     is_sealed = False
@@ -233,24 +216,25 @@ class Digests:
         self._store = hashlib.blake2b(store, digest_size=32, person=b"kvferry-digest").digest()
 
     def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
+        """Bring blocks 0, 1, ... of the buffer from plain to stored; return a proof of each."""
+        names = _names(places, keys, self._store)
+        starts = range(0, len(names) * buffer.pitch, buffer.pitch)
+        size, plain = self._block_bytes, buffer.plain
         return np.frombuffer(
             b"".join(
-                self._digest(buffer.plain[start : start + self._block_bytes], seed=seed)
-                for start, seed in self._each(buffer, places, keys)
+                self._digest(plain[start : start + size], seed=self._seed(name))
+                for start, name in zip(starts, names, strict=True)
             ),
             dtype=np.uint8,
         ).reshape(-1, self.proof_bytes)
 
     def check(self, buffer: Buffer, places: Numbers, keys: Words, proofs: Proofs) -> Flags:
+        """Bring blocks 0, 1, ... from stored to plain; return which match their proofs."""
         return (self.prove(buffer, places, keys) == proofs).all(axis=1)
-
-    def _each(self, buffer: Buffer, places: Numbers, keys: Words) -> list[tuple[int, int]]:
-        names = _names(places, keys, self._store)
-        return [(at * buffer.pitch, self._seed(name)) for at, name in enumerate(names)]
 
 
 class Seals:
-    """AES-256-GCM under a key of the store's own."""
+    """Proofs by AES-256-GCM under a key of the store's own; methods as those of Digests."""
 
     proof_bytes = NONCE_BYTES + TAG_BYTES
     is_sealed = True
@@ -287,25 +271,28 @@ class Seals:
         return ok
 
 
+Prover = Digests | Seals
+
+
 def open_prover(block_bytes: int, store: bytes, key: bytes | None) -> Prover:
-    """Proofs for the store with this identity, sealed if there is a key."""
+    """Return what makes and checks the proofs of the store with this id."""
     return Digests(block_bytes, store) if key is None else Seals(block_bytes, store, key)
 
 
 def store_key(key: bytes, store: bytes) -> bytes:
-    """The key of one store: what one rank and drive seal never meets another's nonces."""
+    """Return the key of one store: no two ranks or drives share a cipher's nonces."""
     return derived_key(key, store, b"kvferry-store")
 
 
 def key_check(key: bytes, store: bytes) -> bytes:
-    """What a store keeps to tell a wrong key by: it says nothing of the key."""
+    """Return what a store keeps to recognise a wrong key; it reveals nothing of the key."""
     return hashlib.blake2b(
         b"check", key=store_key(key, store), digest_size=16, person=b"kvferry-check"
     ).digest()
 
 
 def _names(places: Numbers, keys: Words, store: bytes) -> list[bytes]:
-    """Everything but its content that a block must agree with, one text of bytes each."""
+    """Return, for each block, its key, its place and its store as one text of bytes."""
     key, place = keys.tobytes(), places.tobytes()
     return [
         key[32 * at : 32 * at + 32] + place[8 * at : 8 * at + 8] + store

@@ -1,4 +1,4 @@
-"""A ledger against its model: any order of notes, commits, faults, crashes and openings."""
+"""A journal against its model: any order of notes, commits, faults, crashes and openings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import SimDisk, images
-from tests.model.ledger_oracle import Event, Forgot, History, Lost, Wrote, content_of
+from tests.model.journal_oracle import Event, Forgot, History, Lost, Wrote, content_of
 
 from kvferry.errors import JournalError
-from kvferry.tiers.disk import ledger as module
-from kvferry.tiers.disk.journal import Shape
-from kvferry.tiers.disk.ledger import Ledger, journal_bytes
+from kvferry.tiers.disk import journal as module
+from kvferry.tiers.disk.journal import Journal, journal_bytes
+from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.types import as_slots
 
 STORE_ID = b"s" * 16
@@ -29,12 +29,12 @@ SHAPES = st.sampled_from([Shape(PROOF_BYTES, 512), Shape(PROOF_BYTES, 1024), Sha
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEAST_SLACK_PAGES", 5)
+    monkeypatch.setattr(module, "_MIN_SLACK_PAGES", 5)
     monkeypatch.setattr(module, "COPY_PAGES", 2)
 
 
 class LedgerLife(RuleBasedStateMachine):
-    """One disk, and one ledger after the other on it."""
+    """One disk, and one journal after the other on it."""
 
     @initialize(shape=SHAPES, seed=st.integers(0, 1 << 30))
     def begin(self, shape: Shape, seed: int) -> None:
@@ -45,7 +45,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.history = History()
         self.now: dict[int, bytes] = {}
         self.disk = SimDisk.blank(journal_bytes(shape, MOST_PLACES))
-        self.ledger = Ledger(self.disk.files, STORE_ID, self.num_places, shape)
+        self.journal = Journal(self.disk.files, STORE_ID, self.num_places, shape)
 
     # -- notes ----------------------------------------------------------------------------------
 
@@ -61,20 +61,20 @@ class LedgerLife(RuleBasedStateMachine):
             self.now[place] = rows[-1]
         proofs = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(-1, PROOF_BYTES)
         some = keys(range(first_key, first_key + len(places)))
-        self.ledger.note_written(as_slots(places), some, proofs)
+        self.journal.record_written(as_slots(places), some, proofs)
 
     @rule(places=PLACES)
     def lose(self, places: list[int]) -> None:
         places = [place for place in places if place < self.num_places]
         self.history.events += [Lost(place) for place in places]
-        self.ledger.note_lost(as_slots(places))
+        self.journal.record_lost(as_slots(places))
         for place in places:
             self.now.pop(place, None)
 
     @rule()
     def forget(self) -> None:
         self.history.events.append(Forgot())
-        self.ledger.forget()
+        self.journal.forget()
         self.now.clear()
 
     # -- commits --------------------------------------------------------------------------------
@@ -82,14 +82,14 @@ class LedgerLife(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         noted = len(self.history.events)
-        self.ledger.commit()
+        self.journal.commit()
         self.history.promised = noted
 
     @rule(places=PLACES, first_key=st.integers(0, 60))
     def commit_what_came_before(self, places: list[int], first_key: int) -> None:
-        noted, turn = len(self.history.events), self.ledger.num_noted
+        noted, turn = len(self.history.events), self.journal.num_recorded
         self.write(places, first_key)
-        self.ledger.commit(turn)
+        self.journal.commit(turn)
         self.history.promised = noted
 
     @rule(
@@ -105,7 +105,7 @@ class LedgerLife(RuleBasedStateMachine):
         noted = len(self.history.events)
         for _ in range(2):
             try:
-                self.ledger.commit()
+                self.journal.commit()
             except JournalError:
                 assert kind != "short"
             else:
@@ -129,7 +129,7 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(num_places=st.integers(1, MOST_PLACES))
     def close(self, num_places: int) -> None:
         """And open it with another size."""
-        self.ledger.close()
+        self.journal.close()
         self.history.promised = len(self.history.events)
         self.num_places = num_places
         self.open_again(before=True)
@@ -142,8 +142,8 @@ class LedgerLife(RuleBasedStateMachine):
 
     def open_again(self, *, before: bool = False) -> None:
         noted, promised = self.history.moment()
-        self.ledger = Ledger(self.disk.files, STORE_ID, self.num_places, self.shape)
-        content = content_of(self.ledger)
+        self.journal = Journal(self.disk.files, STORE_ID, self.num_places, self.shape)
+        content = content_of(self.journal)
         if before:  # blocks beyond the new size are left out
             beyond = [Lost(place) for place in range(self.num_places, MOST_PLACES)]
             self.history.events += beyond
@@ -156,9 +156,9 @@ class LedgerLife(RuleBasedStateMachine):
 
     @invariant()
     def memory_agrees(self) -> None:
-        assert set(self.now) == set(self.ledger.present.nonzero()[0].tolist())
+        assert set(self.now) == set(self.journal.present.nonzero()[0].tolist())
         for place, proof in self.now.items():
-            assert self.ledger.proofs[place].tobytes() == proof
+            assert self.journal.proofs[place].tobytes() == proof
 
 
 class Failing:

@@ -21,22 +21,22 @@ from tests.fakes.sim_disk import SimFile, states
 from tests.model.test_disk_crashes import Deaf
 from tests.unit.test_disk_store import BOUND, identity
 
-from kvferry.tiers.disk import ledger
+from kvferry.tiers.disk import journal
 from kvferry.tiers.disk import superblock as epoch
 from kvferry.tiers.disk import superblock as forget_mark
-from kvferry.tiers.disk.journal import Shape
-from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger
+from kvferry.tiers.disk.journal import FILE_NAMES, Journal
+from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.tiers.disk.store import Store
 from kvferry.types import as_slots
 
 OLD, RACED, NEW = 1, 2, 3
 NUMBER = 77
-NAMES = (*FILE_NAMES, forget_mark.FILE_NAME)
+NAMES = (*FILE_NAMES, forget_mark.RESET_MARK_FILE_NAME)
 
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "_LEAST_SLACK_PAGES", 9)
+    monkeypatch.setattr(journal, "_MIN_SLACK_PAGES", 9)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class MarkedLife:
             self.store_id, self.num_places = store.store_id, store.num_places
             self.path = store.folder
         self.files = [SimFile((self.path / name).read_bytes(), self.remember) for name in NAMES]
-        self.ledger = Ledger(
+        self.journal = Journal(
             (self.files[0], self.files[1]), self.store_id, self.num_places, Shape(16)
         )
 
@@ -79,8 +79,8 @@ class MarkedLife:
 
     def write(self, number: int) -> None:
         proofs = np.full((1, 16), number, dtype=np.uint8)
-        self.ledger.note_written(as_slots([number]), keys([number]), proofs)
-        self.ledger.commit()
+        self.journal.record_written(as_slots([number]), keys([number]), proofs)
+        self.journal.commit()
         if not self.is_forgotten or number == NEW:
             self.promised |= {number}
         self.remember()
@@ -92,8 +92,8 @@ class MarkedLife:
         self.remember()
 
     def obey(self) -> None:
-        self.ledger.forget()
-        self.ledger.commit()
+        self.journal.forget()
+        self.journal.commit()
 
     def settle(self) -> None:
         """A file that is replaced: the old one or the new one, until the folder is synced."""
@@ -123,7 +123,7 @@ RIGHT = ("old", "mark", "raced", "obey", "settle", "new")
 
 def found(life: MarkedLife) -> set[int]:
     with Store.open(life.folder, identity(), BOUND) as store:
-        return {place for _, places, _ in store.ledger.pieces() for place in places.tolist()}
+        return {place for _, places, _ in store.journal.pieces() for place in places.tolist()}
 
 
 def check_all_crashes(life: MarkedLife, most: int = 512) -> int:
@@ -141,7 +141,7 @@ def check_all_crashes(life: MarkedLife, most: int = 512) -> int:
             contents, number = image
             for name, content in zip(NAMES, contents, strict=True):
                 (life.path / name).write_bytes(content)
-            (life.path / epoch.FILE_NAME).unlink(missing_ok=True)
+            (life.path / epoch.EPOCH_FILE_NAME).unlink(missing_ok=True)
             if number:
                 epoch.write_epoch(life.path, number)
             here = found(life)
@@ -168,7 +168,7 @@ def no_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_look(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(forget_mark, "is_due", lambda folder: False)
+    patch.setattr(forget_mark, "is_marked", lambda folder: False)
 
 
 @pytest.mark.parametrize("take_away", [no_sync, no_look])

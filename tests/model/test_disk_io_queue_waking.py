@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.queue import Job, Lanes
+from kvferry.tiers.disk.io_queue import IoQueue, Job
 from kvferry.tiers.ipc.messages import OrderMessage
 
 THREADS_EACH = 2
@@ -45,9 +45,9 @@ class PlayedCondition:
 
 class History:
     def __init__(self) -> None:
-        self.lanes = Lanes(lambda result: None, most_blocks=1, deadline=1e9)
+        self.queue = IoQueue(lambda result: None, blocks_per_job=1, deadline=1e9)
         self.conditions = {way: PlayedCondition() for way in WAYS}
-        self.lanes._work = self.conditions  # type: ignore[assignment]
+        self.queue._work = self.conditions  # type: ignore[assignment]
         self.in_hand: dict[Way, list[tuple[int, Job]]] = {way: [] for way in WAYS}
         self.orders: list[OrderMessage] = []
         for way in WAYS:
@@ -57,7 +57,7 @@ class History:
     def look(self, way: Way, thread: int) -> None:
         self.conditions[way].caller = thread
         try:
-            job = self.lanes.take(way)
+            job = self.queue.take(way)
         except AsleepError:
             return
         assert job is not None
@@ -75,18 +75,18 @@ class History:
             np.zeros((count, 1), np.int64),
         )
         self.orders.append(order)
-        self.lanes.submit(order)
+        self.queue.submit(order)
 
     def end(self, way: Way) -> None:
         if self.in_hand[way]:
             thread, job = self.in_hand[way].pop(0)
-            self.lanes.end(job, {})
+            self.queue.end(job, {})
             self.look(way, thread)
 
     def cancel_reads(self) -> None:
         for order in self.orders:
             if order.way is Way.READ:
-                self.lanes.cancel(order.id)
+                self.queue.cancel(order.id)
 
     def settle(self) -> None:
         while any(condition.woken for condition in self.conditions.values()):
@@ -96,7 +96,7 @@ class History:
 
     def check(self) -> None:
         for way, condition in self.conditions.items():
-            assert not (condition.asleep and self.lanes._may_take(way)), (
+            assert not (condition.asleep and self.queue._may_take(way)), (
                 f"{way}: asleep beside work"
             )
 

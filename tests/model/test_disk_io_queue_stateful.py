@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk import queue as lanes_module
-from kvferry.tiers.disk.queue import Job, Lanes
+from kvferry.tiers.disk import io_queue as module
+from kvferry.tiers.disk.io_queue import IoQueue, Job
 from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 
 DEADLINE = 10.0
 WAYS = [Way.READ, Way.WRITE]
 
 
-class LanesMachine(RuleBasedStateMachine):
+class IoQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        self.clock = mock.patch.object(lanes_module, "time", clock)
+        self.clock = mock.patch.object(module, "time", clock)
         self.clock.start()
-        self.lanes = Lanes(self.answer, most_blocks=3, deadline=DEADLINE)
+        self.queue = IoQueue(self.answer, blocks_per_job=3, deadline=DEADLINE)
         self.sent: dict[int, OrderMessage] = {}
         self.answers: dict[int, ResultMessage] = {}
         self.cancelled: set[int] = set()
@@ -70,20 +70,20 @@ class LanesMachine(RuleBasedStateMachine):
         )
         self.sent[number] = order
         self.good[number] = set()
-        self.lanes.submit(order)
+        self.queue.submit(order)
         refused = self.ailment or (self.refusal if way is Way.WRITE else "")
         if within < 0 or refused:
             assert not self.answers[number].ok.any(), "it must fail at once"
 
     @rule(way=st.sampled_from(WAYS))
     def take(self, way: Way) -> None:
-        if not self.lanes._may_take(way):
+        if not self.queue._may_take(way):
             return
-        if way is Way.WRITE and self.lanes._waiting[Way.READ]:
-            assert not self.lanes._under_way[Way.WRITE], "reads go before writes"
-        with mock.patch.object(self.lanes._work[way], "wait_for", self.wait_or_stop):
+        if way is Way.WRITE and self.queue._waiting[Way.READ]:
+            assert not self.queue._in_flight[Way.WRITE], "reads go before writes"
+        with mock.patch.object(self.queue._work[way], "wait_for", self.wait_or_stop):
             try:
-                job = self.lanes.take(way)
+                job = self.queue.take(way)
             except StopIteration:
                 return  # all that waited had been given up
         assert job is not None
@@ -107,7 +107,7 @@ class LanesMachine(RuleBasedStateMachine):
     def begin_delivery(self, data: st.DataObject) -> None:
         job = data.draw(st.sampled_from(self.jobs))
         is_over = job.order.message.id in self.answers
-        assert self.lanes.begin_delivery(job) == (not is_over), "its memory is not ours any more"
+        assert self.queue.begin_delivery(job) == (not is_over), "its memory is not ours any more"
         if not is_over:
             self.delivering.append(job)
 
@@ -116,7 +116,7 @@ class LanesMachine(RuleBasedStateMachine):
     def end_delivery(self, data: st.DataObject) -> None:
         job = data.draw(st.sampled_from(self.delivering))
         self.delivering.remove(job)
-        self.lanes.end_delivery(job)
+        self.queue.end_delivery(job)
 
     @precondition(lambda self: any(job not in self.delivering for job in self.jobs))
     @rule(data=st.data())
@@ -129,21 +129,21 @@ class LanesMachine(RuleBasedStateMachine):
         is_over = number in self.answers
         if not is_over:
             self.good[number] |= set(positions) - bad
-        assert self.lanes.end(job, dict.fromkeys(bad, "broken")) == (not is_over)
+        assert self.queue.end(job, dict.fromkeys(bad, "broken")) == (not is_over)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.sent)))
         self.cancelled.add(number)
-        self.lanes.cancel(number)
+        self.queue.cancel(number)
         if all(job.order.message.id != number for job in self.jobs):
             assert number in self.answers, "nothing of it is under way, and it waits"
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        hung = self.lanes.sweep()
+        hung = self.queue.sweep()
         late = [job for job in self.jobs if self.now - job.began > DEADLINE]
         assert bool(hung) == bool(late)
         for number, order in self.sent.items():
@@ -157,22 +157,22 @@ class LanesMachine(RuleBasedStateMachine):
     @rule(reason=st.sampled_from(["", "cable pulled"]))
     def ail(self, reason: str) -> None:
         self.ailment = reason
-        self.lanes.ail(reason)
+        self.queue.ail(reason)
 
     @rule(reason=st.sampled_from(["", "full"]))
     def refuse_writes(self, reason: str) -> None:
         self.refusal = reason
-        self.lanes.refuse_writes(reason)
+        self.queue.refuse_writes(reason)
 
     @invariant()
     def who_waits_can_still_be_served(self) -> None:
-        waiting = {job.order.message.id for jobs in self.lanes._waiting.values() for job in jobs}
+        waiting = {job.order.message.id for jobs in self.queue._waiting.values() for job in jobs}
         busy = {job.order.message.id for job in self.jobs}
         unanswered = self.sent.keys() - self.answers.keys()
         assert unanswered <= waiting | busy, "an order that nobody has is never answered"
-        assert self.lanes.num_orders == len(unanswered)
+        assert self.queue.num_orders == len(unanswered)
         if self.ailment:
             assert not waiting & unanswered
 
 
-TestLanes = LanesMachine.TestCase
+TestIoQueue = IoQueueMachine.TestCase

@@ -13,8 +13,7 @@ from tests.fault.test_disk_processes import pids
 from tests.unit.test_ferry_tiers import Open, attach, fill
 
 import kvferry
-from kvferry.tiers.disk.marking import mark_stores
-from kvferry.tiers.disk.superblock import is_due
+from kvferry.tiers.disk.superblock import is_marked, mark_stores
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName
 
@@ -97,8 +96,8 @@ def test_an_order_from_before_the_mark_leaves_the_mark(
     with DiskLife(tmp_path, num_drives=num_drives) as life:
         drives = pids(life)
         if not is_heard_late:
-            for link in life.tier._links:
-                link._silence = LONG
+            for drive in life.tier._drives:
+                drive._max_silence = LONG
             for pid in drives:
                 os.kill(pid, signal.SIGSTOP)
             life.tier.forget()
@@ -119,11 +118,11 @@ def test_a_drive_that_only_mends_what_it_missed_leaves_the_mark(tmp_path: Path) 
     with DiskLife(tmp_path) as life:
         (store,) = life.tier.stores()
         assert mark_stores([store]) == ""
-        (link,) = life.tier._links
+        (drive,) = life.tier._drives
         with life.tier._changed:
-            link.agree(1)
-        wait_until(lambda: link.has_forgotten)
-        assert is_due(Path(store.folder))
+            drive.agree(1)
+        wait_until(lambda: drive.has_forgotten)
+        assert is_marked(Path(store.folder))
         life.write(range(4))
         life.wait_durable()
     assert found(tmp_path) == 0
@@ -184,7 +183,7 @@ def test_a_ferry_that_was_reset_stays_so(attach: Open, tmp_path: Path) -> None:
     fill(ferry)
     wait_until(lambda: not tier.figures().pending and not tier.figures().durable_lag)
     assert ferry.reset()
-    (child,) = [link._child for link in tier._links]
+    (child,) = [drive._child for drive in tier._drives]
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
     ferry.close()
@@ -195,9 +194,9 @@ def test_a_ferry_that_was_reset_stays_so(attach: Open, tmp_path: Path) -> None:
 def test_a_reset_that_is_not_durable_yet_is_not_claimed(attach: Open, tmp_path: Path) -> None:
     ferry, tier = attach_disk(attach, tmp_path, disk_deadline=1)
     fill(ferry)
-    (link,) = tier._links
-    link._silence = LONG
-    child = link._child
+    (drive,) = tier._drives
+    drive._max_silence = LONG
+    child = drive._child
     assert child is not None
     os.kill(child.pid, signal.SIGSTOP)
     try:

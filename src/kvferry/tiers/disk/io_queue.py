@@ -1,4 +1,4 @@
-"""What waits for a drive's threads, and what they have under way: reads first, each with its time.
+"""What waits for a drive's threads and what they have in flight, and whether the drive works.
 
 ::
 
@@ -6,8 +6,12 @@
                                                     └──> writes ──> threads ──┴──> one result
 
 A job that has not begun when its order is cancelled, late, or the drive ails, fails without a
-thread. One that is under way longer than the deadline is given up: the drive ails until it returns,
+thread. One that is in flight longer than the deadline is given up: the drive ails until it returns,
 and what it then brings is not delivered.
+
+A block that fails is a failed block. Many in a row, a drive that does not answer, a file that is
+gone: the drive ails, its orders fail at once, and it is tried now and then. No room to write does
+not make it ail: what is there can still be read.
 """
 
 from __future__ import annotations
@@ -26,21 +30,27 @@ from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
 from kvferry.hostmem.mapping import PrivateMemory
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.blocks import SECTOR, BlockFile
-from kvferry.tiers.disk.figures import Flags
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.disk.protocol import Flags
 from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage
+
+MAX_ERRORS = 16
+"""So many calls to the drive in a row must fail before it ails."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_MAX_RETRY_SECONDS = 60.0
 
 
 @dataclass(eq=False)
 class Order:
-    """An order on its way; its result is sent once no job of it is left."""
+    """An order in flight; its result is sent once no job of it is left."""
 
     message: OrderMessage
     ok: Flags
     began: float
-    left: int = 0
-    delivering: int = 0
-    """Threads that write into the engine's memory for it just now."""
+    num_jobs: int = 0
+    num_delivering: int = 0
+    """Threads that write into the engine's memory for it right now."""
     is_cancelled: bool = False
     is_over: bool = False
     """The result was sent: the engine's memory is not ours any more."""
@@ -50,9 +60,9 @@ class Order:
         sizes = self.message.sizes
         self.block_bytes = int(sizes.sum())
         self.offsets: Numbers = sizes.cumsum() - sizes
-        """Where the pieces of a block begin, from its first byte."""
+        """Where the segments of a block begin, from its first byte."""
 
-    def stopped(self, now: float) -> str:
+    def skip_reason(self, now: float) -> str:
         """Why no further job of it should begin; empty while they should."""
         if self.is_cancelled:
             return "cancelled"
@@ -68,55 +78,51 @@ class Job:
     began: float = 0.0
 
 
-class Lanes:
+class IoQueue:
     """Owns the queues and the orders. Any thread may use it."""
 
     def __init__(
-        self,
-        answer: Callable[[ResultMessage], None],
-        *,
-        most_blocks: int,
-        deadline: float,
+        self, answer: Callable[[ResultMessage], None], *, blocks_per_job: int, deadline: float
     ) -> None:
-        """Jobs of up to ``most_blocks``, each with ``deadline`` seconds.
+        """``answer`` sends a result. A job has ``deadline`` seconds.
 
-        Not fewer to give every thread one: beside other orders short calls cost a drive more.
+        Jobs are not made smaller to give every thread one: next to other orders, short calls cost a
+        drive more.
         """
+        self.deadline = deadline
         self._answer = answer
-        self._most_blocks = most_blocks
-        self._deadline = deadline
+        self._blocks_per_job = blocks_per_job
         self._lock = threading.RLock()  # guards all below
-        # A job wakes one thread of its way: whoever is woken in vain takes the interpreter from
-        # those who work. With one condition for all 16, waking took a third of the process's time.
+        # A job wakes one thread of its way: a thread woken in vain takes the interpreter from
+        # those that work. With one condition for all 16, waking took a third of the process's time.
         self._work = {way: threading.Condition(self._lock) for way in (Way.READ, Way.WRITE)}
         self._ended = threading.Condition(self._lock)
         self._waiting: dict[Way, deque[Job]] = {Way.READ: deque(), Way.WRITE: deque()}
-        self._under_way: dict[Way, set[Job]] = {Way.READ: set(), Way.WRITE: set()}
+        self._in_flight: dict[Way, set[Job]] = {Way.READ: set(), Way.WRITE: set()}
         self._orders: dict[int, Order] = {}
         self._ailment = ""
-        self._refuses_writes = ""
+        self._write_refusal = ""
         self._is_closed = False
 
     def submit(self, message: OrderMessage) -> None:
+        """Queue an order, or answer it at once if nothing of it may begin."""
         now = time.monotonic()
         order = Order(message, np.zeros(len(message.places), dtype=bool), now)
+        by_place = np.argsort(message.places, kind="stable")
+        size = self._blocks_per_job
+        jobs = [Job(order, by_place[at : at + size]) for at in range(0, len(by_place), size)]
+        order.num_jobs = len(jobs)
         with self._lock:
             self._orders[message.id] = order
-            jobs = self._cut(order)
-            order.left = len(jobs)
-            reason = order.stopped(now) or self._reason(message.way)
+            reason = order.skip_reason(now) or self._refusal(message.way)
             if reason:
-                self._end(order, reason)
+                self._end_order(order, reason)
                 return
             self._waiting[message.way].extend(jobs)
             self._work[message.way].notify(len(jobs))
 
-    def _cut(self, order: Order) -> list[Job]:
-        by_place = np.argsort(order.message.places, kind="stable")
-        size = self._most_blocks
-        return [Job(order, by_place[at : at + size]) for at in range(0, len(by_place), size)]
-
     def cancel(self, order_id: int) -> None:
+        """Begin no further job of an order."""
         with self._lock:
             order = self._orders.get(order_id)
             if order is not None:
@@ -124,7 +130,7 @@ class Lanes:
         self.sweep()
 
     def take(self, way: Way) -> Job | None:
-        """The next job that nobody has given up, under way from now on; None: there is no more."""
+        """Wait for the next job that should begin, and begin it; None: the queue is closed."""
         with self._lock:
             while True:
                 self._work[way].wait_for(lambda: self._may_take(way) or self._is_closed)
@@ -133,24 +139,23 @@ class Lanes:
                 job = self._waiting[way].popleft()
                 self._wake_writers()
                 now = time.monotonic()
-                reason = job.order.stopped(now) or self._reason(way)
-                if reason:
-                    self._fail(job, reason)
-                    continue
-                job.began = now
-                self._under_way[way].add(job)
-                return job
+                reason = job.order.skip_reason(now) or self._refusal(way)
+                if not reason:
+                    job.began = now
+                    self._in_flight[way].add(job)
+                    return job
+                self._fail(job, reason)
 
     def _may_take(self, way: Way) -> bool:
         if not self._waiting[way]:
             return False
-        # Reads before writes: somebody waits for those. One write at a time goes on beside them.
-        return way is Way.READ or not self._waiting[Way.READ] or not self._under_way[Way.WRITE]
+        # Reads before writes: requests wait for reads. One write at a time goes on next to them.
+        return way is Way.READ or not self._waiting[Way.READ] or not self._in_flight[Way.WRITE]
 
     def _wake_writers(self) -> None:
-        """Reads were taken from the queue: those who stood back for them may go on.
+        """Wake the writers that stood back for reads, if no read waits any more.
 
-        A write that ends wakes nobody: its own thread looks for the next.
+        A write that ends wakes no thread: its own thread looks for the next.
         """
         if not self._waiting[Way.READ] and self._waiting[Way.WRITE]:
             self._work[Way.WRITE].notify(len(self._waiting[Way.WRITE]))
@@ -163,18 +168,19 @@ class Lanes:
         with self._lock:
             if job.order.is_over:
                 return False
-            job.order.delivering += 1
+            job.order.num_delivering += 1
             return True
 
     def end_delivery(self, job: Job) -> None:
+        """The engine's memory is not written any more."""
         with self._lock:
-            job.order.delivering -= 1
+            job.order.num_delivering -= 1
 
     def end(self, job: Job, reasons: dict[int, str]) -> bool:
         """A job is done but for the positions in ``reasons``; False if it had been given up."""
         with self._lock:
             order = job.order
-            self._under_way[order.message.way].discard(job)
+            self._in_flight[order.message.way].discard(job)
             self._ended.notify_all()
             if order.is_over:
                 return False
@@ -186,75 +192,72 @@ class Lanes:
             return True
 
     def sweep(self) -> str:
-        """End what never will begin or took too long; returns why the drive hangs, if it does."""
+        """End what never will begin or took too long; return why the drive hangs, if it does."""
         now = time.monotonic()
         with self._lock:
             for way, jobs in self._waiting.items():
-                stopped = [job for job in jobs if job.order.is_over or job.order.stopped(now)]
-                for job in stopped:
+                for job in [job for job in jobs if job.order.is_over or job.order.skip_reason(now)]:
                     jobs.remove(job)
-                    if not job.order.is_over:
-                        self._fail(job, job.order.stopped(now))
-                if self._reason(way):
+                    self._fail(job, job.order.skip_reason(now))
+                if self._refusal(way):
                     self._fail_waiting(way)
             self._wake_writers()
             hung = [
                 job
-                for jobs in self._under_way.values()
+                for jobs in self._in_flight.values()
                 for job in jobs
-                if now - job.began > self._deadline
+                if now - job.began > self.deadline
             ]
-            reason = f"no answer for {self._deadline:g} s" if hung else ""
+            reason = f"no answer for {self.deadline:g} s" if hung else ""
             for job in hung:
-                if not job.order.is_over and not job.order.delivering:
-                    self._end(job.order, reason)
+                if not job.order.is_over and not job.order.num_delivering:
+                    self._end_order(job.order, reason)
         return reason
 
     def ail(self, reason: str) -> None:
-        """Fail everything that waits, and all that comes, until told that it is well again."""
+        """Fail everything that waits, and all that comes, until called with an empty reason."""
         with self._lock:
             self._ailment = reason
             for way in self._waiting:
-                if self._reason(way):
+                if self._refusal(way):
                     self._fail_waiting(way)
 
     def refuse_writes(self, reason: str) -> None:
         """As :meth:`ail`, for writes alone."""
         with self._lock:
-            self._refuses_writes = reason
+            self._write_refusal = reason
             if reason:
                 self._fail_waiting(Way.WRITE)
 
     @property
     def num_orders(self) -> int:
+        """How many orders are not answered yet."""
         with self._lock:
             return len(self._orders)
 
     def close(self, timeout: float, reason: str) -> bool:
-        """Fail what waits, end the threads; whether nothing is under way any more.
+        """Fail what waits and end the threads; return whether nothing is in flight any more.
 
-        From here on nothing is delivered: whoever ended us has the memory back.
+        From here on nothing is delivered: the engine has its memory back.
         """
         with self._lock:
-            self._ailment = reason
-            for way in self._waiting:
-                self._fail_waiting(way)
-            done = self._ended.wait_for(lambda: not any(self._under_way.values()), timeout)
+            self.ail(reason)
+            is_done = self._ended.wait_for(lambda: not any(self._in_flight.values()), timeout)
             for order in list(self._orders.values()):
-                if not order.delivering:
-                    self._end(order, reason)
+                if not order.num_delivering:
+                    self._end_order(order, reason)
             self._is_closed = True
             for work in self._work.values():
                 work.notify_all()
-            return done
+            return is_done
 
-    def _reason(self, way: Way) -> str:
-        return self._ailment or (self._refuses_writes if way is Way.WRITE else "")
+    def _refusal(self, way: Way) -> str:
+        return self._ailment or (self._write_refusal if way is Way.WRITE else "")
 
     def _fail_waiting(self, way: Way) -> None:
         jobs = self._waiting[way]
         while jobs:
-            self._fail(jobs.popleft(), self._reason(way))
+            self._fail(jobs.popleft(), self._refusal(way))
 
     def _fail(self, job: Job, reason: str) -> None:
         if not job.order.is_over:
@@ -263,42 +266,31 @@ class Lanes:
             self._count_down(job.order)
 
     def _count_down(self, order: Order) -> None:
-        order.left -= 1
-        if not order.left:
-            self._end(order, "")
+        order.num_jobs -= 1
+        if not order.num_jobs:
+            self._end_order(order, "")
 
-    def _end(self, order: Order, reason: str) -> None:
-        """Send the result; ``reason`` is for whatever has not ended by itself."""
+    def _end_order(self, order: Order, reason: str) -> None:
+        """Send the result; ``reason`` is for blocks that have not ended by themselves."""
         for position in np.flatnonzero(~order.ok).tolist():
             order.reasons.setdefault(position, reason)
         order.is_over = True
-        del self._orders[order.message.id]
-        moved = int(order.ok.sum()) * order.block_bytes
-        seconds = time.monotonic() - order.began
         message = order.message
-        self._answer(ResultMessage(message.id, order.ok, order.reasons, moved, seconds))
-
-
-# ------------------------------------------------------------------------------------------------
-# Whether a drive can be used: what ails it, by cause, and when it is well again.
-#
-# A block that fails is a failed block. Many in a row, a drive that does not answer, a file that is
-# not there: the drive ails, its orders fail at once, and it is asked now and then. No room to write
-# ails nobody: what is there can still be read.
-
-MANY_ERRORS = 16
-"""So many calls to the drive in a row must fail before we stop asking it."""
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_LONGEST_REST = 60.0
+        del self._orders[message.id]
+        num_bytes = int(order.ok.sum()) * order.block_bytes
+        seconds = time.monotonic() - order.began
+        self._answer(ResultMessage(message.id, order.ok, order.reasons, num_bytes, seconds))
 
 
 class DriveHealth:
-    """Collects what is wrong and tells the lanes, and the engine by ``tell``. Any thread may."""
+    """Collects what is wrong, by cause, and tells the queue and the engine. Any thread may use it.
+
+    ``tell`` sends the engine why the drive cannot be used.
+    """
 
     def __init__(
         self,
-        lanes: Lanes,
+        queue: IoQueue,
         file: BlockFile,
         tell: Callable[[str], None],
         *,
@@ -306,7 +298,7 @@ class DriveHealth:
         keep_free: int,
         check_seconds: float,
     ) -> None:
-        self._lanes = lanes
+        self._queue = queue
         self._file = file
         self._tell = tell
         self._path = path
@@ -315,89 +307,86 @@ class DriveHealth:
         self._lock = threading.Lock()  # guards all below
         self._ailments: dict[str, str] = {}
         self._refusals: dict[str, str] = {}
-        self._in_a_row = {Way.READ: 0, Way.WRITE: 0}
-        self._rest = check_seconds
-        self._ask_at = 0.0
-        self._num_failed = 0
+        self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
+        self._retry_seconds = check_seconds
+        self._retry_at = 0.0
+        self._num_failed_checks = 0
         self.is_lost = False
-        """The file has not been there for long: whoever serves it should begin anew."""
+        """The file has been gone for long: the process that serves it should begin anew."""
         self._page = PrivateMemory(SECTOR).bytes.data
 
-    def worked(self, way: Way) -> None:
-        if self._in_a_row[way]:
+    def succeeded(self, way: Way) -> None:
+        """One call to the drive succeeded."""
+        if self._errors_in_a_row[way]:
             with self._lock:
-                self._in_a_row[way] = 0
+                self._errors_in_a_row[way] = 0
 
     def failed(self, way: Way, error: Exception) -> None:
         """One call for one block failed."""
         is_full = isinstance(error, OSError) and error.errno in _NO_SPACE and way is Way.WRITE
         with self._lock:
-            self._in_a_row[way] += 1
-            if self._in_a_row[way] < MANY_ERRORS:
+            self._errors_in_a_row[way] += 1
+            if self._errors_in_a_row[way] < MAX_ERRORS:
                 return
-            self._in_a_row[way] = 0
-            self._ask_at = time.monotonic() + self._rest
-            self._rest = min(2 * self._rest, _LONGEST_REST)
+            self._errors_in_a_row[way] = 0
+            self._retry_at = time.monotonic() + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
         if is_full:
             self.refuse_writes("space", f"no room to write: {error}")
         else:
-            self.ail("errors", f"{MANY_ERRORS} errors in a row, the last: {error}")
+            self.ail("errors", f"{MAX_ERRORS} errors in a row, the last: {error}")
 
     def ail(self, cause: str, reason: str) -> None:
-        """It cannot be used for this reason; an empty one: not any more for this cause."""
+        """Note why the drive cannot be used; an empty reason: not any more for this cause."""
         with self._lock:
-            if not self._set(self._ailments, cause, reason):
-                return
-            now = next(iter(self._ailments.values()), "")
-            self._lanes.ail(now)
-            self._tell(now)  # after the lanes: whoever hears of it finds the failed results first
+            if self._note(self._ailments, cause, reason):
+                now = next(iter(self._ailments.values()), "")
+                self._queue.ail(now)
+                self._tell(now)  # after the queue: the failed results arrive before this
 
     def refuse_writes(self, cause: str, reason: str) -> None:
-        """Nothing can be written for this reason; an empty one: not any more for this cause."""
+        """Note why nothing can be written; an empty reason: not any more for this cause."""
         with self._lock:
-            if self._set(self._refusals, cause, reason):
-                self._lanes.refuse_writes(next(iter(self._refusals.values()), ""))
+            if self._note(self._refusals, cause, reason):
+                self._queue.refuse_writes(next(iter(self._refusals.values()), ""))
 
-    def check(self) -> None:
-        """Look at the drive, as a thread that may hang does every second."""
-        try:
-            self._file.check()
-            self._check_space()
-            if "errors" in self._ailments and time.monotonic() >= self._ask_at:
-                self._file.read(0, self._page)
-                with self._lock:
-                    self._in_a_row = {Way.READ: 0, Way.WRITE: 0}
-                self.ail("errors", "")
-        except (OSError, TransferError) as error:
-            said = error.strerror if isinstance(error, OSError) else str(error)
-            self.ail("check", said or str(error))
-            self._num_failed += 1
-            self.is_lost = self._num_failed > MANY_ERRORS
-        else:
-            self.ail("check", "")
-            self._num_failed = 0
-            if time.monotonic() > self._ask_at + _LONGEST_REST:
-                self._rest = self._check_seconds
-
-    def _check_space(self) -> None:
-        """A file that grows as it is written must leave the floor alone, and others some room."""
-        found = os.statvfs(self._path)
-        free = found.f_bavail * found.f_frsize
-        is_due = time.monotonic() >= self._ask_at
-        if "space" in self._refusals and is_due and free > self._keep_free:
-            self.refuse_writes("space", "")
-        if self._file.is_whole:
-            return
-        is_short = free <= self._keep_free
-        self.refuse_writes(
-            "floor", f"{format_size(self._keep_free)} of the file system stay free" * is_short
-        )
-
-    def _set(self, reasons: dict[str, str], cause: str, reason: str) -> bool:
-        """Note it; whether the first reason is another now."""
+    def _note(self, reasons: dict[str, str], cause: str, reason: str) -> bool:
+        """Note a reason; return whether the first reason is another now."""
         before = next(iter(reasons.values()), "")
         if reason:
             reasons.setdefault(cause, reason)
         else:
             reasons.pop(cause, None)
         return before != next(iter(reasons.values()), "")
+
+    def check(self) -> None:
+        """Look at the drive, in a thread that may hang."""
+        try:
+            self._file.check()
+            self._check_space()
+            if "errors" in self._ailments and time.monotonic() >= self._retry_at:
+                self._file.read(0, self._page)
+                with self._lock:
+                    self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
+                self.ail("errors", "")
+        except (OSError, TransferError) as error:
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            self.ail("check", said or str(error))
+            self._num_failed_checks += 1
+            self.is_lost = self._num_failed_checks > MAX_ERRORS
+        else:
+            self.ail("check", "")
+            self._num_failed_checks = 0
+            if time.monotonic() > self._retry_at + _MAX_RETRY_SECONDS:
+                self._retry_seconds = self._check_seconds
+
+    def _check_space(self) -> None:
+        """A file that grows as it is written must leave ``keep_free`` alone."""
+        found = os.statvfs(self._path)
+        free = found.f_bavail * found.f_frsize
+        is_due = time.monotonic() >= self._retry_at
+        if "space" in self._refusals and is_due and free > self._keep_free:
+            self.refuse_writes("space", "")
+        if not self._file.is_whole:
+            reason = f"{format_size(self._keep_free)} of the file system stay free"
+            self.refuse_writes("floor", reason if free <= self._keep_free else "")

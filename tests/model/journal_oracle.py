@@ -1,10 +1,10 @@
-"""What a ledger may say after a crash: the history of notes, and which of them were promised."""
+"""What a journal may say after a crash: the history of notes, and which of them were promised."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.tiers.disk.ledger import Ledger
+from kvferry.tiers.disk.journal import Journal
 from kvferry.types import Key
 
 Content = dict[int, tuple[Key, bytes]]
@@ -97,15 +97,15 @@ def _is_about(event: Event, place: int) -> bool:
     return isinstance(event, Forgot) or event.place == place
 
 
-def content_of(ledger: Ledger) -> Content:
-    """What a ledger that was just opened has recovered; its parts must agree."""
+def content_of(journal: Journal) -> Content:
+    """What a journal that was just opened has recovered; its parts must agree."""
     content: Content = {}
-    for some, places, proofs in ledger.pieces():
+    for some, places, proofs in journal.pieces():
         for key, place, proof in zip(some, places.tolist(), proofs, strict=True):
             assert place not in content
             content[place] = (key, proof.tobytes())
-    assert set(content) == set(ledger.present.nonzero()[0].tolist())
+    assert set(content) == set(journal.present.nonzero()[0].tolist())
     for place, (_, proof_bytes) in content.items():
-        assert ledger.proofs[place].tobytes() == proof_bytes
-    assert ledger.report.num_blocks == len(content)
+        assert journal.proofs[place].tobytes() == proof_bytes
+    assert journal.report.num_blocks == len(content)
     return content

@@ -1,0 +1,467 @@
+"""A drive's threads: those that move blocks, and the one that makes them durable.
+
+::
+
+    read    file ──> buffer ──check──> engine; a block whose proof fails is lost, not delivered
+    write   engine ──> buffer ──prove──> file ──> write tracker: readable now
+    commit  bytes synced ──> journal synced: durable. Begins half a second after a write at most
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.keys import Keys
+from kvferry.errors import KvferryError
+from kvferry.tiers.contract import Way
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
+from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
+from kvferry.tiers.disk.journal import Journal
+from kvferry.tiers.disk.protocol import Count, Flags
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import Numbers, Words
+from kvferry.tiers.ipc.status_page import StatusPage
+
+
+@dataclass(frozen=True, eq=False)
+class CommitPoint:
+    """A point in the order of events: a commit covers what happened before it."""
+
+    num_recorded: int
+    generation: int
+    places: list[Numbers]
+    """Written since the last commit, in the order of their writes."""
+    num_blocks: int
+    since: float
+
+
+class WriteTracker:
+    """Owns the order of events between threads and journal. Any thread may use it."""
+
+    def __init__(
+        self, journal: Journal, status: StatusPage, commit_seconds: float, generation: int = 0
+    ) -> None:
+        """What the journal has recovered belongs to ``generation``."""
+        self._journal = journal
+        self._status = status
+        self._commit_seconds = commit_seconds
+        self._changed = threading.Condition()  # guards all below
+        self._generation = generation
+        self._written: list[Numbers] = []
+        self._num_written = 0
+        self._since = 0.0
+        """When the oldest event that no commit covers happened; 0: there is none."""
+        self._committing: CommitPoint | None = None
+        self._num_failed_syncs = 0
+        self._is_urgent = False
+        self._is_closed = False
+
+    def lookup(self, places: Numbers, generation: int) -> tuple[Flags, Proofs]:
+        """Return which of these places hold a block, and the proofs of what they hold."""
+        with self._changed:
+            here = self._journal.present[places]
+            if generation != self._generation:
+                here[:] = False
+            return here, self._journal.proofs[places]
+
+    def begin_write(self, places: Numbers) -> int:
+        """These places are about to be overwritten; return the token for :meth:`end_write`."""
+        with self._changed:
+            self._journal.present[places] = False
+            return self._num_failed_syncs
+
+    def end_write(
+        self, places: Numbers, keys: Words, proofs: Proofs, generation: int, token: int
+    ) -> str:
+        """These blocks were written whole; return why they are not kept, or nothing."""
+        with self._changed:
+            if generation != self._generation:
+                return "told to forget it meanwhile"
+            if token != self._num_failed_syncs:
+                # The kernel may have dropped their bytes with the others', and says so only once.
+                return "the drive did not keep what was written meanwhile"
+            if len(places):
+                self._journal.record_written(places, Keys(keys), proofs)
+                self._written.append(places)
+                self._num_written += len(places)
+                self._note()
+            return ""
+
+    def lose(self, places: Numbers) -> None:
+        """Nothing at these places can be read any more."""
+        with self._changed:
+            if len(places):
+                self._journal.record_lost(places)
+                self._note()
+
+    def lose_damaged(self, places: Numbers, proofs: Proofs) -> None:
+        """As :meth:`lose`, but not where another block was written meanwhile."""
+        with self._changed:
+            same = (self._journal.proofs[places] == proofs).all(axis=1)
+            self.lose(places[same & self._journal.present[places]])
+
+    def forget(self, generation: int) -> None:
+        """Nothing of an earlier generation is here any more; to be committed at once."""
+        with self._changed:
+            self._generation = generation
+            self._journal.forget()
+            self._written, self._num_written = [], 0
+            self._is_urgent = True
+            self._note()
+
+    def _note(self) -> None:
+        if not self._since:
+            self._since = time.monotonic()
+            self._changed.notify_all()
+        elif self._is_urgent:
+            self._changed.notify_all()
+        self._show()
+
+    def _show(self) -> None:
+        """Publish how many blocks wait for a commit, and since when."""
+        point = self._committing
+        count, since = (point.num_blocks, point.since) if point is not None else (0, 0.0)
+        self._status.put(Count.PENDING, count + self._num_written)
+        self._status.put(Count.PENDING_SINCE, int((since or self._since) * 1e6))
+
+    # -- for the one thread that commits ----------------------------------------------------------
+
+    def wait_until_due(self, timeout: float) -> bool:
+        """Wait until a commit is due, time is up, or all is over; return whether one is due."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                due = self._since + self._commit_seconds if self._since else end
+                if self._is_urgent or (self._since and now >= due):
+                    return True
+                if self._is_closed or now >= end:
+                    return False
+                self._changed.wait(min(due, end) - now)
+
+    def begin_commit(self) -> CommitPoint:
+        """Return what has happened until now; :meth:`end_commit` or :meth:`fail_commit` follows."""
+        with self._changed:
+            recorded, num_blocks = self._journal.num_recorded, self._num_written
+            point = CommitPoint(recorded, self._generation, self._written, num_blocks, self._since)
+            self._committing = point
+            self._written, self._num_written = [], 0
+            self._since = 0.0
+            self._is_urgent = False
+            return point
+
+    def fail_commit(self, point: CommitPoint, *, are_lost: bool) -> None:
+        """The commit failed. ``are_lost``: so may be the bytes, whatever a later call says."""
+        with self._changed:
+            if are_lost:  # and so may be those of writes that came or began meanwhile
+                self._num_failed_syncs += 1
+                for places in (*point.places, *self._written):
+                    self._journal.record_lost(places)
+                self._written, self._num_written = [], 0
+            else:
+                self._written[:0] = point.places
+                self._num_written += point.num_blocks
+            self._since = point.since or self._since or time.monotonic()
+            self._committing = None
+            self._show()
+
+    def end_commit(self) -> None:
+        """Everything before the commit point is durable."""
+        with self._changed:
+            self._committing = None
+            self._show()
+
+    def close(self) -> None:
+        """Make the thread that waits go on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What the threads of one drive share."""
+
+    queue: IoQueue
+    tracker: WriteTracker
+    file: BlockFile
+    memory: EngineMemory
+    prover: Prover
+    health: DriveHealth
+    status: StatusPage
+    pitch: int
+    blocks_per_job: int
+    cpu_slots: threading.Semaphore
+    """A thread that copies and proves holds one; a thread that waits for the drive does not. With
+    as many at it as there are threads, a machine of few cores spends its time on switching between
+    them. On 2 cores, shares of the drive with one slot, and with one for each of the 8 threads, in
+    turn three times: read 0.83, 0.86, 0.80 and 0.78, 0.70, 0.79, write 0.59, 0.71, 0.69 and 0.54,
+    0.61, 0.56; next to a busy interpreter writes gained as much, reads nothing.
+    (``bench/disk.py --size 1GiB --blocks 1MiB --rounds 2``, AMD EPYC, virtual machine, 2026-11-18.)
+    """
+
+
+def num_cpu_slots() -> int:
+    """A quarter of the cores that we may use: the others are the engine's."""
+    return max(1, len(os.sched_getaffinity(0)) // 4)
+
+
+class IoWorker:
+    """One thread and its buffer, for one way. It outlives every failure of a job."""
+
+    def __init__(self, context: WorkerContext, way: Way, number: int) -> None:
+        self._context = context
+        self._way = way
+        self._number = number
+        is_sealed = context.prover.is_sealed
+        self._buffer = Buffer(context.blocks_per_job, context.pitch, is_sealed=is_sealed)
+        self._reasons: dict[int, str] = {}
+        self.thread = threading.Thread(
+            target=self._run, name=f"kvferry-drive-{way.value}-{number}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self) -> None:
+        move = self._read if self._way is Way.READ else self._write
+        queue, tracker = self._context.queue, self._context.tracker
+        while (job := queue.take(self._way)) is not None:
+            self._reasons = {}
+            places = job.order.message.places[job.positions]
+            try:
+                move(job, places)
+            except Exception as error:  # a thread that dies leaves its order waiting for ever
+                said = str(error) if isinstance(error, KvferryError) else repr(error)
+                self._fail(job.positions, Count.OTHER_FAILURES, said)
+                if self._way is Way.WRITE:
+                    tracker.lose(places)
+            is_wanted = queue.end(job, self._reasons)
+            if not is_wanted and self._way is Way.WRITE:
+                # It was answered as failed long ago: a write that failed leaves no block.
+                tracker.lose(places)
+
+    def _fail(self, positions: Numbers, count: Count, reason: str) -> None:
+        for position in positions.tolist():
+            self._reasons[position] = reason
+        self._context.status.add(count, len(positions))
+
+    def _read(self, job: Job, places: Numbers) -> None:
+        context, order, positions = self._context, job.order.message, job.positions
+        is_here, proofs = context.tracker.lookup(places, order.generation)
+        if not is_here.all():
+            for at in np.flatnonzero(~is_here).tolist():
+                reason = f"place {places[at]} holds nothing"
+                self._fail(positions[at : at + 1], Count.ABSENT, reason)
+            positions, places, proofs = positions[is_here], places[is_here], proofs[is_here]
+            if not len(positions):
+                return
+        whole = self._move(context.file.read, positions, places, Count.READ_MICROSECONDS)
+        with context.cpu_slots:
+            right = context.prover.check(self._buffer, places, order.keys[positions], proofs)
+            bad = np.flatnonzero(whole & ~right)
+            for at in bad.tolist():
+                reason = f"place {places[at]}: its bytes are not what was written"
+                self._fail(positions[at : at + 1], Count.DAMAGED, reason)
+            if len(bad):
+                context.tracker.lose_damaged(places[bad], proofs[bad])
+            self._deliver(job, positions, np.flatnonzero(whole & right))
+
+    def _deliver(self, job: Job, positions: Numbers, good: Numbers) -> None:
+        context = self._context
+        if not len(good) or not context.queue.begin_delivery(job):
+            return
+        here, there, sizes = self._segments(job, positions, good)
+        context.status.set_copying(self._number, True)
+        try:
+            arrived = context.memory.deliver(here, there, sizes)
+        finally:
+            context.status.set_copying(self._number, False)
+            context.queue.end_delivery(job)
+        is_whole = arrived.reshape(len(good), -1).all(axis=1)
+        self._fail_unreachable(positions[good[~is_whole]])
+        context.status.add(Count.READ_BYTES, int(is_whole.sum()) * job.order.block_bytes)
+
+    def _write(self, job: Job, places: Numbers) -> None:
+        context, order, positions = self._context, job.order.message, job.positions
+        keys = order.keys[positions]
+        with context.cpu_slots:
+            here, there, sizes = self._segments(job, positions, np.arange(len(positions)))
+            segments = context.memory.fetch(here, there, sizes)
+            fetched = segments.reshape(len(positions), -1).all(axis=1)
+            self._fail_unreachable(positions[~fetched])
+            token = context.tracker.begin_write(places)
+            if not context.queue.begin_delivery(job):
+                return  # given up meanwhile: the memory may have been used again while we read it
+            context.queue.end_delivery(job)
+            proofs = context.prover.prove(self._buffer, places, keys)
+        at = np.flatnonzero(fetched)
+        whole = np.zeros(len(positions), dtype=bool)
+        whole[at] = self._move(
+            context.file.write, positions[at], places[at], Count.WRITE_MICROSECONDS, at
+        )
+        why_not = context.tracker.end_write(
+            places[whole], keys[whole], proofs[whole], order.generation, token
+        )
+        if why_not:
+            self._fail(positions[whole], Count.OTHER_FAILURES, why_not)
+        context.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)
+        context.tracker.lose(places[~whole])
+
+    def _move(
+        self,
+        call: Callable[[int, memoryview], None],
+        positions: Numbers,
+        places: Numbers,
+        clock: Count,
+        slots: Numbers | None = None,
+    ) -> Flags:
+        """Read or write blocks, a call for each run of neighbours; return which moved whole.
+
+        ``slots`` are their positions in the buffer, if those are not 0, 1, ...
+        """
+        there = places.tolist()
+        here = list(range(len(there))) if slots is None else slots.tolist()
+        whole = np.ones(len(there), dtype=bool)
+        start = time.monotonic()
+        for first, last in _runs(there, here):
+            if self._try(call, there[first], here[first], last - first) is None:
+                continue
+            for at in range(first, last):  # one bad block is one bad block
+                error = self._try(call, there[at], here[at], 1)
+                if error is not None:
+                    whole[at] = False
+                    said = "" if isinstance(error, KvferryError) else f"{type(error).__name__}: "
+                    reason = f"place {there[at]}: {said}{error}"
+                    self._fail(positions[at : at + 1], Count.DRIVE_ERRORS, reason)
+        self._context.status.add(clock, int((time.monotonic() - start) * 1e6))
+        return whole
+
+    def _try(
+        self, call: Callable[[int, memoryview], None], place: int, slot: int, count: int
+    ) -> Exception | None:
+        pitch, health = self._context.pitch, self._context.health
+        try:
+            call(place, self._buffer.stored[slot * pitch : (slot + count) * pitch])
+        except Exception as error:  # whatever a drive on a bad day makes the kernel say
+            if count == 1:
+                health.failed(self._way, error)
+            return error
+        health.succeeded(self._way)
+        return None
+
+    def _segments(
+        self, job: Job, positions: Numbers, which: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Where the segments of these blocks are: in the buffer, in the engine, how long."""
+        order = job.order
+        here = (self._buffer.address + which * self._context.pitch)[:, None] + order.offsets
+        there = order.message.addresses[positions[which]]
+        sizes = np.broadcast_to(order.message.sizes, here.shape)
+        return here.ravel(), there.ravel(), sizes.ravel()
+
+    def _fail_unreachable(self, positions: Numbers) -> None:
+        self._fail(positions, Count.UNREACHABLE, "its host memory cannot be reached")
+
+
+def _runs(places: list[int], slots: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbours, on the drive and in the buffer."""
+    first = 0
+    for at in range(1, len(places) + 1):
+        step = at - first
+        if (
+            at == len(places)
+            or places[at] - places[first] != step
+            or slots[at] - slots[first] != step
+        ):
+            yield first, at
+            first = at
+
+
+class CommitThread:
+    """Makes blocks durable; the only thread that commits the journal. Owns the thread.
+
+    At most a second passes from a write to the end of the commit that covers it, if the drive is
+    well. It also looks at the drive every second: it is the thread that may hang doing so.
+    """
+
+    def __init__(
+        self,
+        tracker: WriteTracker,
+        journal: Journal,
+        file: BlockFile,
+        health: DriveHealth,
+        status: StatusPage,
+        *,
+        check_seconds: float,
+        generation: int,
+        forgot: Callable[[int], None],
+    ) -> None:
+        """``forgot`` is called with a generation once its forgetting is durable."""
+        self._tracker = tracker
+        self._journal = journal
+        self._file = file
+        self._health = health
+        self._status = status
+        self._check_seconds = check_seconds
+        self._generation = generation
+        self._forgot = forgot
+        self._is_closed = False
+        self.began = 0.0
+        """When the call to the drive that is in flight began; 0: none is."""
+        self.thread = threading.Thread(target=self._run, name="kvferry-drive-commit", daemon=True)
+
+    def _run(self) -> None:
+        check_at, is_tidy = 0.0, False
+        while True:
+            is_due = self._tracker.wait_until_due(self._check_seconds)
+            self.began = time.monotonic()
+            if self.began >= check_at:
+                self._health.check()
+                check_at = self.began + self._check_seconds
+            if is_due or self._journal.is_compacting or not is_tidy:
+                is_tidy = self._commit() and not is_due
+            self.began = 0.0
+            if self._is_closed:
+                self._commit()
+                return
+
+    def _commit(self) -> bool:
+        """Return whether all that had happened before is durable now."""
+        start = time.monotonic()
+        point = self._tracker.begin_commit()
+        try:
+            self._file.sync()
+        except OSError as error:
+            return self._failed(point, error, are_lost=True)
+        try:
+            # The order matters: a record must not come before its bytes, nor cover later ones.
+            self._journal.commit(point.num_recorded)
+        except (OSError, KvferryError) as error:
+            return self._failed(point, error, are_lost=False)
+        self._health.refuse_writes("journal", "")
+        self._status.put(Count.JOURNAL_BYTES, self._journal.num_journal_bytes)
+        if point.generation != self._generation:
+            # Before what came since counts as durable: a reset mark would take it along.
+            self._generation = point.generation
+            self._forgot(point.generation)
+        self._tracker.end_commit()
+        self._status.add(Count.COMMITS, 1)
+        self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))
+        return True
+
+    def _failed(self, point: CommitPoint, error: Exception, *, are_lost: bool) -> bool:
+        self._tracker.fail_commit(point, are_lost=are_lost)
+        self._health.refuse_writes("journal", f"what is written cannot be made durable: {error}")
+        return False
+
+    def close(self, timeout: float) -> bool:
+        """Commit what is left; return whether that was done in time."""
+        self._is_closed = True
+        self._tracker.close()
+        self.thread.join(timeout)
+        return not self.thread.is_alive()

@@ -1,0 +1,252 @@
+"""What an engine and a drive process tell each other: the setup, the answer to it, the counters."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.tiers.ipc.channel import FrameKind, frame
+from kvferry.tiers.ipc.messages import Numbers, Words
+from kvferry.tiers.ipc.status_page import StatusPage
+from kvferry.types import KEY_BYTES, SlotArray
+
+Flags = npt.NDArray[np.bool_]
+
+COMMIT_SECONDS = 0.5
+"""The longest a written block waits before the commit that makes it durable begins."""
+
+NUM_THREADS, JOB_BYTES = 8, 4 << 20
+"""Threads for each way, and the longest call of one. While some wait for the drive the others copy
+and check: 4 x 8 MiB read 2.5 GB/s of a drive's 3.1, 8 x 4 MiB all of it; longer or more and the
+buffers leave the processor's cache: 8 x 8 MiB 2.6, 16 x 2 MiB 2.0. (16 vCPU, a virtual drive,
+Linux 6.18, 2026-11-16.)
+"""
+
+_MICRO = 1e-6
+_BYTES = ("namespace", "family", "families", "key")
+_READY = struct.Struct("<qqqq16sI")
+_FORGET = struct.Struct("<qq")
+
+
+class StoreAt(NamedTuple):
+    """One store on this or another host: its folder, and the id that was drawn for it."""
+
+    folder: str
+    store_id: bytes
+
+
+@dataclass(frozen=True)
+class DriveSetup:
+    """One store on one drive, and how to work on it. ``key`` is never shown."""
+
+    path: str
+    """The directory the user named; the store lies below it."""
+    block_bytes: int
+    size: int
+    """What all stores of this host under ``path`` may take."""
+    pid: int
+    """The engine's, which the store's lock names."""
+    namespace: bytes = bytes(32)
+    family: bytes = b""
+    families: bytes = b""
+    """Of all engines of this server here, one after the other; empty: there is one."""
+    label: str = ""
+    rank: int = 0
+    num_ranks: int = 1
+    num_ranks_here: int = 1
+    stripe: int = 0
+    num_stripes: int = 1
+    keep_free: int = 0
+    for_others: float = 0.0
+    key: bytes | None = field(default=None, repr=False)
+    direct: bool = True
+    deadline: float = 10.0
+    num_threads: int = NUM_THREADS
+    num_write_threads: int | None = None
+    """As many as read, if None."""
+    job_bytes: int = JOB_BYTES
+    commit_seconds: float = COMMIT_SECONDS
+    check_seconds: float = 1.0
+    generation: int = 0
+    """Orders count from here; the blocks that recovery finds belong to it."""
+    device: int | None = None
+    """The file system of the first start, None at the first start. A directory that vanished is not
+    made anew, least of all on what lies below a mount that is gone.
+    """
+
+    def pack(self) -> bytes:
+        """Return the setup as the hello of a drive process."""
+        told = asdict(self)
+        for name in _BYTES:
+            if told[name] is not None:
+                told[name] = base64.b64encode(told[name]).decode()
+        return json.dumps(told).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> DriveSetup:
+        """Return the setup in a hello."""
+        told = json.loads(data)
+        for name in _BYTES:
+            if told[name] is not None:
+                told[name] = base64.b64decode(told[name])
+        return cls(**told)
+
+
+@dataclass(frozen=True)
+class ReadyMessage:
+    """A drive is open: its places, epoch and file system, and how many blocks it recovered."""
+
+    store: StoreAt
+    num_places: int
+    epoch: int
+    device: int
+    num_recovered: int
+    report: str
+
+    def pack(self) -> bytes:
+        """Return the message as a frame."""
+        folder = os.fsencode(self.store.folder)
+        numbers = (self.num_places, self.epoch, self.device, self.num_recovered)
+        head = _READY.pack(*numbers, self.store.store_id, len(folder))
+        return frame(FrameKind.READY, head + folder + self.report.encode())
+
+    @classmethod
+    def unpack(cls, body: bytes) -> ReadyMessage:
+        """Return the message in a frame's body."""
+        places, epoch, device, recovered, store_id, length = _READY.unpack_from(body)
+        end = _READY.size + length
+        store = StoreAt(os.fsdecode(body[_READY.size : end]), store_id)
+        return cls(store, places, epoch, device, recovered, body[end:].decode())
+
+
+def pack_forget(generation: int, epoch: int) -> bytes:
+    """Return the frame of an order to forget everything before ``generation``."""
+    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch))
+
+
+def unpack_forget(body: bytes) -> tuple[int, int]:
+    """Return generation and epoch of an order to forget."""
+    generation, epoch = _FORGET.unpack(body)
+    return generation, epoch
+
+
+class Count(IntEnum):
+    """What a drive counts, by its word in the status page; word 0 is the heartbeat."""
+
+    READ_BYTES = 1
+    WRITTEN_BYTES = 2
+    READ_MICROSECONDS = 3  # summed over its threads: time in calls to the drive
+    WRITE_MICROSECONDS = 4
+    ABSENT = 5  # blocks that failed, by reason
+    DAMAGED = 6
+    DRIVE_ERRORS = 7
+    LATE = 8
+    UNREACHABLE = 9
+    OTHER_FAILURES = 10
+    COMMITS = 11
+    COMMIT_MICROSECONDS = 12
+    PENDING = 13  # blocks written and not yet durable
+    PENDING_SINCE = 14  # microseconds of the monotonic clock; 0: none
+    JOURNAL_BYTES = 15
+    DIRECT = 16  # 1: past the page cache
+
+
+FAILURES = {
+    Count.ABSENT: "absent",
+    Count.DAMAGED: "damaged",
+    Count.DRIVE_ERRORS: "drive",
+    Count.LATE: "late",
+    Count.UNREACHABLE: "unreachable",
+    Count.OTHER_FAILURES: "other",
+}
+"""Why blocks failed, as figures name it."""
+
+
+@dataclass(frozen=True)
+class DiskFigures:
+    """What one rank's disk has done so far, all its directories together.
+
+    ``failed`` counts blocks by reason. ``durable_lag`` is the age in seconds of the oldest block
+    that is written and not yet durable.
+    """
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    failed: dict[str, int] = field(default_factory=dict)
+    commits: int = 0
+    commit_seconds: float = 0.0
+    pending: int = 0
+    durable_lag: float = 0.0
+    journal_bytes: int = 0
+    direct: bool = False
+    restarts: int = 0
+    drives_away: int = 0
+
+
+def figures_of(status: StatusPage) -> DiskFigures:
+    """Return what a drive process has counted."""
+    get = status.get
+    since = get(Count.PENDING_SINCE)
+    return DiskFigures(
+        read_bytes=get(Count.READ_BYTES),
+        written_bytes=get(Count.WRITTEN_BYTES),
+        read_seconds=get(Count.READ_MICROSECONDS) * _MICRO,
+        write_seconds=get(Count.WRITE_MICROSECONDS) * _MICRO,
+        failed={name: get(count) for count, name in FAILURES.items()},
+        commits=get(Count.COMMITS),
+        commit_seconds=get(Count.COMMIT_MICROSECONDS) * _MICRO,
+        pending=get(Count.PENDING),
+        durable_lag=max(0.0, time.monotonic() - since * _MICRO) if since else 0.0,
+        journal_bytes=get(Count.JOURNAL_BYTES),
+        direct=bool(get(Count.DIRECT)),
+    )
+
+
+def add_up(parts: list[DiskFigures]) -> DiskFigures:
+    """Return the figures of several drives, or of several lives of one, as one."""
+    failed: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.failed.items():
+            failed[name] = failed.get(name, 0) + count
+    whole: dict[str, Any] = {
+        each.name: sum(getattr(part, each.name) for part in parts)
+        for each in fields(DiskFigures)
+        if each.name not in ("failed", "durable_lag", "direct")
+    }
+    lag = max((part.durable_lag for part in parts), default=0.0)
+    is_direct = all(part.direct for part in parts)
+    return DiskFigures(**whole, failed=failed, durable_lag=lag, direct=is_direct)
+
+
+def put_blocks(
+    status: StatusPage, count: int, pieces: Iterable[tuple[Keys, SlotArray, object]]
+) -> None:
+    """Lay down the ``count`` blocks that a drive recovered: all places, then all keys."""
+    status.reserve(count * (8 + KEY_BYTES))
+    done = 0
+    for keys, places, _ in pieces:
+        status.write_at(done * 8, places)
+        status.write_at(count * 8 + done * KEY_BYTES, keys.array)
+        done += len(places)
+
+
+def take_blocks(status: StatusPage, count: int) -> tuple[Numbers, Words]:
+    """Return places and keys of the recovered blocks; both are the shared memory itself."""
+    if not count:
+        return np.empty(0, dtype=np.int64), np.empty((0, KEY_WORDS), dtype=np.uint64)
+    data = status.read_from(count * (8 + KEY_BYTES))
+    keys = np.frombuffer(data, np.uint64, KEY_WORDS * count, count * 8)
+    return np.frombuffer(data, np.int64, count), keys.reshape(count, KEY_WORDS)

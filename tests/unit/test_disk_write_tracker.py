@@ -1,0 +1,84 @@
+"""The order of events between a drive's threads and its journal, where a sync of blocks fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+
+from kvferry.tiers.disk.io_workers import WriteTracker
+from kvferry.tiers.disk.journal import FILE_NAMES, Journal, journal_bytes
+from kvferry.tiers.disk.journal_pages import Shape
+from kvferry.tiers.disk.protocol import Count
+from kvferry.tiers.ipc.status_page import StatusPage
+from kvferry.types import as_slots
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    for name in FILE_NAMES:
+        (tmp_path / name).write_bytes(bytes(journal_bytes(Shape(16), 10)))
+    made = Journal.open(tmp_path, b"s" * 16, 10, 16)
+    yield made
+    made.close()
+
+
+def write(tracker: WriteTracker, place: int, begun: int) -> str:
+    row = np.random.default_rng().integers(0, 256, (1, 16), dtype=np.uint8)
+    return tracker.end_write(as_slots([place]), keys([place]).array, row, 0, begun)
+
+
+def test_a_failed_sync_loses_all_that_it_may_have_dropped(journal: Journal) -> None:
+    """What was noted before, what was noted while it ran, and what was still being written."""
+    tracker = WriteTracker(journal, StatusPage(), 0.5)
+    assert write(tracker, 1, tracker.begin_write(as_slots([1]))) == ""
+    mark = tracker.begin_commit()
+    assert write(tracker, 2, tracker.begin_write(as_slots([2]))) == ""
+    under_way = tracker.begin_write(as_slots([3]))
+    tracker.fail_commit(mark, are_lost=True)
+    assert "did not keep" in write(tracker, 3, under_way)
+    assert write(tracker, 4, tracker.begin_write(as_slots([4]))) == ""
+    assert np.flatnonzero(journal.present).tolist() == [4]
+
+
+def test_a_failed_journal_loses_nothing(journal: Journal) -> None:
+    tracker = WriteTracker(journal, StatusPage(), 0.5)
+    begun = tracker.begin_write(as_slots([1, 2]))
+    write(tracker, 1, begun)
+    mark = tracker.begin_commit()
+    tracker.fail_commit(mark, are_lost=False)
+    assert write(tracker, 2, begun) == ""
+    assert np.flatnonzero(journal.present).tolist() == [1, 2]
+    assert len(tracker.begin_commit().places) == 2
+
+
+def test_what_waits_for_a_commit_is_counted_through_all_that_can_happen(journal: Journal) -> None:
+    status = StatusPage()
+    tracker = WriteTracker(journal, status, 0.5)
+    seen = []
+
+    def note(*places: int) -> None:
+        for place in places:
+            write(tracker, place, tracker.begin_write(as_slots([place])))
+        seen.append(status.get(Count.PENDING))
+
+    note(1, 2)
+    mark = tracker.begin_commit()
+    note(3)
+    tracker.end_commit()
+    note()
+    mark = tracker.begin_commit()
+    note(4)
+    tracker.fail_commit(mark, are_lost=False)
+    note(5)
+    mark = tracker.begin_commit()
+    note(6)
+    tracker.fail_commit(mark, are_lost=True)
+    note()
+    note(7, 8)
+    tracker.forget(0)
+    note(9)
+    assert seen == [2, 3, 1, 2, 3, 4, 0, 2, 1]
