@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvferry.core.keys import KeyArray, Keys
 from kvferry.tiers.disk.block_file import allocate
-from kvferry.tiers.disk.journal import FILE_NAMES, Journal, journal_bytes
+from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 
 STORE_ID = b"recovery-bench-1"
@@ -58,7 +58,7 @@ def write_store(folder: Path, num_blocks: int) -> float:
     rng = np.random.default_rng(1)
     again = rng.permutation(num_blocks)[: num_blocks // 2]
     began = time.perf_counter()
-    ledger = Journal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    ledger = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
     for generation, order in enumerate((np.arange(num_blocks, dtype=np.int64), again)):
         for start in range(0, len(order), BATCH):
             places = order[start : start + BATCH]
@@ -73,7 +73,7 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
     """Open what is there, as the next process would; nothing was closed."""
     before = _resident()
     began = time.perf_counter()
-    ledger = Journal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    ledger = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
     opened = time.perf_counter() - began
     handed = right = 0
     for keys, places, proofs in ledger.pieces():

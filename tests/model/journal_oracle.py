@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.tiers.disk.journal import Journal
+from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.types import Key
 
 Content = dict[int, tuple[Key, bytes]]
@@ -97,7 +97,7 @@ def _is_about(event: Event, place: int) -> bool:
     return isinstance(event, Forgot) or event.place == place
 
 
-def content_of(journal: Journal) -> Content:
+def content_of(journal: DiskJournal) -> Content:
     """What a journal that was just opened has recovered; its parts must agree."""
     content: Content = {}
     for some, places, proofs in journal.pieces():

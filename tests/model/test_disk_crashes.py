@@ -20,7 +20,7 @@ from tests.model.journal_oracle import Content, Event, Forgot, History, Lost, Wr
 
 from kvferry.tiers.disk import journal
 from kvferry.tiers.disk import journal_pages as pages
-from kvferry.tiers.disk.journal import Journal, journal_bytes
+from kvferry.tiers.disk.journal import DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.types import as_slots
 
@@ -48,7 +48,7 @@ class Life:
     disk: SimDisk
     history: History = field(default_factory=History)
     serial: int = 0
-    journal: Journal = field(init=False)
+    journal: DiskJournal = field(init=False)
 
     @classmethod
     def new(cls, shape: Shape) -> Life:
@@ -57,7 +57,7 @@ class Life:
         return life
 
     def begin(self) -> None:
-        self.journal = Journal(self.disk.files, STORE_ID, NUM_PLACES, self.shape)
+        self.journal = DiskJournal(self.disk.files, STORE_ID, NUM_PLACES, self.shape)
         self.disk.tell = self.history.moment
 
     def write(self, *blocks: tuple[int, int]) -> None:
@@ -89,7 +89,7 @@ class Life:
 
 def recovered(shape: Shape, files: tuple[bytes, bytes]) -> tuple[Content, SimDisk]:
     disk = SimDisk.holding(files)
-    return content_of(Journal(disk.files, STORE_ID, NUM_PLACES, shape)), disk
+    return content_of(DiskJournal(disk.files, STORE_ID, NUM_PLACES, shape)), disk
 
 
 def check_all_crashes(life: Life, most: int, rng: random.Random) -> int:
@@ -398,9 +398,9 @@ def forget_and_crash() -> None:
 
 def no_order_of_forgetting(patch: pytest.MonkeyPatch) -> None:
     """What is noted after a forgetting goes to the old journal, and the forgetting comes later."""
-    forget_all = Journal._forget_all
+    forget_all = DiskJournal._forget_all
 
-    def late(self: Journal) -> None:
+    def late(self: DiskJournal) -> None:
         self._append_unsaved()
         forget_all(self)
 

@@ -19,7 +19,7 @@ from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, Life, rec
 from kvferry.errors import JournalError
 from kvferry.tiers.disk import journal
 from kvferry.tiers.disk import journal as finding
-from kvferry.tiers.disk.journal import Journal
+from kvferry.tiers.disk.journal import DiskJournal
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def check_end_of_process_after(turn: int, seed: int) -> bool:
     for file in life.disk.files:
         file.fault = None
     second = Life(SMALL, life.disk, serial=life.serial)
-    second.journal = Journal(life.disk.files, STORE_ID, NUM_PLACES, SMALL)
+    second.journal = DiskJournal(life.disk.files, STORE_ID, NUM_PLACES, SMALL)
     content = content_of(second.journal)
     life.history.check(content, *life.history.moment())
     events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
@@ -204,7 +204,7 @@ def test_what_cannot_be_read_is_left_out_or_refused_but_never_wiped() -> None:
                 disk = SimDisk.holding(files)
                 disk.files[which].read_fault = unreadable(start, count)
                 try:
-                    content = content_of(Journal(disk.files, STORE_ID, NUM_PLACES, SMALL))
+                    content = content_of(DiskJournal(disk.files, STORE_ID, NUM_PLACES, SMALL))
                 except JournalError:
                     num_refused += 1
                     now, _ = recovered(SMALL, (disk.files[0].medium, disk.files[1].medium))

@@ -15,7 +15,7 @@ from tests.model.journal_oracle import Event, Forgot, History, Lost, Wrote, cont
 
 from kvferry.errors import JournalError
 from kvferry.tiers.disk import journal as module
-from kvferry.tiers.disk.journal import Journal, journal_bytes
+from kvferry.tiers.disk.journal import DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.types import as_slots
 
@@ -45,7 +45,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.history = History()
         self.now: dict[int, bytes] = {}
         self.disk = SimDisk.blank(journal_bytes(shape, MOST_PLACES))
-        self.journal = Journal(self.disk.files, STORE_ID, self.num_places, shape)
+        self.journal = DiskJournal(self.disk.files, STORE_ID, self.num_places, shape)
 
     # -- notes ----------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class LedgerLife(RuleBasedStateMachine):
 
     def open_again(self, *, before: bool = False) -> None:
         noted, promised = self.history.moment()
-        self.journal = Journal(self.disk.files, STORE_ID, self.num_places, self.shape)
+        self.journal = DiskJournal(self.disk.files, STORE_ID, self.num_places, self.shape)
         content = content_of(self.journal)
         if before:  # blocks beyond the new size are left out
             beyond = [Lost(place) for place in range(self.num_places, MOST_PLACES)]

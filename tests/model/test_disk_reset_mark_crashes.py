@@ -24,7 +24,7 @@ from tests.unit.test_disk_store import BOUND, identity
 from kvferry.tiers.disk import journal
 from kvferry.tiers.disk import superblock as epoch
 from kvferry.tiers.disk import superblock as forget_mark
-from kvferry.tiers.disk.journal import FILE_NAMES, Journal
+from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.tiers.disk.store import Store
 from kvferry.types import as_slots
@@ -65,7 +65,7 @@ class MarkedLife:
             self.store_id, self.num_places = store.store_id, store.num_places
             self.path = store.folder
         self.files = [SimFile((self.path / name).read_bytes(), self.remember) for name in NAMES]
-        self.journal = Journal(
+        self.journal = DiskJournal(
             (self.files[0], self.files[1]), self.store_id, self.num_places, Shape(16)
         )
 

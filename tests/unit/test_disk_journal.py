@@ -10,7 +10,7 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, JournalError
-from kvferry.tiers.disk.journal import FILE_NAMES, Journal, journal_bytes
+from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.types import as_slots
 
@@ -27,15 +27,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, num_places: int = NUM_PLACES) -> Journal:
-    return Journal.open(folder, STORE_ID, num_places, PROOF_BYTES)
+def opened(folder: Path, num_places: int = NUM_PLACES) -> DiskJournal:
+    return DiskJournal.open(folder, STORE_ID, num_places, PROOF_BYTES)
 
 
 def proofs(count: int) -> np.ndarray:
     return np.random.default_rng().integers(0, 256, (count, PROOF_BYTES), dtype=np.uint8)
 
 
-def note(journal: Journal, numbers: list[int]) -> np.ndarray:
+def note(journal: DiskJournal, numbers: list[int]) -> np.ndarray:
     """Block ``n`` at place ``n``."""
     made = proofs(len(numbers))
     journal.record_written(as_slots(numbers), keys(numbers), made)
@@ -82,7 +82,7 @@ def test_thousands_of_rounds_stay_within_the_files(folder: Path) -> None:
         assert (folder / name).stat().st_size == journal_bytes(Shape(PROOF_BYTES), NUM_PLACES)
 
 
-def content(journal: Journal) -> dict[int, tuple[bytes, bytes]]:
+def content(journal: DiskJournal) -> dict[int, tuple[bytes, bytes]]:
     return {
         place: (key, proof.tobytes())
         for some, places, made in journal.pieces()

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.crafted_keys import keys
 
 from kvferry.tiers.disk.io_workers import WriteTracker
-from kvferry.tiers.disk.journal import FILE_NAMES, Journal, journal_bytes
+from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.tiers.disk.protocol import Count
 from kvferry.tiers.ipc.status_page import StatusPage
@@ -21,7 +21,7 @@ from kvferry.types import as_slots
 def journal(tmp_path: Path) -> Iterator[Journal]:
     for name in FILE_NAMES:
         (tmp_path / name).write_bytes(bytes(journal_bytes(Shape(16), 10)))
-    made = Journal.open(tmp_path, b"s" * 16, 10, 16)
+    made = DiskJournal.open(tmp_path, b"s" * 16, 10, 16)
     yield made
     made.close()
 
@@ -31,7 +31,7 @@ def write(tracker: WriteTracker, place: int, begun: int) -> str:
     return tracker.end_write(as_slots([place]), keys([place]).array, row, 0, begun)
 
 
-def test_a_failed_sync_loses_all_that_it_may_have_dropped(journal: Journal) -> None:
+def test_a_failed_sync_loses_all_that_it_may_have_dropped(journal: DiskJournal) -> None:
     """What was noted before, what was noted while it ran, and what was still being written."""
     tracker = WriteTracker(journal, StatusPage(), 0.5)
     assert write(tracker, 1, tracker.begin_write(as_slots([1]))) == ""
@@ -44,7 +44,7 @@ def test_a_failed_sync_loses_all_that_it_may_have_dropped(journal: Journal) -> N
     assert np.flatnonzero(journal.present).tolist() == [4]
 
 
-def test_a_failed_journal_loses_nothing(journal: Journal) -> None:
+def test_a_failed_journal_loses_nothing(journal: DiskJournal) -> None:
     tracker = WriteTracker(journal, StatusPage(), 0.5)
     begun = tracker.begin_write(as_slots([1, 2]))
     write(tracker, 1, begun)
@@ -55,7 +55,9 @@ def test_a_failed_journal_loses_nothing(journal: Journal) -> None:
     assert len(tracker.begin_commit().places) == 2
 
 
-def test_what_waits_for_a_commit_is_counted_through_all_that_can_happen(journal: Journal) -> None:
+def test_what_waits_for_a_commit_is_counted_through_all_that_can_happen(
+    journal: DiskJournal,
+) -> None:
     status = StatusPage()
     tracker = WriteTracker(journal, status, 0.5)
     seen = []

@@ -22,7 +22,7 @@ from kvferry.errors import KvferryError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
-from kvferry.tiers.disk.journal import Journal
+from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.tiers.disk.protocol import Count, Flags
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import Numbers, Words
@@ -45,7 +45,7 @@ class WriteTracker:
     """Owns the order of events between threads and journal. Any thread may use it."""
 
     def __init__(
-        self, journal: Journal, status: StatusPage, commit_seconds: float, generation: int = 0
+        self, journal: DiskJournal, status: StatusPage, commit_seconds: float, generation: int = 0
     ) -> None:
         """What the journal has recovered belongs to ``generation``."""
         self._journal = journal
@@ -392,7 +392,7 @@ class CommitThread:
     def __init__(
         self,
         tracker: WriteTracker,
-        journal: Journal,
+        journal: DiskJournal,
         file: BlockFile,
         health: DriveHealth,
         status: StatusPage,

@@ -448,7 +448,7 @@ class Compaction:
             self._copied.append(records["place"] & PLACE)
 
 
-class Journal:
+class DiskJournal:
     """The index of one store on disk. Owns both files and what is known of every place.
 
     Recording may happen in any thread and never waits for the medium; ``commit`` and ``close`` are
@@ -498,7 +498,7 @@ class Journal:
             raise JournalError(f"the journal cannot be opened: {error}") from error
 
     @classmethod
-    def open(cls, folder: Path, store_id: bytes, num_places: int, proof_bytes: int) -> Journal:
+    def open(cls, folder: Path, store_id: bytes, num_places: int, proof_bytes: int) -> DiskJournal:
         """Open the journal in ``folder``, whose two files are there and long enough."""
         files: list[DiskFile] = []
         try:

@@ -26,7 +26,7 @@ from kvferry.tiers.disk import superblock as marks
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, allocate, key_check, open_prover
 from kvferry.tiers.disk.journal import (
     FILE_NAMES,
-    Journal,
+    DiskJournal,
     Proofs,
     RecoveryReport,
     journal_bytes,
@@ -74,7 +74,7 @@ class Store(Closing):
     from ``p * pitch`` on. ``notes`` tells people what opening it did.
     """
 
-    def __init__(self, lock: StoreLock, superblock: Superblock, journal: Journal) -> None:
+    def __init__(self, lock: StoreLock, superblock: Superblock, journal: DiskJournal) -> None:
         self.folder = lock.folder
         self.blocks_path = lock.folder / BLOCKS_NAME
         self.superblock = superblock
@@ -193,7 +193,7 @@ def _claim(
     return again, superblock, [note, *notes]
 
 
-def _close_quietly(journal: Journal) -> None:
+def _close_quietly(journal: DiskJournal) -> None:
     with suppress(KvferryError):  # whatever is wrong was said already
         journal.close()
 
@@ -253,13 +253,13 @@ class _Sizing:
             self._write_superblock()
         return all(whole)
 
-    def open_journal(self) -> Journal:
+    def open_journal(self) -> DiskJournal:
         """Open the journal for the new number of places."""
         mine = self.superblock
         proof_bytes = mine.identity.proof_bytes
-        return Journal.open(self._folder, mine.store_id, mine.num_places, proof_bytes)
+        return DiskJournal.open(self._folder, mine.store_id, mine.num_places, proof_bytes)
 
-    def shorten(self) -> Journal:
+    def shorten(self) -> DiskJournal:
         """Cut files that are too long, once the journal no longer names what is cut."""
         journal = self.open_journal()
         try:
