@@ -404,7 +404,7 @@ def no_order_of_forgetting(patch: pytest.MonkeyPatch) -> None:
         self._append_unsaved()
         forget_all(self)
 
-    patch.setattr(Journal, "_forget_all", late)
+    patch.setattr(DiskJournal, "_forget_all", late)
 
 
 def second_lives() -> None:

@@ -126,7 +126,7 @@ def test_every_fault_and_then_the_end_of_the_process() -> None:
 
 
 def forgets_a_header_that_may_be_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Journal, "_erase_stale", lambda self: None)
+    patch.setattr(DiskJournal, "_erase_stale", lambda self: None)
 
 
 def believes_the_page_cache(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kvferry.types import as_slots
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
+def journal(tmp_path: Path) -> Iterator[DiskJournal]:
     for name in FILE_NAMES:
         (tmp_path / name).write_bytes(bytes(journal_bytes(Shape(16), 10)))
     made = DiskJournal.open(tmp_path, b"s" * 16, 10, 16)
@@ -55,7 +55,7 @@ def test_a_failed_journal_loses_nothing(journal: DiskJournal) -> None:
     assert len(tracker.begin_commit().places) == 2
 
 
-def test_what_waits_for_a_commit_is_counted_through_all_that_can_happen(
+def test_blocks_that_wait_for_a_commit_are_counted(
     journal: DiskJournal,
 ) -> None:
     status = StatusPage()
