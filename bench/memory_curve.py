@@ -105,7 +105,7 @@ def overhead(requests: list[TraceRequest], blocks: int, block_tokens: int, num_s
     config = Config(load_policy="always")
     scheduler = Scheduler(Pool(blocks), (FullAttention(block_tokens),), config=config)
     scheduler.watch_requests()
-    watched = scheduler._parts.accounts.observing
+    watched = scheduler.book._observing
     assert watched is not None
     answered, clock = Timed(watched.answered), Timed(nothing)
 

@@ -158,7 +158,7 @@ class DiskMeasurer(Measuring):
         """Serve others, as a server does, until every block of this prompt is on disk."""
         serving, end = self._serving(), time.monotonic() + _WRITTEN_AFTER
         keys = adopt(serving._naming.namespace, self.engine.hashes(prompt))
-        (disk, *_) = serving.scheduler._parts.lower.tiers
+        (disk, *_) = serving.scheduler.lower.tiers
         while (there := int(disk.pool.cached(keys).sum())) < len(keys):
             if time.monotonic() > end:
                 raise RuntimeError(f"{there} of {len(keys)} blocks are on disk; {disk.ailment}")

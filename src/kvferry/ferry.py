@@ -410,12 +410,10 @@ class Ferry(Closing):
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Do the deferred bookkeeping while nothing waits for it."""
-        if self._scheduler.owing:
-            self._scheduler.count_answered(are_whole=True)
+        """Do the deferred bookkeeping while no copy is waited for, or a long one runs."""
         num_bytes = self._scheduler.bytes_in_flight
         if not num_bytes or num_bytes >= _LONG_BYTES:
-            self._scheduler.pool.catch_up()
+            self._scheduler.drain_events()
 
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""

@@ -50,7 +50,7 @@ def is_stored(sides: Sides, tag: int) -> bool:
 
 def is_told(sides, name):
     scheduler = sides.side.serving.scheduler
-    return any(r.id == name and r not in scheduler.owing for r in scheduler.requests)
+    return scheduler.onlooker.journal(name) is not None
 
 
 def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
@@ -58,7 +58,7 @@ def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
     orders = sides.orders({"a": PROMPT}, new=["a"])
     assert orders.is_quiet
     assert not is_told(sides, "a")
-    assert sides.side.serving.scheduler._parts.accounts.counts.queries == 0
+    assert sides.side.serving.scheduler.book.counts.queries == 0
     request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
     assert not sides.orders({"a": 1}).is_quiet
     assert is_told(sides, "a")
@@ -85,7 +85,7 @@ def test_one_that_never_ran_is_not_stored(sides):
     sides.rest()
     sides.step()
     assert not is_stored(sides, 1)
-    assert not is_told(sides, "a"), "known for ever"
+    assert not sides.side.serving.scheduler.requests, "known for ever"
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(sides):
@@ -141,30 +141,18 @@ def test_a_preemption_is_heard_of(sides):
     assert sides.side.serving._requests["a"].preemptions == 1
 
 
-def test_one_asked_about_again_is_told_first(sides):
-    request = request_of("a", hashes_of(1))
-    assert sides.side.match(request, 0) == (0, False)
-    assert not is_told(sides, "a")
-    assert sides.side.match(request, 0) == (0, False)
-    assert is_told(sides, "a")
-    assert not sides.side.serving.scheduler.owing
-    assert sides.side.serving.scheduler.stats().queries == 1
-
-
 def test_what_another_left_is_gone_on_with(sides):
-    """Seen red with ``_tell`` that does not go on: the first turn is then stored by itself."""
+    """Seen red with ``run`` that does not go on: the first turn is then stored by itself."""
     first = come(sides, "first", 1)
     compute(sides, first)
     sides.end(first)
-    assert len(sides.side.serving.scheduler.rests) == 1
+    assert len(sides.side.serving.scheduler.deferred) == 1
     second = request_of("second", hashes_of(1) + hashes_of(2))
     assert sides.side.match(second, 4 * BLOCK_TOKENS) == (0, False)
     sides.side.allocated(second, sides.allocate("second", 9), 0)
     sides.step({"second": 4 * BLOCK_TOKENS + 1}, new=["second"])
     second.num_computed_tokens, second.num_output_tokens = 8 * BLOCK_TOKENS + 1, 1
-    assert len(sides.side.serving.scheduler.rests) == 1, "not told yet"
-    sides.step({"second": 1})
-    assert len(sides.side.serving.scheduler.rests) == 0
+    assert len(sides.side.serving.scheduler.deferred) == 0
 
 
 def test_a_name_that_left_something_may_come_again(sides):
@@ -237,7 +225,7 @@ def test_what_waits_is_stored_before_vllm_gives_its_blocks_away(sides):
     for _ in crowd(sides, range(3), running):
         pass
     sides.step(dict.fromkeys(running, 1))
-    assert len(sides.side.serving.scheduler.rests) == 1
+    assert len(sides.side.serving.scheduler.deferred) == 1
     for _ in crowd(sides, range(3, 6), running):
         pass
     sides.step(dict.fromkeys(running, 1))

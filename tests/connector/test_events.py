@@ -160,7 +160,7 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
     serving = sides.side.serving
     assert serving is not None
     scheduler = serving.scheduler
-    (tier,) = scheduler._parts.lower.tiers
+    (tier,) = scheduler.lower.tiers
     pairs = [
         (serving._state_of(request_of(f"look{tag}", hashes_of(tag))), hashes_of(tag))
         for tag in tags
@@ -241,7 +241,7 @@ def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
         settle(sides, believed)
     first = {name.hex() for name in hashes_of(1)}
     assert first <= believed["below"], "nobody has asked"
-    for tier in sides.side.serving.scheduler._parts.lower.tiers:
+    for tier in sides.side.serving.scheduler.lower.tiers:
         tier._answers.doubt()
     ask(sides, 1, believed)
     settle(sides, believed)

@@ -89,7 +89,7 @@ def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch)
     sides.orders({"o": 1})
     other.num_computed_tokens += 1
     evict(monkeypatch, sides)
-    sides.side.serving._requests["o"].ours.progress.since = 512
+    sides.side.serving._requests["o"].ours.progress._since = 512
     sides.end(ended)
     sides.orders({"o": 1})
     time.sleep(0.05)
@@ -126,7 +126,7 @@ def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
     evict(monkeypatch, sides)
     sides.end(request)
     sides.orders()
-    assert len(sides.side.serving.scheduler.rests) == 0
+    assert len(sides.side.serving.scheduler.deferred) == 0
     assert sides.side.serving.engine.num_held == 4
 
 
@@ -143,9 +143,9 @@ def test_what_fits_no_bound_yet_is_stored_later(make):
 def test_what_is_left_from_before_a_reset_is_gone_with_it(make):
     sides = make()
     sides.end(sides.compute("a", hashes_of(1)))
-    assert sides.side.serving.scheduler.rests
+    assert sides.side.serving.scheduler.deferred
     sides.side.reset()
-    assert not sides.side.serving.scheduler.rests
+    assert not sides.side.serving.scheduler.deferred
     assert sides.side.serving.engine.num_held == 0
     sides.step()
     assert not is_stored(sides, hashes_of(1))

@@ -258,12 +258,12 @@ def test_one_after_the_other(make, gate):
     first, orders = order(sides, "first")
     begin(sides, orders)
     sides.side.finished(request_of("first", HASHES))  # or the second would wait for its blocks
-    sides.side.serving.scheduler._parts.hits._being_loaded[:] = 0
+    sides.side.serving.scheduler.hits._being_loaded[:] = 0
     second, more = order(sides, "second")
     begin(sides, more)
     assert sides.answer(0).finished_recving == {"first"}
     assert not sides.answer(0).finished_recving
-    sides.side.serving.scheduler._parts.hits._being_loaded[:] = 2
+    sides.side.serving.scheduler.hits._being_loaded[:] = 2
     gate.let()
     for rank in sides.ranks:
         rank._drain()

@@ -46,7 +46,7 @@ class Gates:
         assert sides.side.serving is not None
         probe = request_of("probe", hashes(number))
         ferried = sides.side.serving._state_of(probe).ours
-        keys = list(scheduler_of(sides)._parts.matcher.all_keys(0, ferried.chain.keys()))
+        keys = list(scheduler_of(sides).matcher.all_keys(0, ferried.chain.keys()))
         sides.side.finished(probe)
         self._gates = {key: threading.Event() for key in keys}
         self._failing: set[bytes] = set()
@@ -84,7 +84,7 @@ def begin(make: Callable[..., Sides]) -> Any:
 
     def start(num_ranks: int = 2, **options: Any) -> tuple[Sides, list[Any], list[Gates]]:
         sides = make(num_ranks, tier_write="through", **options)
-        parts = scheduler_of(sides)._parts
+        parts = scheduler_of(sides)._requests
         parts.lower._piece_slots = 1
         parts.coming._share = lambda tiers: 1.0
         wanted = [chat(sides, number) for number in range(8)]
@@ -142,7 +142,7 @@ def finish(sides: Sides, request: Any) -> None:
     settle(sides)
     scheduler_of(sides).check_integrity()
     assert not scheduler_of(sides).requests
-    assert not scheduler_of(sides)._transit.blocks_to_device
+    assert not scheduler_of(sides).transfers.blocks_to_device
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
     assert not any(rank._loads or rank._ended for rank in sides.ranks)
     assert not sides.side.guard.broken
@@ -277,7 +277,7 @@ def test_a_read_that_takes_too_long_ends_the_load(begin):
 
 def fall_silent(sides: Sides) -> None:
     """Nothing comes up for a minute, as far as loads in pieces can see."""
-    parts = scheduler_of(sides)._parts
+    parts = scheduler_of(sides)._requests
     clock = parts.clock
     parts.clock = lambda: clock() + 60.001
 
@@ -319,7 +319,7 @@ def test_no_load_begins_while_a_drive_is_silent(begin):
 def let_two_wait(sides: Sides) -> Any:
     """Two conversations may come up at once, but only one in pieces."""
     tiers_of(sides)[0]._num_threads = 2 * CHAT_BLOCKS  # one for each read that hangs
-    parts = scheduler_of(sides)._parts
+    parts = scheduler_of(sides)._requests
     parts.lower._most_promoting = 2 * CHAT_BLOCKS
     assert parts.coming._max_blocks == NUM_BLOCKS // 2
     parts.coming._max_blocks = 2 * CHAT_BLOCKS - 1
@@ -402,7 +402,7 @@ def test_an_abort_right_after_a_piece_was_ordered(begin):
     scheduler = scheduler_of(sides)
     (ferried,) = scheduler.requests
     until(sides, lambda told: not ferried.has_more_to_load)
-    assert scheduler._outbox._loads  # the last piece waits for the next plan
+    assert scheduler.transfers._loads  # the last piece waits for the next plan
     sides.side.finished(request)
     told = hear(sides)
     assert told.finished_recving == {"reader"}

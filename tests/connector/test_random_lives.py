@@ -294,8 +294,8 @@ class World:
         assert not side.guard.broken, side.guard.reason
         serving = side.serving
         assert serving is not None
-        owing = {request.id for request in serving.scheduler.owing}
-        assert owing <= set(serving._requests) <= set(self.lives), "a request is leaked"
+        answered = {request.id for request in serving.scheduler._requests.answered}
+        assert answered <= set(serving._requests) <= set(self.lives), "a request is leaked"
 
     def check_end(self) -> None:
         side = self.sides.side

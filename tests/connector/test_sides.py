@@ -294,9 +294,9 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     sides.orders(), sides.orders()
     assert sides.side.has_work
     assert sides.side.frees_soon()
-    for flight in sides.side.serving.scheduler._flights._flying.values():
+    for flight in sides.side.serving.scheduler.transfers._in_flight.values():
         flight.deadline = 0.0
-    sides.side.serving.scheduler._flights.next_deadline = 0.0
+    sides.side.serving.scheduler.transfers.next_deadline = 0.0
     sides.side.serving.settle(())
     sides.side.finished(compute(sides, "other", [bytes([n]) * 32 for n in range(20, 24)]))
     for _ in range(2):
@@ -328,7 +328,7 @@ def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch, hear
         sides.side.serving.take(StepReceipts())
     sides.run(sides.orders())
     sides.answer(0)
-    counts = sides.side.serving.scheduler._flights.counts
+    counts = sides.side.serving.scheduler.transfers.counts
     assert (counts.landed, counts.failed, counts.overdue) == (1, 0, 0)
     assert sides.side.match(request_of("reader", HASHES), 0) == (4 * BLOCK_TOKENS, True)
 
@@ -338,7 +338,7 @@ def test_a_store_that_does_not_end_is_late_one_step_after_a_pause(make, monkeypa
     """Seen red with time given for every pause: steps that are far apart are no end of them."""
     sides = make(["layer0"])
     store(sides)
-    counts, later = sides.side.serving.scheduler._flights.counts, time.monotonic() + 3600
+    counts, later = sides.side.serving.scheduler.transfers.counts, time.monotonic() + 3600
     for seconds, overdue in ((0, 0), (between, 1)):
         pause_until(sides, monkeypatch, later + seconds)
         sides.orders()

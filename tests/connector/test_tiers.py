@@ -157,7 +157,7 @@ def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, tie
 
 def test_tiers_have_the_least_places_of_all_ranks(make):
     sides = make(3)
-    (tier,) = scheduler_of(sides)._parts.lower.tiers
+    (tier,) = scheduler_of(sides).lower.tiers
     assert isinstance(tier, SlotTier)
     places = [rank_tier.num_places for rank_tier in tiers_of(sides)]
     assert len(set(places)) == 3
@@ -167,7 +167,7 @@ def test_tiers_have_the_least_places_of_all_ranks(make):
 
 def test_a_tier_by_key_is_made_of_ranks_that_know_keys(make):
     sides = make(2, tiers=KINDS[1])
-    (tier,) = scheduler_of(sides)._parts.lower.tiers
+    (tier,) = scheduler_of(sides).lower.tiers
     assert isinstance(tier, KeyedTier)
 
 
@@ -292,7 +292,7 @@ def test_questions_reach_the_ranks_while_others_only_decode(make):
     sides = make(2, tiers=KINDS[1])
     for number in range(8):
         chat(sides, number)
-    scheduler_of(sides)._parts.lower.tiers[0].reset()  # what it was told: it has to ask again
+    scheduler_of(sides).lower.tiers[0].reset()  # what it was told: it has to ask again
     runner = request_of("runner", hashes(20))
     assert ask(sides, runner) == (0, False)
     sides.side.allocated(runner, sides.allocate("runner", CHAT_BLOCKS + 1), 0)

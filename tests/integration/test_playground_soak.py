@@ -209,11 +209,11 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     scheduler.check_integrity()
     assert scheduler.num_in_flight == 0
     assert scheduler.num_queued == 0
-    for pool in (scheduler.pool, *(tier.pool for tier in scheduler._parts.lower.tiers)):
+    for pool in (scheduler.pool, *(tier.pool for tier in scheduler.lower.tiers)):
         assert pool is None or pool.num_leases == 0
     assert not scheduler.requests
-    assert not scheduler._parts.waits._waiting
-    assert not scheduler._parts.hits._being_loaded.any()
+    assert not scheduler._requests.waits._waiting
+    assert not scheduler.hits._being_loaded.any()
 
 
 def test_a_workload_that_fits_the_device_stores_nothing_lazily() -> None:

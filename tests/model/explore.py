@@ -168,8 +168,8 @@ class World:
     def fingerprint(self) -> tuple[object, ...]:
         """Equal for two worlds that differ only in the names of slots, blocks, ranks, transfers."""
         sim, scheduler, pool = self.sim, self.sim.scheduler, self.sim.pool
-        flights = sorted(scheduler._flights._flying.items())
-        outbox = scheduler._outbox
+        flights = sorted(scheduler.transfers._in_flight.items())
+        outbox = scheduler.transfers
         names = Names()
         indexed = sorted((pool._index.key_of(slot), slot) for slot in pool._index.slots().tolist())
         slots = tuple((key, names.slot(slot)) for key, slot in indexed)
@@ -200,7 +200,7 @@ class World:
             names.slots(pool._policy.peek(pool.num_slots)),
             tuple(self._slot(slot, names) for slot in list(names.of_slots)),
             pool.num_free,
-            tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._parts.released),
+            tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._requests.released),
             tuple(sorted(self._rank(rank, names) for rank in range(sim.shape.num_ranks))),
         )
 
@@ -212,7 +212,7 @@ class World:
     def _rank(self, rank: int, names: Names) -> tuple[object, ...]:
         """One rank's view. What lies in memory that is free will be written before it is read."""
         sim = self.sim
-        flights = sim.scheduler._flights._flying
+        flights = sim.scheduler.transfers._in_flight
         device = (sim.device[rank][g][block] for g, block in names.of_blocks if block >= 0)
         host = (sim.rank_tiers[rank][HOST][slot] for slot in names.of_slots if slot >= 0)
         return (
@@ -225,13 +225,13 @@ class World:
     def _record(self, record: half.Request | None, names: Names) -> tuple[object, ...] | None:
         if record is None:
             return None
-        hit, matcher = record._hit, self.sim.scheduler._parts.matcher
+        hit, matcher = record._hit, self.sim.scheduler.matcher
         pinned = None
         if hit is not None:
             leases = tuple(None if le is None else names.slots(le.slots) for le in hit.leases)
             fresh = hit.generation == self.sim.pool.generation
             joined = None if hit.joined is None else names.slots(hit.joined)
-            look = hit.look
+            look = hit.found
             found = (look.computed_tokens, look.max_tokens, look.host_tokens, look.missing)
             pinned = (found, hit.is_declined, matcher.can_grow(look), leases, joined, fresh)
         waiting = tuple(sorted(names.of_transfers[t] for t in record.loading))
@@ -242,7 +242,7 @@ class World:
         return (
             *(record.state, tuple(record.progress._stored), record.progress.is_outdated),
             *(pinned, waiting),
-            *(missed, record.progress.past, record._owed is None),
+            *(missed, record.progress.past),
         )
 
 

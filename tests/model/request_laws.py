@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from kvferry.scheduler.hits import PinnedHit
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
@@ -70,12 +69,11 @@ def check_step(verb: str, before: State, after: State) -> None:
 def check(scheduler: Scheduler, everyone: Iterable[Request]) -> None:
     """``everyone`` are all requests ever opened, or all that have not ended."""
     scheduler.check_integrity()
-    parts, live = scheduler._parts, scheduler.requests
+    parts, live = scheduler._requests, scheduler.requests
     everyone = list(everyone)
     assert len(set(live)) == len(live)
     assert {r for r in everyone if r.state is not State.ENDED} == set(live), "a request was lost"
     assert set(parts.pinned) == {r for r in live if r._hit is not None}
-    assert set(parts.owing) == {r for r in live if r._owed is not None}
     for request in everyone:
         _check_one(scheduler, request)
     _check_waits(scheduler)
@@ -84,19 +82,11 @@ def check(scheduler: Scheduler, everyone: Iterable[Request]) -> None:
 
 
 def _check_one(scheduler: Scheduler, request: Request) -> None:
-    parts, state = scheduler._parts, request.state
+    state = request.state
     if state in _OVER:
         assert request._hit is None
         assert not request.loading
         assert not waits_of(request)
-        assert request._owed is None
-    if state is State.ANSWERED:
-        assert request._owed is not None, "answered, and told by nobody"
-    if isinstance(request._owed, PinnedHit):
-        assert state in (State.MATCHED, State.LOADING, State.LOADED, State.RUNNING)
-        assert request._hit in (None, request._owed)
-    elif request._owed is not None:
-        assert state in (State.ANSWERED, State.RUNNING)
     if state is State.MATCHED:
         assert request._hit is not None
         assert request._hit.leases
@@ -106,7 +96,7 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
     if request.loading:
         assert state in (State.LOADING, State.RUNNING)
         assert request.loading <= {t for t, owner in _loads(scheduler) if owner is request}
-    rests = parts.rests
+    rests = scheduler.deferred
     if rests is not None:
         left = [r for r in (*rests.held, *rests._waiting.values()) if r.request is request]
         assert len(left) == (state is State.LEFT), "what it left is lost, or there twice"
@@ -114,10 +104,10 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
 
 def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
     """Loads that somebody may wait for, and whose they are."""
-    queued = [(order.transfer.id, order.request) for order in scheduler._outbox._loads]
+    queued = [(order.transfer.id, order.request) for order in scheduler.transfers._loads]
     flying = [
         (flight.transfer.id, flight.served[0])
-        for flight in scheduler._flights._flying.values()
+        for flight in scheduler.transfers._in_flight.values()
         if isinstance(flight.transfer, Transfer)
         and flight.transfer.dst == DEVICE
         and not flight.overdue
@@ -132,19 +122,19 @@ def waits_of(request: Request) -> set[TransferId]:
 
 def _check_waits(scheduler: Scheduler) -> None:
     waited = Counter((t, r) for r in scheduler.requests for t in waits_of(r))
-    noted = Counter((t, r) for t, all_ in scheduler._parts.waits._waiting.items() for r in all_)
+    noted = Counter((t, r) for t, all_ in scheduler._requests.waits._waiting.items() for r in all_)
     assert waited == noted
-    moving = {order.transfer.id for order in scheduler._outbox._moves}
-    moving |= {t for t, f in scheduler._flights._flying.items() if not f.overdue}
+    moving = {order.transfer.id for order in scheduler.transfers._moves}
+    moving |= {t for t, f in scheduler.transfers._in_flight.items() if not f.overdue}
     assert {t for t, _ in waited} <= moving, "somebody waits for what is over"
 
 
 def _check_transit(scheduler: Scheduler) -> None:
     """The running counts are what counting from the start gives."""
-    outbox, transit = scheduler._outbox, scheduler._transit
+    outbox, transit = scheduler.transfers, scheduler.transfers
     flying = [
         (f.transfer, f.leases[0])
-        for f in scheduler._flights._flying.values()
+        for f in scheduler.transfers._in_flight.values()
         if isinstance(f.transfer, Transfer) and not f.overdue
     ]
     loads = [(o.transfer, o.lease) for o in outbox._loads]
@@ -153,7 +143,7 @@ def _check_transit(scheduler: Scheduler) -> None:
     stores += sum(len(transfer) for transfer, _ in flying if transfer.src == DEVICE)
     assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads)
     assert transit.blocks_from_device == stores
-    hits = scheduler._parts.hits
+    hits = scheduler.hits
     joined = loads if hits.joins_loads else []
     reading = Counter(int(slot) for _, lease in joined for slot in lease.slots)
     found = hits._being_loaded
@@ -162,30 +152,30 @@ def _check_transit(scheduler: Scheduler) -> None:
 
 def _check_leases(scheduler: Scheduler) -> None:
     """Every lease belongs to a pinned hit, an order or a flight."""
-    outbox = scheduler._outbox
+    outbox = scheduler.transfers
     leases = [le for r in scheduler.requests if r._hit for le in r._hit.leases if le is not None]
     leases += [order.lease for order in outbox._loads]
     leases += [order.lease for order in outbox._stores]
     leases += [lease for order in outbox._moves for lease in order.leases]
-    leases += [lease for f in scheduler._flights._flying.values() for lease in f.leases]
-    pools = [scheduler.pool, *(tier.pool for tier in scheduler._parts.lower.tiers)]
+    leases += [lease for f in scheduler.transfers._in_flight.values() for lease in f.leases]
+    pools = [scheduler.pool, *(tier.pool for tier in scheduler.lower.tiers)]
     assert len(leases) == sum(pool.num_leases for pool in pools if pool is not None)
 
 
 def check_nothing_left(scheduler: Scheduler) -> None:
     """All requests have ended and all transfers have landed: not one record is left of them."""
-    parts = scheduler._parts
+    parts = scheduler._requests
     check(scheduler, ())
     assert not parts.live
-    assert not parts.owing
+    assert not parts.answered
     assert not parts.pinned
     assert not parts.waits._waiting
     assert not parts.released
-    assert not parts.rests
-    assert not parts.lower._moves
-    assert not parts.lower._asking
+    assert not scheduler.deferred
+    assert not scheduler.lower._moves
+    assert not scheduler.lower._asking
     assert not scheduler.num_queued
     assert not scheduler.num_in_flight
-    assert not scheduler._transit.blocks_to_device
-    assert not scheduler._transit.blocks_from_device
+    assert not scheduler.transfers.blocks_to_device
+    assert not scheduler.transfers.blocks_from_device
     assert not scheduler.pool.num_leases

@@ -133,7 +133,7 @@ class World:
             if request.state is not State.ENDED:
                 for verb in VERBS:
                     yield (verb, number)
-        if self.scheduler.num_queued or self.scheduler.owing:
+        if self.scheduler.num_queued or self.scheduler._requests.answered:
             yield ("plan",)
         for rank, unanswered in enumerate(self.unanswered):
             if unanswered:
@@ -144,7 +144,7 @@ class World:
             yield ("late",)
         if self.left["reset"]:
             yield ("reset",)
-        if self.scheduler.rests:
+        if self.scheduler.deferred:
             yield ("store left",)
 
     def do(self, action: Action) -> None:
@@ -254,12 +254,12 @@ class World:
 
     def fingerprint(self) -> object:
         scheduler, now = self.scheduler, self.clock.now
-        pool, outbox = scheduler.pool, scheduler._outbox
-        ids = sorted({*scheduler._flights._flying, *(t for ts in self.unanswered for t in ts)})
+        pool, outbox = scheduler.pool, scheduler.transfers
+        ids = sorted({*scheduler.transfers._in_flight, *(t for ts in self.unanswered for t in ts)})
         ids += [order.transfer.id for order in outbox._loads]
         ids += [order.transfer.id for order in outbox._moves]
         names = {transfer_id: number for number, transfer_id in enumerate(dict.fromkeys(ids))}
-        rests = scheduler._parts.rests
+        rests = scheduler.deferred
         return (
             tuple(self._of(request, names) for request in self.requests),
             tuple(sorted(self.left.items())),
@@ -270,7 +270,7 @@ class World:
                     *(f.transfer.dst_slots.tobytes(), tuple(sorted(f.waiting))),
                     *(f.reason, f.deadline - now),
                 )
-                for t, f in sorted(scheduler._flights._flying.items())
+                for t, f in sorted(scheduler.transfers._in_flight.items())
                 if isinstance(f.transfer, Transfer)
             ),
             tuple((o.lease.slots.tobytes(), o.device_blocks.tobytes()) for o in outbox._stores),
@@ -280,7 +280,7 @@ class World:
             tuple(pool._index.slots().tolist()),
             (pool._state.tobytes(), pool._readers.tobytes()),
             tuple(pool._policy.peek(pool.num_slots).tolist()),
-            tuple((g, blocks.tobytes()) for g, blocks in scheduler._parts.released),
+            tuple((g, blocks.tobytes()) for g, blocks in scheduler._requests.released),
             tuple(sorted((+self.holds).items())),
             tuple(r.request.id for r in (*rests.held, *rests._waiting.values())) if rests else (),
             scheduler.epoch,
@@ -293,8 +293,8 @@ class World:
             leases = tuple(None if le is None else le.slots.tobytes() for le in hit.leases)
             joined = None if hit.joined is None else hit.joined.tobytes()
             fresh = hit.generation == self.scheduler.pool.generation
-            loads = hit.num_loads == self.scheduler._parts.hits._num_loads
-            found = (leases, joined, fresh, loads, hit.look.host_tokens, hit.is_declined)
+            loads = hit.num_loads == self.scheduler.hits._num_loads
+            found = (leases, joined, fresh, loads, hit.found.host_tokens, hit.is_declined)
         missed = None
         if request._missed is not None:
             missed = request._missed[0] == self.scheduler.pool.generation
@@ -302,7 +302,7 @@ class World:
         progress = request.progress
         return (
             *(request.state, tuple(progress._stored), progress.is_outdated, found, missed),
-            *(request._owed is None, request.is_counted, request.is_explained),
+            *(request.is_counted, request.is_explained),
             *(below, progress.past, request._computed),
             tuple(sorted(names[t] for t in request.loading)),
             tuple(sorted(names[t] for t in request_laws.waits_of(request))),

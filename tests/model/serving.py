@@ -159,9 +159,8 @@ class Serving:
             clock=lambda: self.now,
         )
         if setup.piece_slots:
-            parts = self.scheduler._parts
-            parts.lower._piece_slots = setup.piece_slots
-            parts.coming._share = lambda tiers: 1.0  # type: ignore[method-assign]
+            self.scheduler.lower._piece_slots = setup.piece_slots
+            self.scheduler._requests.coming._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
@@ -499,7 +498,7 @@ class Serving:
         for receipt in receipts:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
-        coming = self.scheduler._parts.coming
+        coming = self.scheduler._requests.coming
         for load in coming._loads.values():
             assert not load.is_open or self.now < load.since + coming._patience, (
                 "a load waits for a tier that says nothing"
@@ -583,13 +582,13 @@ class Serving:
     def _check_transit(self) -> None:
         """The blocks that loads count as taken are those of the loads there are, and no others."""
         scheduler = self.scheduler
-        loads = [t for t in scheduler._flights.transfers() if t.dst == DEVICE]
-        loads += [order.transfer for order in scheduler._outbox._loads]
-        pieces = scheduler._parts.coming
+        loads = [t for t in scheduler.transfers.in_flight() if t.dst == DEVICE]
+        loads += [order.transfer for order in scheduler.transfers._loads]
+        pieces = scheduler._requests.coming
         assert not self.setup.bounded or pieces.num_held <= self.setup.num_blocks // 2
         coming = pieces._loads
         kept = sum(load.last - load.sent for load in coming.values())
-        assert scheduler._transit.blocks_to_device == sum(map(len, loads)) + kept
+        assert scheduler.transfers.blocks_to_device == sum(map(len, loads)) + kept
         for request, load in coming.items():
             assert request.state is State.LOADING
             assert load.first <= load.good <= load.end
@@ -626,7 +625,7 @@ class Serving:
         """What can be matched is there: on every rank, of these weights, of these tokens."""
         hosts: list[tuple[Pool, TierName | None]] = [(self.pool, None)]
         hosts += [(tier.pool, tier.name) for tier in self.tiers if tier.pool is not None]
-        if not self.scheduler._outbox._forget:
+        if not self.scheduler.transfers._forget:
             self._check_keyed()
         for pool, name in hosts:
             slots = np.flatnonzero(pool._state == SlotState.CACHED)
@@ -733,13 +732,13 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
-        assert not scheduler._parts.coming
-        assert not scheduler._transit.blocks_to_device
-        assert not scheduler._parts.waits._waiting
+        assert not scheduler._requests.coming
+        assert not scheduler.transfers.blocks_to_device
+        assert not scheduler._requests.waits._waiting
         assert not scheduler.requests
-        assert not scheduler._parts.hits._being_loaded.any()
-        assert not scheduler._parts.lower._moves
-        assert not scheduler._parts.lower._asking
+        assert not scheduler.hits._being_loaded.any()
+        assert not scheduler.lower._moves
+        assert not scheduler.lower._asking
 
     def describe(self) -> str:
         states = [f"{r.id} {r.state} {r.computed}/{r.target}" for r in self.requests.values()]

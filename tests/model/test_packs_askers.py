@@ -171,7 +171,7 @@ class Writers(Servers):
         """A server stores a whole chain, which is written through: others find it by itself."""
         desk = self.desks[server]
         self.store.serve(desk, pack)
-        tier = desk.scheduler._parts.lower.tiers[0]
+        tier = desk.scheduler.lower.tiers[0]
         last = chain[len(chain) - 1 :]
         is_new = not (desk.pool.known(last) | tier.known(last, desk.now))[0]
         name = f"c{self.num_requests}"

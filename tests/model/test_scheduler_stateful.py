@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def refuse_foreign_receipts(self, rank: int, ahead: int) -> None:
         assert self.sim is not None
         before = self.sim.scheduler.stats()
-        unknown = TransferId(self.sim.scheduler._flights._num_sent + ahead)
+        unknown = TransferId(self.sim.scheduler.transfers._num_sent + ahead)
         with pytest.raises(ReceiptError, match=f"transfer {unknown}"):
             self.sim.scheduler.settle([Receipt(unknown, Rank(0), Outcome.OK)])
         if rank >= self.sim.shape.num_ranks and unknown > ahead:

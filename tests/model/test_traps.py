@@ -345,7 +345,7 @@ def test_a_load_slower_than_computing() -> None:
     """A busy link makes every request wait for what it could have computed long ago."""
     desk = Desk(block_bytes=[1 << 20], load_policy="auto", prefill_rate=10_000.0)
     desk.keep("a", story(1, 4), 16)
-    desk.scheduler._parts.hits.worth.note_load(1 << 20, 10.0)
+    desk.scheduler.hits.worth.note_load(1 << 20, 10.0)
     assert desk.match("b", story(1, 4)).state is MatchState.MISS
     assert desk.scheduler.stats().verdicts == {"compute_faster": 1}
 

@@ -23,7 +23,7 @@ GROUPS: list[tuple[Group, ...]] = [
     (FullAttention(BLOCK_TOKENS), SlidingWindow(BLOCK_TOKENS, window=40)),
     (FullAttention(2 * BLOCK_TOKENS), FullAttention(BLOCK_TOKENS)),
 ]
-BREAKS = ("plan", "settle", "count_answered")
+BREAKS = ("plan", "settle", "take_released")
 
 
 def hashes(story: int, count: int) -> list[bytes]:
@@ -161,8 +161,8 @@ def live_on(lives: Lives, rng: random.Random, *, breaks: bool) -> None:
         assert lives.vllm.serving is None, "it was not broken after all"
     else:
         assert lives.vllm.serving is serving, lives.vllm.side.guard.reason
-        parts = serving.scheduler._parts
-        left = [parts.live, parts.owing, parts.pinned, parts.released]
+        parts = serving.scheduler._requests
+        left = [parts.live, parts.answered, parts.pinned, parts.released]
         left += [serving._requests, serving._promises]
         assert not any(left)
         serving.scheduler.check_integrity()

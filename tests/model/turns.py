@@ -218,7 +218,7 @@ class Turns:
         if match.state is MatchState.WAIT:
             self.counts["waited"] += 1
             return
-        rests = self.scheduler.rests
+        rests = self.scheduler.deferred
         assert rests is not None
         num_new = total - len(prefix)
         if device.num_free - sum(block in device.free for block in prefix) < num_new:
@@ -238,10 +238,10 @@ class Turns:
             self._run(turn)
 
     def _run(self, turn: Turn) -> None:
-        before = len(self.scheduler.rests or ())
+        before = len(self.scheduler.deferred or ())
         turn.request.run()
         turn.state = "running"
-        self.counts["went on"] += len(self.scheduler.rests or ()) < before
+        self.counts["went on"] += len(self.scheduler.deferred or ()) < before
 
     def compute(self, turn: Turn, num_blocks: int) -> None:
         """Compute on; beyond the prompt it is the answer, as far as there are blocks for it."""
@@ -265,7 +265,7 @@ class Turns:
 
     def _due(self, turn: Turn) -> int:
         """With so many tokens computed it is worth storing some."""
-        rests = self.scheduler.rests
+        rests = self.scheduler.deferred
         assert rests is not None
         return turn.request.progress.since + rests.step
 
@@ -383,7 +383,7 @@ class Turns:
 
     def _check_promises(self) -> None:
         """What the host offers it has, on every rank."""
-        matcher, index = self.scheduler._parts.matcher, self.pool._index
+        matcher, index = self.scheduler.matcher, self.pool._index
         known: dict[Key, Key] = {}
         for chain in (*self.histories.values(), *(list(turn.chain) for turn in self.turns)):
             if chain:

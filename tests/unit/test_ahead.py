@@ -89,7 +89,7 @@ def test_what_nobody_came_for_goes_first() -> None:
     desk.run()
     assert not ahead(desk).is_busy
     desk.keep("c", story(8, 28), 4 * 28)
-    matcher = desk.scheduler._parts.matcher
+    matcher = desk.scheduler.matcher
     assert not desk.pool.cached(matcher.slot_keys(0, story(1, 8), range(8))).any()
     assert desk.pool.cached(matcher.slot_keys(0, story(9, 100), range(100))).all()
 

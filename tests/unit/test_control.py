@@ -274,7 +274,7 @@ def test_a_drop_forgets_what_is_still_being_stored_and_a_pin_says_that_it_is():
 def test_no_log_says_that_a_dropped_block_has_come_to_a_tier():
     """Seen red: a router heard of blocks that were dropped while they went down."""
     desk = below(desk_slots=16)
-    found = desk.scheduler._parts.lower.tiers[0].log.reader((EventKind.FOUND,))
+    found = desk.scheduler.lower.tiers[0].log.reader((EventKind.FOUND,))
     desk.keep("a", story(1, 4), 16)
     desk.plan()
     assert desk.scheduler.control.drop(story(1, 4)).blocks == 8

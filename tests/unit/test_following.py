@@ -37,7 +37,7 @@ def following(
     desk: Desk, chains: Sequence[Keys], message: Transfer | Question
 ) -> set[tuple[Key, Key]]:
     """Neighbours in the message that really do."""
-    matcher = desk.scheduler._parts.matcher
+    matcher = desk.scheduler.matcher
     after: set[tuple[Key, Key]] = set()
     for chain in chains:
         for number, group in enumerate(desk.groups):
@@ -49,7 +49,7 @@ def following(
 
 def put_in_host(desk: Desk, chain: Keys, at: int) -> None:
     """One block of a chain is there before the others are stored."""
-    own = desk.scheduler._parts.matcher.all_keys(0, chain)[at : at + 1]
+    own = desk.scheduler.matcher.all_keys(0, chain)[at : at + 1]
     lease = desk.pool.reserve(own, chained=False)
     assert lease is not None
     lease.commit()

@@ -93,9 +93,9 @@ def live(desk: Desk, *numbers: int) -> set[int]:
         desk.keep(f"t{turn}", told, 32)
         for _ in range(4):
             desk.run()
-    pool = desk.scheduler._parts.lower.tiers[0].pool
+    pool = desk.scheduler.lower.tiers[0].pool
     assert pool is not None
-    matcher = desk.scheduler._parts.matcher
+    matcher = desk.scheduler.matcher
     chains = {n: matcher.slot_keys(0, story(n, 8), range(8)) for n in numbers}
     return {number for number, chain in chains.items() if pool.cached(chain).all()}
 
@@ -115,7 +115,7 @@ def test_other_tiers_take_what_they_always_took() -> None:
 def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
     desk = desk_of(disk_admission="all", disk_write_per_day=8 * 10 * 1000)
     live(desk, 1, 2, 3, 4, 5, 6)
-    pool = desk.scheduler._parts.lower.tiers[0].pool
+    pool = desk.scheduler.lower.tiers[0].pool
     assert pool is not None
     assert pool.counts.cached <= 10
     desk.now += DAY
@@ -152,7 +152,7 @@ def written(desk: Desk, *numbers: int) -> set[int]:
                     sent |= set(Keys(move.keys))
             desk.land()
     desk.check_empty()
-    chain = desk.scheduler._parts.matcher.slot_keys
+    chain = desk.scheduler.matcher.slot_keys
     whole = {number: set(chain(0, story(number, 8), range(8))) for number in numbers}
     assert not any(0 < len(keys & sent) < len(keys) for keys in whole.values()), "a part is no use"
     return {number for number, keys in whole.items() if keys <= sent}

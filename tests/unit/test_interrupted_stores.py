@@ -2,7 +2,7 @@
 
 One-line breaks that were tried; each made one of these tests fail.
 
-- ``Outbox.launch`` forgets its orders after they are in flight, not before
+- ``Transfers.launch`` forgets its orders after they are in flight, not before
 - ``Ferry.store`` does not drop the ticket of a store that raises, or does not disown its blocks
 - ``Scheduler.disown`` leaves what is not sent off in the outbox
 - ``RequestKeys.keys`` remembers a slice of a long request's keys
@@ -20,7 +20,7 @@ import kvferry
 from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys
 from kvferry.core.identity import Namespace
 from kvferry.core.keys import Keys
-from kvferry.scheduler.transfers import Flights
+from kvferry.scheduler.transfers import Transfers
 
 SLOTS, BLOCKS, TOKENS = 256, 80, 4
 LONG = 30.0
@@ -103,14 +103,14 @@ def test_an_interrupt_once_a_store_is_in_flight_ends_its_lease_once(
     ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(ferry)
-    launch = Flights.launch
+    fly = Transfers._fly
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
-        monkeypatch.setattr(Flights, "launch", launch)
-        launch(*args, **kwargs)
+        monkeypatch.setattr(Transfers, "_fly", fly)
+        fly(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Flights, "launch", interrupted)
+    monkeypatch.setattr(Transfers, "_fly", interrupted)
     keys = keys_of(ferry, 100, 20)
     with pytest.raises(KeyboardInterrupt):
         ferry.store(keys, range(20))

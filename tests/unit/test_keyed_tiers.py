@@ -23,7 +23,7 @@ def keyed(
 
 
 def slot_keys(desk: Desk, told: Keys) -> Keys:
-    return desk.scheduler._parts.matcher.slot_keys(0, told, range(len(told)))
+    return desk.scheduler.matcher.slot_keys(0, told, range(len(told)))
 
 
 def partly(desk: Desk, transfer: Transfer, *failed: tuple[int, ...]) -> None:
@@ -142,7 +142,7 @@ def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
     desk.say(slot_keys(desk, told))  # too late
     assert desk.match("b", told).state is MatchState.MISS
     assert desk.scheduler.stats().stale_receipts == 1
-    assert not desk.scheduler._parts.lower._asking
+    assert not desk.scheduler.lower._asking
 
 
 def test_no_more_is_asked_than_could_be_brought_up() -> None:

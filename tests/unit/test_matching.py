@@ -100,13 +100,13 @@ def test_own_tokens_that_end_between_two_states_are_no_error() -> None:
 def count_looks(desk: Desk) -> list[int]:
     """Count full look-ups from now on."""
     looks: list[int] = []
-    look = desk.scheduler._parts.matcher.look
+    look = desk.scheduler.matcher.lookup
 
     def counting(*args, **kwargs):
         looks.append(1)
         return look(*args, **kwargs)
 
-    desk.scheduler._parts.matcher.look = counting
+    desk.scheduler.matcher.lookup = counting
     return looks
 
 

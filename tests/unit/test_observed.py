@@ -54,10 +54,6 @@ def observed(
     return ObservedRequest(at, chain, len(numbers), 16 * len(numbers), found, None)
 
 
-def as_it_is(request: ObservedRequest) -> ObservedRequest:
-    return request
-
-
 # -- the observer ---------------------------------------------------------------------------------
 
 
@@ -89,7 +85,7 @@ class Pupil:
 
 def test_requests_are_looked_at_in_order_on_a_thread_of_its_own() -> None:
     pupil = Pupil()
-    observer = Observer([pupil], as_it_is, pause=lambda seconds: None)
+    observer = Observer([pupil], pause=lambda seconds: None)
     sent = [observed([n]) for n in range(100)]
     for request in sent:
         observer.see(request)
@@ -102,7 +98,7 @@ def test_requests_are_looked_at_in_order_on_a_thread_of_its_own() -> None:
 
 def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Pupil(broken=True), Pupil()
-    observer = Observer([bad, good], as_it_is, pause=lambda seconds: None)
+    observer = Observer([bad, good], pause=lambda seconds: None)
     for n in range(20):
         observer.see(observed([n]))
     observer.close()
@@ -113,7 +109,7 @@ def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptur
 def test_the_engine_never_waits_and_nothing_grows() -> None:
     pupil = Pupil()
     pupil.may_go_on.clear()
-    observer = Observer([pupil], as_it_is, pause=lambda seconds: None)
+    observer = Observer([pupil], pause=lambda seconds: None)
     request = observed([1])
     for _ in range(10_000):
         observer.see(request)
@@ -142,7 +138,7 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
 
     monkeypatch.setattr("kvferry.telemetry.observer.time.thread_time", lambda: now[0])
     pupil = Slow()
-    observer = Observer([pupil], as_it_is, pause=rest)
+    observer = Observer([pupil], pause=rest)
     observer._waiting.extend(observed([n]) for n in range(8))
     observer._look()
     assert looked == [3, 6]
@@ -151,7 +147,7 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
 
 def test_nobody_asked_no_thread() -> None:
     pupil = Pupil()
-    observer = Observer([pupil], as_it_is)
+    observer = Observer([pupil])
     assert observer._thread is None
     observer.close()
     observer.see(observed([1]))
@@ -423,7 +419,7 @@ def test_it_can_be_turned_off() -> None:
     kv = [np.zeros((8, 64), dtype=np.float32)]
     with kvferry.attach(kv, model="m", host="1MiB", memory_curve="off") as ferry:
         ferry.match(keys(range(4)))
-        assert ferry._scheduler._parts.accounts.observing is None
+        assert ferry._scheduler.book._observing is None
 
 
 def test_keys_are_not_copied_for_it() -> None:

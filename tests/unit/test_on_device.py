@@ -141,7 +141,7 @@ def test_what_is_remembered_is_bounded_and_the_latest() -> None:
     desk = lazy(blocks=4, max_storing_blocks=8)  # 1024 keys are remembered at least
     for number in range(1, 700):
         life(desk, f"r{number}", story(number, 2), do_not_store=True, pin_seconds=1)
-    remembered = desk.scheduler._parts.stores.on_device
+    remembered = desk.scheduler.stores.on_device
     assert remembered is not None
     assert len(remembered) <= 2 * 1024
     assert stored(desk, story(699, 2)) == 0
@@ -152,8 +152,7 @@ def test_what_is_remembered_is_bounded_and_the_latest() -> None:
 def test_ends_that_share_a_beginning_do_not_pile_up() -> None:
     left = OnDevice(100, 4)
     desk = lazy()
-    parts = desk.scheduler._parts
-    parts.accounts._on_device = parts.stores.on_device = left
+    desk.scheduler.stores.on_device = left
     for number in range(2, 100):
         life(desk, f"r{number}", story(1, 30) + story(number, 1), pin_seconds=60)
     assert len(left) <= 100

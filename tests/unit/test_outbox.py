@@ -67,7 +67,7 @@ def test_a_store_goes_on_without_its_request() -> None:
 
 def test_what_waits_is_counted_against_the_bounds() -> None:
     desk = Desk(block_bytes=[10])
-    transit = desk.scheduler._transit
+    transit = desk.scheduler.transfers
     desk.store("a", story(1, 2), 8)
     assert transit.blocks_from_device == 2
     assert transit.num_bytes == 20
@@ -94,7 +94,7 @@ def test_close_drops_what_was_not_sent_off() -> None:
     assert desk.scheduler.num_queued == 3  # a load, a store, a move down
     desk.scheduler.close()
     desk.check_empty()
-    below = desk.scheduler._parts.lower.tiers[0].pool
+    below = desk.scheduler.lower.tiers[0].pool
     assert below is not None
     assert below.num_leases == 0
 

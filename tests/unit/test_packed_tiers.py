@@ -75,7 +75,7 @@ def test_two_questions_under_way_end_in_any_order_and_yes_wins() -> None:
         for question in questions:
             desk.asked = [question]
             store.say(desk)
-        tier = desk.scheduler._parts.lower.tiers[0]
+        tier = desk.scheduler.lower.tiers[0]
         assert tier.lookup(B, desk.now).readable.all()
 
 
@@ -267,7 +267,7 @@ def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
     store = PackedStore()
     one = Desk(tiers=[packing()], slots=128)
     store.keep(one, "b", B)
-    tier = one.scheduler._parts.lower.tiers[0]
+    tier = one.scheduler.lower.tiers[0]
     one.now += 60.0
     assert tier.known(B[:60], one.now).all(), "it knows what it sent"
     tier.answered(Answer(A[:60], np.arange(60) < 8), one.now)
@@ -319,7 +319,7 @@ def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -
     one = Desk(tiers=[packing(WriteMode.SPILL)], slots=1024)
     for name, chain in (("a", A), ("b", B)):
         store.keep(one, name, chain)
-    lower = one.scheduler._parts.lower
+    lower = one.scheduler.lower
     for part in (A[10:], B):
         lower.writeback._flush_to(lower.tiers[0], part, one.now)
         store.serve(one)

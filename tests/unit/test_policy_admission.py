@@ -93,7 +93,7 @@ def test_what_follows_a_block_left_out_is_left_out() -> None:
     desk = Desk(store_threshold=2)
     whole = story(1, 4)
     desk.match("a", whole)
-    admission = desk.scheduler._parts.stores.admission
+    admission = desk.scheduler.stores.admission
     admission.see(whole.take(np.array([0, 2, 3])))
     assert desk.store("a", whole, 16) == {0: [0]}
 
@@ -107,6 +107,6 @@ def test_the_threshold_holds_for_lower_tiers_too() -> None:
         desk.match(request, asked)
         desk.keep(request, asked, 16)
         desk.run()
-        assert below.pool.cached(
-            desk.scheduler._parts.matcher.slot_keys(0, asked, range(4))
-        ).all() == (request == "b")
+        assert below.pool.cached(desk.scheduler.matcher.slot_keys(0, asked, range(4))).all() == (
+            request == "b"
+        )

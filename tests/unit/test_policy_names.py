@@ -121,7 +121,7 @@ def test_a_ferry_uses_one_for_its_host_and_one_for_its_tiers(
     kv = [np.zeros((8, 64), dtype=np.float32) for _ in range(2)]
     with kvferry.attach(kv, model="m", host="1MiB", tiers="memory:1MiB", **given) as ferry:
         scheduler = ferry._scheduler
-        (below,) = scheduler._parts.lower.tiers
+        (below,) = scheduler.lower.tiers
         assert below.pool is not None
         assert kind_of(scheduler.pool) is host
         assert kind_of(below.pool) is tier

@@ -129,7 +129,7 @@ def test_a_hit_slower_to_load_than_to_compute_is_a_miss_that_says_so() -> None:
     assert desk.match("c", told).state is MatchState.HIT
     assert desk.scheduler.stats().verdicts == {"load_unmeasured": 1, "load_faster": 1}
     for number in range(20):
-        desk.scheduler._parts.hits.worth.note_load(1000, 10.0)  # the link is someone else's now
+        desk.scheduler.hits.worth.note_load(1000, 10.0)  # the link is someone else's now
         desk.scheduler.finish(f"x{number}")
     desk.scheduler.preempt("c")
     assert desk.match("c", told).state is MatchState.MISS
@@ -251,4 +251,4 @@ def test_pieces_are_cut_by_bytes() -> None:
     tier = SlotTier(DISK, Pool(2000), WriteMode.THROUGH)
     for num_bytes, pieces in ((0, 7), (100_000, 2), (1 << 20, 13), (64 << 20, 50)):
         desk = Desk(tiers=[tier], slots=1000, block_bytes=[num_bytes])
-        assert -(-200 // desk.scheduler._parts.lower._piece_slots) == pieces
+        assert -(-200 // desk.scheduler.lower._piece_slots) == pieces

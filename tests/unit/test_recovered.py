@@ -89,7 +89,7 @@ def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
     tier = SlotTier(DISK, Pool(6), WriteMode.THROUGH)
     desk = Desk(tiers=[tier], slots=16)
     told = story(1, 4)
-    chain = desk.scheduler._parts.matcher.slot_keys(0, told, range(4))
+    chain = desk.scheduler.matcher.slot_keys(0, told, range(4))
     assert tier.restore([(chain, as_slots([5, 0, 3, 2]))]) == 4
     tier.check_integrity()
     assert tier.pool.counts.cached == 4

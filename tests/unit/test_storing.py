@@ -325,7 +325,7 @@ def test_each_offered_block_goes_under_its_own_key() -> None:
     desk.offer(0, told, [9, 8, 7])
     (sent,) = desk.plan()
     desk.land()
-    keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(3))
+    keys = desk.scheduler.matcher.slot_keys(0, told, range(3))
     where = dict(zip(sent.dst_slots.tolist(), sent.src_slots.tolist(), strict=True))
     assert [where[int(s)] for s in desk.pool._index.find(keys)] == [9, 8, 7]
 

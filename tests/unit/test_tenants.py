@@ -304,7 +304,7 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one_below(write):
     keep(desk, "q", 1, 6, "quiet")
     for number in range(2, 30):
         keep(desk, f"b{number}", number, 4, "busy")
-    (disk,) = desk.scheduler._parts.lower.tiers
+    (disk,) = desk.scheduler.lower.tiers
     assert disk.pool is not None
     there = disk.pool.match(story(1, 6)) + desk.pool.match(story(1, 6))
     assert there >= 6
@@ -352,7 +352,7 @@ def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():
         keep(desk, f"a{number}", number, 4, "a")
         desk.run()
     assert on(desk, "host") == {"a": 64}
-    (disk,) = desk.scheduler._parts.lower.tiers
+    (disk,) = desk.scheduler.lower.tiers
     assert disk.pool is not None
     for number in range(1, 30):
         there = desk.pool.cached(story(number, 4)) | disk.pool.cached(story(number, 4))

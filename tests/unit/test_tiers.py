@@ -29,7 +29,7 @@ def tier(slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName =
 
 
 def below_pool(desk: Desk) -> Pool:
-    pool = desk.scheduler._parts.lower.tiers[0].pool
+    pool = desk.scheduler.lower.tiers[0].pool
     assert pool is not None
     return pool
 
@@ -79,10 +79,10 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     below = below_pool(desk)
     assert below.counts.cached == 12
     below.check_integrity()
-    chain = desk.scheduler._parts.matcher.slot_keys(0, keys, range(12))
+    chain = desk.scheduler.matcher.slot_keys(0, keys, range(12))
     slots = below.find_cached(chain)
     assert [below._chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
-    assert not desk.scheduler._parts.lower.writeback._early
+    assert not desk.scheduler.lower.writeback._early
     desk.check_empty()
 
 
@@ -108,7 +108,7 @@ def test_a_tier_that_writes_nothing_is_left_alone_for_longer_and_longer() -> Non
     (move,) = desk.plan()
     desk.land(move)
     assert below_pool(desk).counts.cached == len(move)
-    assert not desk.scheduler._parts.lower.writeback._rests
+    assert not desk.scheduler.lower.writeback._rests
     desk.check_empty()
 
 
@@ -123,7 +123,7 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     for _ in range(20):
         desk.run()
     assert below.counts.cached == spilled
-    keys = desk.scheduler._parts.matcher.slot_keys(0, story(1, 16), range(16))
+    keys = desk.scheduler.matcher.slot_keys(0, story(1, 16), range(16))
     assert below.cached(keys)[-2:].all()  # the end of a conversation goes first
     assert not below.cached(keys)[0]
 
@@ -177,7 +177,7 @@ def test_what_the_host_evicts_can_still_be_had() -> None:
     below = below_pool(desk)
     there = 0
     for number in range(16):
-        keys = desk.scheduler._parts.matcher.slot_keys(0, story(number, 4), range(4))
+        keys = desk.scheduler.matcher.slot_keys(0, story(number, 4), range(4))
         there += int((below.cached(keys) | desk.pool.cached(keys)).all())
     assert there == 16
 
@@ -190,7 +190,7 @@ def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
     for end in range(8, 41, 8):
         desk.store("a", told, end)
         settle_down(desk)
-    keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(10))
+    keys = desk.scheduler.matcher.slot_keys(0, told, range(10))
     assert small.pool.match(keys) == 6
 
 
@@ -369,7 +369,7 @@ def test_a_tier_is_measured_by_the_time_in_which_it_had_something_to_bring() -> 
     desk.plan()
     desk.now = 1002.0
     desk.run()
-    assert desk.scheduler._parts.hits.worth.bandwidth_of(DISK) == 4 * 100 / 2
+    assert desk.scheduler.hits.worth.bandwidth_of(DISK) == 4 * 100 / 2
     desk.land(hung)
     desk.scheduler.finish("d")
     desk.check_empty()
@@ -382,7 +382,7 @@ def test_a_tier_further_down_serves_what_a_nearer_one_lost() -> None:
     desk.keep("a", told, 16)
     settle_down(desk)
     forget_host(desk)
-    forget(near.pool, desk.scheduler._parts.matcher.slot_keys(0, told, range(1, 3)))
+    forget(near.pool, desk.scheduler.matcher.slot_keys(0, told, range(1, 3)))
     assert desk.match("b", told).state is MatchState.WAIT
     assert routes(desk.plan()) == [(DISK, HOST), (FAR, HOST)]
     desk.land()

@@ -162,7 +162,7 @@ def test_a_request_set_back_behind_what_is_kept_of_one_group_goes_on() -> None:
     desk = Desk(FULL, WINDOW, max_storing_blocks=16, slots=64)
     told = story(1, 8)
     desk.keep("a", told, 32)
-    forget(desk.pool, desk.scheduler._parts.matcher.slot_keys(1, told, range(8)))
+    forget(desk.pool, desk.scheduler.matcher.slot_keys(1, told, range(8)))
     desk.match("b", told, computed=32)
     desk.store("c", story(2, 8), 32)  # takes all the room
     assert desk.store("b", told, 32) == {}

@@ -17,7 +17,7 @@ from kvferry.connectors.vllm.engine import _HINTS, VllmEngine
 from kvferry.core.identity import Namespace
 from kvferry.errors import InputError
 from kvferry.hints import NAMES, Hints
-from kvferry.scheduler.request import HintedRequest
+from kvferry.scheduler.request import Request
 
 NAMESPACE = Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4)
 ENGINE = VllmEngine((), NAMESPACE, SimpleNamespace(hash_block_size=4))
@@ -118,7 +118,7 @@ def test_a_request_without_parameters_is_opened_as_ever():
     for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
         assert type(ENGINE.open(scheduler, plain)).__name__ == "Request"
     hinted = ENGINE.open(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}))
-    assert isinstance(hinted, HintedRequest)
+    assert isinstance(hinted, Request)
 
 
 def test_a_salt_is_a_tenant_where_tenants_are_told_apart():

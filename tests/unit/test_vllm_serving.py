@@ -76,19 +76,19 @@ def test_whoever_asks_from_another_thread_changes_nothing(serve: Serve) -> None:
     serving = vllm.serving
     request = vllm.request("a", HASHES[:3])
     assert vllm.side.match(request, 0) == (0, False)
-    ferried = serving._requests["a"].ours
-    assert ferried in serving.scheduler.owing
+    waiting = len(serving.scheduler.book.events)
+    assert waiting
     try:
         source = serving.reports._endpoint._source  # the engine does not come by: it looks itself
         assert source.snapshot().stats.queries == 0
         assert source.recent() == []
         assert source.explain("a") is None
-        assert ferried in serving.scheduler.owing
+        assert len(serving.scheduler.book.events) == waiting
         vllm.allocate(request)
         vllm.orders({"a": 49}, new=["a"])
     finally:
         vllm.side.close()
-    assert ferried not in serving.scheduler.owing
+    assert not len(serving.scheduler.book.events)
     assert serving.scheduler.onlooker.stats().queries == 1
 
 

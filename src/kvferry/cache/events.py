@@ -38,6 +38,8 @@ class EventKind(IntEnum):
     FOUND = 9  # a lower tier has these blocks: keys
     LOST = 10  # a lower tier does not have these blocks any more: keys, or None for all
     PROMOTED = 11  # blocks were copied from a lower tier to the host: keys
+    ASK = 12  # a request must wait for its first answer: request, tokens, detail
+    RESULT = 13  # something else became known of a request: request, detail
 
 
 ALL_KINDS = tuple(EventKind)
@@ -45,11 +47,11 @@ _LOOKUP, _ANSWER, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:8]
 
 
 class PoolEvent(NamedTuple):
-    """One record. ``keys`` may be a function that makes them, for a reader that needs them."""
+    """One record. ``keys`` and ``slots`` may be functions, for a reader that needs them."""
 
     at: float
     kind: EventKind
-    slots: SlotArray = NO_SLOTS
+    slots: SlotArray | Callable[[], SlotArray] = NO_SLOTS
     keys: Keys | Callable[[], Keys] | None = None
     tokens: int = 0
     request: str = ""
@@ -115,7 +117,7 @@ class EventLog:
     def append(
         self,
         kind: EventKind,
-        slots: SlotArray = NO_SLOTS,
+        slots: SlotArray | Callable[[], SlotArray] = NO_SLOTS,
         keys: Keys | Callable[[], Keys] | None = None,
         *,
         tokens: int = 0,
@@ -191,7 +193,8 @@ class PolicyFeed:
             raise failure
 
     def _tell(self, event: PoolEvent) -> None:
-        kind, slots, policy = event.kind, event.slots, self.policy
+        kind, policy = event.kind, self.policy
+        slots = event.slots() if callable(event.slots) else event.slots
         if kind is _STORE:
             policy.insert(slots)
         elif kind is _USE:

@@ -7,20 +7,22 @@ forgotten with a reset or a restart.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from kvferry.cache import reach
+from kvferry.cache.events import EventKind
 from kvferry.cache.pins import FOREVER
 from kvferry.core.keys import Duplicates, Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.journal import Hinted
+from kvferry.scheduler.placement import ChainPlacement, placements, tell_pools
 from kvferry.scheduler.promotion import Below
-from kvferry.scheduler.request import Request, places_of, tell_pools
-from kvferry.scheduler.transfers import Flight
+from kvferry.scheduler.request import Request, Requests
+from kvferry.scheduler.transfers import InFlight
 from kvferry.types import RequestId
 
 
@@ -35,7 +37,7 @@ class Prefetch:
         name: RequestId,
         keys: Keys,
         pin_seconds: float | None,
-        parts: Parts,
+        parts: Requests,
         tenant: int = 0,
     ) -> None:
         """They are the ``tenant``'s, or nobody's yet: who asks for them later finds them."""
@@ -59,7 +61,7 @@ class Prefetch:
         parts = self._parts
         if self._below.waits:
             return True
-        look = parts.matcher.look(self.keys, 0, len(self.keys) * parts.matcher.hash_tokens)
+        look = parts.matcher.lookup(self.keys, 0, len(self.keys) * parts.matcher.hash_tokens)
         if look.host_tokens > self._reached:  # what came may let more come
             self._reached = look.host_tokens
             self._below.renew()
@@ -68,9 +70,9 @@ class Prefetch:
         self.num_slots += parts.pool.num_reserved - num_claimed
         return is_coming
 
-    def came(self, flight: Flight) -> None:
+    def came(self, flight: InFlight) -> None:
         """Blocks it waits for have come up, or will not."""
-        self._parts.journal.ended(self.id, flight)
+        self._parts.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self._below.waits.discard(flight.transfer.id)
 
     def drop(self) -> None:
@@ -116,7 +118,7 @@ class Acted:
 class Control:
     """Does it. Owns the prefetches under way, and the keys of the latest requests where told to."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Requests) -> None:
         self._parts = parts
         self._prefetches: list[Prefetch] = []
         self._num_prefetches = 0
@@ -142,7 +144,7 @@ class Control:
         refused = [
             f"{name} goes with a request, not after it" for name in hints.only_with_a_request
         ]
-        return self._done(keys, refused=[*refused, *tell_pools(hints, keys, self._parts)])
+        return self._done(keys, refused=[*refused, *self._tell_pools(hints, keys)])
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
         """Let these blocks stay, each on the highest tier that may hold it: so long, or for good.
@@ -151,7 +153,7 @@ class Control:
         """
         self._require_chain(keys)
         held, refused = 0, list[str]()
-        for where in places_of(keys, self._parts):
+        for where in self._placements(keys):
             count, words = where.hold(FOREVER if seconds is None else seconds)
             held += count
             refused += [*words, *where.on_their_way()]
@@ -161,7 +163,7 @@ class Control:
         """They may go as all others, but for those that others, which are pinned, go on from."""
         self._require_chain(keys)
         count = 0
-        for where in places_of(keys, self._parts):
+        for where in self._placements(keys):
             for place in where.places:
                 count += place.pool.let_go(place.slots)
         return self._done(keys, blocks=count)
@@ -183,7 +185,7 @@ class Control:
         """Forget these blocks on every tier, but for those that others go on from."""
         self._require_chain(keys)
         count, refused = 0, []
-        for where in places_of(keys, self._parts):
+        for where in self._placements(keys):
             shared = where.num_shared
             for place in where.places:
                 gone = place.pool.drop(place.slots[place.at(shared) :])
@@ -214,8 +216,8 @@ class Control:
         """All has come that comes. Who asked may have its answer by then: the journal tells it."""
         prefetch.refused = self.pin(prefetch.keys, seconds).refused
         if prefetch.refused:
-            said = Hints(pin_seconds=seconds)
-            self._parts.journal.wished(prefetch.id, said, prefetch.refused)
+            detail = Hinted(Hints(pin_seconds=seconds), prefetch.refused)
+            self._parts.log.append(EventKind.RESULT, request=prefetch.id, detail=detail)
 
     def reset(self) -> None:
         """What was to be fetched is gone; so is all that was pinned, with the pools."""
@@ -247,6 +249,14 @@ class Control:
 
     # -- the parts ------------------------------------------------------------------------------
 
+    def _placements(self, keys: Keys) -> Iterator[ChainPlacement]:
+        parts = self._parts
+        return placements(keys, parts.pool, parts.lower, parts.matcher)
+
+    def _tell_pools(self, hints: Hints, keys: Keys) -> list[str]:
+        parts = self._parts
+        return tell_pools(hints, keys, parts.pool, parts.lower, parts.matcher)
+
     def _require_chain(self, keys: Keys) -> None:
         """A slot that is named twice would be held, or let go of, twice."""
         if self._duplicates.any_in(keys):
@@ -262,9 +272,9 @@ class Control:
     ) -> Acted:
         parts = self._parts
         num_tokens = len(keys) * parts.matcher.hash_tokens
-        look = parts.matcher.look(keys, 0, num_tokens)
+        look = parts.matcher.lookup(keys, 0, num_tokens)
         held = unknown = 0
-        for where in places_of(keys, parts):
+        for where in self._placements(keys):
             for place in where.places:
                 held += int(np.count_nonzero(place.pool.holds.held(place.slots)))
         if parts.lower.can_be_asked:
@@ -315,7 +325,7 @@ class _Early:
 class Ahead:
     """Fetches for those who wait, the first first. Owns what was fetched and is not used yet."""
 
-    def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
+    def __init__(self, parts: Requests, clock: Callable[[], float]) -> None:
         self._parts = parts
         self._clock = clock
         self._most_slots = parts.pool.num_slots // AHEAD_SHARE

@@ -48,7 +48,7 @@ _SHARE = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Rest:
+class Deferred:
     """What one ended request leaves: its blocks below ``num_tokens`` that are not stored.
 
     ``key`` is that of the last of them, which covers all tokens before it. ``tables`` name the
@@ -63,7 +63,7 @@ class Rest:
     held: tuple[DeviceBlocks, ...] = ()
 
 
-class Rests:
+class DeferredStores:
     """Owns what waits and what is held, and says when which of it is due.
 
     Requests end themselves; the blocks are the engine's.
@@ -89,8 +89,8 @@ class Rests:
         self._hasty_step = least_tokens * max(1, num_blocks // _HURRY)
         self._most_held = num_device_blocks // _SHARE
         self._clock = clock
-        self._waiting: dict[Key, Rest] = {}  # both the oldest first
-        self.held: list[Rest] = []
+        self._waiting: dict[Key, Deferred] = {}  # both the oldest first
+        self.held: list[Deferred] = []
         """Those whose device blocks are held, which the engine may need any time."""
         self.is_wanted = False
         """Whether the engine needs the blocks: then none is held any longer."""
@@ -108,10 +108,10 @@ class Rests:
         """How many tokens a running request stores at once, counted from ``Progress.since``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
-    def wait(self, request: Any, num_tokens: int, key: Key) -> Rest | None:
+    def wait(self, request: Any, num_tokens: int, key: Key) -> Deferred | None:
         """Let a short rest wait; returns what waited with the same end: one is enough."""
         twin = self._waiting.pop(key, None)
-        self._waiting[key] = Rest(request, num_tokens, key, self._clock())
+        self._waiting[key] = Deferred(request, num_tokens, key, self._clock())
         return twin
 
     def hold(
@@ -123,14 +123,14 @@ class Rests:
         held: tuple[DeviceBlocks, ...],
     ) -> None:
         """Remember one whose blocks are held."""
-        self.held.append(Rest(request, num_tokens, key, self._clock(), tables, held))
+        self.held.append(Deferred(request, num_tokens, key, self._clock(), tables, held))
 
-    def put_back(self, rests: Sequence[Rest]) -> None:
+    def put_back(self, rests: Sequence[Deferred]) -> None:
         """They could not be stored whole yet: again in the next step, and before all others."""
         self._waiting = {rest.key: rest for rest in rests if not rest.held} | self._waiting
         self.held = [rest for rest in rests if rest.held] + self.held
 
-    def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Rest | None:
+    def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Deferred | None:
         """What waits for a request that goes on after so many blocks of its chain."""
         if not self._waiting or num_keys > len(chain):  # an engine may have more than has keys
             return None
@@ -150,7 +150,7 @@ class Rests:
             return self.is_wanted or self._is_short or is_soon
         return False
 
-    def take_due(self, *, is_idle: bool) -> list[Rest]:
+    def take_due(self, *, is_idle: bool) -> list[Deferred]:
         """What is to be stored in this step, the oldest first."""
         now = self._clock()
         takes_held, self.is_wanted = is_idle or self.is_wanted or self._is_short, False
@@ -168,20 +168,20 @@ class Rests:
             self._remove(rest)
         return due
 
-    def drop(self, request: Any) -> list[Rest]:
+    def drop(self, request: Any) -> list[Deferred]:
         """What one request left, which is not to be stored any more."""
         rests = [rest for rest in (*self.held, *self._waiting.values()) if rest.request is request]
         for rest in rests:
             self._remove(rest)
         return rests
 
-    def take_all(self) -> list[Rest]:
+    def take_all(self) -> list[Deferred]:
         """Everything, due or not: what is left of before is not to be stored any more."""
         rests = [*self.held, *self._waiting.values()]
         self.held, self._waiting = [], {}
         return rests
 
-    def _remove(self, rest: Rest) -> None:
+    def _remove(self, rest: Deferred) -> None:
         if rest.held:
             self.held.remove(rest)
         else:

@@ -1,28 +1,41 @@
-"""The last requests and what was copied for them: a memory with a bound, for whoever asks why."""
+"""Why requests got no more than they did, and what is counted and remembered of them.
+
+::
+
+    request ──append──> event log ──drain──> Bookkeeper: counters, journal, ghost filter, observer
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.cache.events import EventKind
+from kvferry.cache import reach
+from kvferry.cache.events import EventKind, EventLog, PoolEvent
 from kvferry.cache.policies.admission import SeenOften
-from kvferry.cache.policies.load_or_compute import Decision
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
 from kvferry.cache.pool import Pool
+from kvferry.cache.tenants import Tenants
+from kvferry.config import Config
 from kvferry.core.identity import scope
-from kvferry.core.keys import Keys, masked_key
+from kvferry.core.keys import KeyChain, Keys, masked_key
 from kvferry.hints import Hints
-from kvferry.scheduler.hits import PinnedHit
-from kvferry.scheduler.lookup import Matcher, Missing
+from kvferry.scheduler.lookup import Matcher, Missing, PinnedHit
+from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
-from kvferry.scheduler.transfers import Flight
-from kvferry.types import Key, RequestId, Transfer
+from kvferry.scheduler.transfers import InFlight
+from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, Points, TierSizes
+from kvferry.telemetry.observer import Observer, Student
+from kvferry.telemetry.recorder import ObservedRequest, Recorder
+from kvferry.telemetry.stats import MatchCounts
+from kvferry.types import HOST, Key, RequestId, Transfer
 
 
 class Reason(Enum):
@@ -30,7 +43,7 @@ class Reason(Enum):
 
     NOTHING_MISSED = "nothing_missed"  # all that was asked for could be had
     EVICTED = "evicted"  # it was here; the room was needed, or a copy of it failed
-    NEVER_STORED = "never_stored"  # nobody computed it yet, or it found no room
+    NEVER_STORED = "never_stored"  # it was not computed yet, or found no room
     BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
     IN_FLIGHT = "in_flight"  # its bytes are still on their way in
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
@@ -70,8 +83,101 @@ class Explanation(NamedTuple):
         return plain
 
 
-# ------------------------------------------------------------------------------------------------
-# The last requests and what was copied for them: a memory with a bound, for whoever asks why.
+# -- records of requests in the event log -------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    """Tokens are loaded for a request of this tenant."""
+
+    tenant: int
+    overlap: OverlapDecision | None
+
+
+class Hinted(NamedTuple):
+    """Hints were applied to a request's blocks, and why some could not be."""
+
+    hints: Hints
+    refused: Sequence[str]
+
+
+class Asked(NamedTuple):
+    """A request asked and must wait for its answer."""
+
+    tenant: int
+    chain: KeyChain
+    num_keys: int  # of its chain, which may grow until this is read
+
+
+class RequestAnswer(NamedTuple):
+    """What a request was answered: facts of that moment, from which its miss is explained later.
+
+    Token counts are from the request's start. ``missing`` stopped the hit; ``declined`` is why what
+    lower tiers had was not brought up.
+    """
+
+    request: Any
+    request_id: RequestId
+    was_counted: bool
+    num_keys: int
+    max_tokens: int
+    computed_tokens: int
+    host_tokens: int
+    all_tokens: int
+    missing: Missing | None
+    reason: Reason | None = None
+    decision: Decision | None = None
+    is_declined: bool = False
+    declined: Decision | None = None
+    asked_blocks: int = 0
+
+    @classmethod
+    def of(
+        cls, request: Any, hit: PinnedHit, asked_blocks: int, declined: Decision | None
+    ) -> RequestAnswer:
+        """What was found; tiers were asked for ``asked_blocks`` of it."""
+        found = hit.found
+        return cls(
+            request,
+            request.id,
+            request.is_counted,
+            len(request.chain),
+            found.max_tokens,
+            found.computed_tokens,
+            found.host_tokens,
+            found.all_tokens,
+            found.missing,
+            None,
+            hit.decision,
+            hit.is_declined,
+            declined,
+            asked_blocks,
+        )
+
+    @classmethod
+    def nothing(
+        cls,
+        request: Any,
+        computed_tokens: int,
+        max_tokens: int,
+        missing: Missing | None = None,
+        reason: Reason | None = None,
+    ) -> RequestAnswer:
+        """Nothing could be had, because of this one block or for this reason."""
+        return cls(
+            request,
+            request.id,
+            request.is_counted,
+            len(request.chain),
+            max_tokens,
+            computed_tokens,
+            computed_tokens,
+            computed_tokens,
+            missing,
+            reason,
+        )
+
+
+# -- what is remembered --------------------------------------------------------------------------
 
 MOST_REQUESTS = 1024
 MOST_COPIES = 32
@@ -100,7 +206,7 @@ class Copy:
     num_runs: int = 1
 
     @classmethod
-    def of(cls, flight: Flight, transfer: Transfer) -> Copy:
+    def of(cls, flight: InFlight, transfer: Transfer) -> Copy:
         num_bytes, seconds, num_runs, beside_model = 0, 0.0, 1, False
         paths = set()
         for receipt in flight.receipts:  # one for each rank
@@ -132,9 +238,9 @@ class Entry:
     explanation: Explanation | None = None
     hints: Hints | None = None
     refused: tuple[str, ...] = ()
-    """What of the hints could not be heeded, and why."""
+    """Which hints could not be followed, and why."""
     overlap: str = ""
-    """How its load went together with the forward pass, where somebody decided that."""
+    """How its load went together with the forward pass, where that was decided."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -151,28 +257,14 @@ class Journal:
         """
         if is_new:
             self._entries.pop(explanation.request_id, None)
-            self._entries[explanation.request_id] = Entry(explanation)
-            if len(self._entries) > MOST_REQUESTS:
-                self._entries.popitem(last=False)
-        else:
-            self._touch(explanation.request_id).explanation = explanation
+        self.touch(explanation.request_id).explanation = explanation
 
-    def ended(self, request_id: RequestId, flight: Flight) -> None:
+    def copied(self, request_id: RequestId, flight: InFlight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""
         if isinstance(flight.transfer, Transfer):  # a question copies nothing
-            copy = Copy.of(flight, flight.transfer)
-            copies = self._touch(request_id).copies
-            copies.append(copy)
+            copies = self.touch(request_id).copies
+            copies.append(Copy.of(flight, flight.transfer))
             del copies[:-MOST_COPIES]
-
-    def wished(self, request_id: RequestId, hints: Hints, refused: Sequence[str]) -> None:
-        """Something was said of a request's blocks, and this could not be heeded."""
-        entry = self._touch(request_id)
-        entry.hints, entry.refused = hints, tuple(refused)
-
-    def overlapped(self, request_id: RequestId, words: str) -> None:
-        """It was decided how a request's load goes together with the forward pass."""
-        self._touch(request_id).overlap = words
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)
@@ -181,7 +273,8 @@ class Journal:
         """All that are remembered, the latest last."""
         return tuple(self._entries)
 
-    def _touch(self, request_id: RequestId) -> Entry:
+    def touch(self, request_id: RequestId) -> Entry:
+        """The entry of a request, as the latest; a new one if there is none."""
         entry = self._entries.get(request_id)
         if entry is None:
             entry = self._entries[request_id] = Entry()
@@ -192,15 +285,11 @@ class Journal:
         return entry
 
 
-# ------------------------------------------------------------------------------------------------
-# Remembers, roughly, which keys were here once: to tell "evicted" from "never stored".
+class GhostFilter:
+    """Remembers, roughly, which keys were cached once: tells "evicted" from "never stored".
 
-
-class Ghosts:
-    """A table with one place per bucket that holds part of the last key put there.
-
-    Owns nothing that matters: a newer ghost may replace an older one, and the answer serves people
-    who ask why, never a decision.
+    A table with one place per bucket that holds part of the last key put there. A newer key may
+    replace an older one: the answer explains, and decides nothing.
     """
 
     def __init__(self, num_keys: int) -> None:
@@ -209,110 +298,190 @@ class Ghosts:
         self._seen = np.zeros(size, dtype=np.uint64)
 
     def add(self, keys: Keys) -> None:
-        self._seen[self._places(keys)] = keys.array[:, 1]
+        self._seen[(keys.array[:, 0] & self._mask).astype(np.int64)] = keys.array[:, 1]
 
     def has(self, key: Key) -> bool:
         """Whether this one key is remembered."""
         place = int.from_bytes(key[:8], "little") & int(self._mask)
         return bool(self._seen.item(place) == int.from_bytes(key[8:16], "little"))
 
-    def _places(self, keys: Keys) -> npt.NDArray[np.int64]:
-        return (keys.array[:, 0] & self._mask).astype(np.int64)
+
+_KINDS = (
+    EventKind.LOOKUP,
+    EventKind.ASK,
+    EventKind.RESULT,
+    EventKind.LOAD,
+    EventKind.EVICT,
+    EventKind.END,
+)
 
 
-# ------------------------------------------------------------------------------------------------
-# Finds out why a look-up ended where it did.
+class Bookkeeper:
+    """Counts, explains and remembers what the log says of requests. Owns all of that.
 
-
-_MOST_UNREAD = 256
-"""Evictions that wait to be remembered until a request is explained."""
-
-
-class Explainer:
-    """Explains looks. Owns the memory of what was here once; changes nothing else."""
+    Public methods of the scheduler drain it before they read from it; the engine's idle steps
+    otherwise. An exception is kept in ``failure`` until the scheduler raises it.
+    """
 
     def __init__(
-        self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerTiers
+        self,
+        log: EventLog,
+        matcher: Matcher,
+        pool: Pool,
+        admission: SeenOften,
+        lower: LowerTiers,
+        tenants: Tenants | None = None,
     ) -> None:
-        self.has_tiers = bool(lower)
+        self.counts = MatchCounts()
+        self.journal = Journal()
+        self.failure: Exception | None = None
         self._matcher = matcher
-        self._lower = lower
         self._admission = admission
-        self._ghosts = Ghosts(pool.num_slots)
-        self._evicted = pool.log.reader((EventKind.EVICT,), most=_MOST_UNREAD)
+        self._lower = lower
+        self._counts_keys = admission.counts or lower.counts_asked
+        self._tenants = tenants
+        self._ghosts = GhostFilter(pool.num_slots)
+        self._observing: Observing | None = None
+        self._reader = log.reader(_KINDS)
+        self.events = self._reader.events
+        """Records that wait to be read."""
+        self._read: dict[EventKind, Callable[[PoolEvent], None]] = {
+            EventKind.LOOKUP: self._looked_up,
+            EventKind.ASK: self._asked,
+            EventKind.RESULT: self._noted,
+            EventKind.LOAD: self._loaded,
+            EventKind.EVICT: self._evicted,
+            EventKind.END: self._ended,
+        }
+
+    def drain(self) -> None:
+        """Read all that was appended since the last call."""
+        events, read = self.events, self._read
+        while events:
+            event = events.popleft()
+            try:
+                read[event.kind](event)
+            except Exception as error:
+                self.failure = self.failure or error
+
+    def observe(
+        self, config: Config, pool: Pool, lower: LowerTiers, clock: Callable[[], float]
+    ) -> None:
+        """Hand requests to the recorder and the memory curve, as the settings say."""
+        self._observing = Observing.begin(config, pool, lower, self._matcher, clock)
+
+    @property
+    def memory_curve(self) -> Points:
+        """What other sizes of each tier would hit, as far as is known."""
+        return self._observing.points if self._observing is not None else {}
 
     def close(self) -> None:
-        self._evicted.close()
+        self.drain()
+        self._reader.close()
+        if self._observing is not None:
+            self._observing.close()
 
-    def explain(
-        self,
-        request_id: RequestId,
-        hit: PinnedHit,
-        asked_blocks: int = 0,
-        declined: Decision | None = None,
-    ) -> Explanation:
-        """``asked_blocks`` of it tiers were asked for; ``declined`` what they had, for speed."""
-        if len(self._evicted):
-            self._read_evictions()
-        look, decision = hit.look, hit.decision
-        missing = look.missing
-        if decision is not None and hit.is_declined:
-            reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
-        elif declined is not None and missing is not None:
-            reason, group, token = Reason.LOAD_SLOWER, missing.group, missing.token
-            decision = declined
+    # -- reading --------------------------------------------------------------------------------
+
+    def _asked(self, event: PoolEvent) -> None:
+        asked = event.detail
+        assert isinstance(asked, Asked)
+        self._count(asked.tenant, event.tokens, asked.chain, asked.num_keys)
+
+    def _count(self, tenant: int, num_tokens: int, chain: KeyChain, num_keys: int) -> None:
+        self.counts.queries += 1
+        self.counts.asked_tokens += max(0, num_tokens)
+        if self._tenants is not None:
+            counts = self._tenants.counts(tenant)
+            counts.queries += 1
+            counts.asked_tokens += max(0, num_tokens)
+        if self._counts_keys:
+            keys = chain.keys()[:num_keys]
+            for g in range(len(self._matcher.groups)):
+                slot_keys = self._matcher.all_keys(g, keys)
+                self._admission.see(slot_keys)
+                self._lower.asked(slot_keys)
+
+    def _looked_up(self, event: PoolEvent) -> None:
+        answer = event.detail
+        if not isinstance(answer, RequestAnswer):  # of another group of the same request
+            return
+        request = answer.request
+        if not answer.was_counted:
+            num_tokens = answer.max_tokens - answer.computed_tokens
+            self._count(request.tenant, num_tokens, request.chain, answer.num_keys)
+        explanation = self._explain(answer)
+        self.counts.missed[explanation.reason.value] += 1
+        self.journal.explained(explanation, is_new=True)
+        if self._observing is not None:
+            self._observing.answered(event.at, request, answer, explanation)
+
+    def _noted(self, event: PoolEvent) -> None:
+        detail = event.detail
+        if isinstance(detail, RequestAnswer):
+            self.journal.explained(self._explain(detail), is_new=False)
+        elif isinstance(detail, InFlight):
+            self.journal.copied(event.request, detail)
+        elif isinstance(detail, Hinted):
+            entry = self.journal.touch(event.request)
+            entry.hints, entry.refused = detail.hints, tuple(detail.refused)
+
+    def _loaded(self, event: PoolEvent) -> None:
+        load = event.detail
+        assert isinstance(load, Loaded)
+        self.counts.hit_tokens += event.tokens
+        if self._tenants is not None:
+            self._tenants.counts(load.tenant).hit_tokens += event.tokens
+        if load.overlap is not None:
+            self.counts.overlaps[load.overlap.verdict.value] += 1
+            self.journal.touch(event.request).overlap = load.overlap.words
+
+    def _evicted(self, event: PoolEvent) -> None:
+        self._ghosts.add(event.all_keys())
+
+    def _ended(self, event: PoolEvent) -> None:
+        if self._observing is not None:
+            self._observing.ended(event.detail)
+
+    # -- explaining -----------------------------------------------------------------------------
+
+    def _explain(self, answer: RequestAnswer) -> Explanation:
+        missing, decision, reason = answer.missing, answer.decision, answer.reason
+        group, token = (None, None) if missing is None else (missing.group, missing.token)
+        if decision is not None:
+            self.counts.verdicts[decision.verdict.value] += 1
+        if reason is not None:
+            token = answer.computed_tokens
+        elif decision is not None and answer.is_declined:
+            reason, group, token = Reason.LOAD_SLOWER, None, answer.computed_tokens
+        elif answer.declined is not None and missing is not None:
+            reason, decision = Reason.LOAD_SLOWER, answer.declined
         elif missing is None:
-            reason, group, token = Reason.NOTHING_MISSED, None, None
+            reason = Reason.NOTHING_MISSED
+        elif answer.all_tokens > answer.host_tokens:
+            reason = Reason.NOT_PROMOTED
         else:
-            group, token = missing.group, missing.token
-            below = look.all_tokens > look.host_tokens
-            reason = Reason.NOT_PROMOTED if below else self._why_missing(missing)
+            reason = self._why_missing(missing)
         return Explanation(
-            request_id=request_id,
-            asked_tokens=look.max_tokens,
-            device_tokens=look.computed_tokens,
-            host_tokens=look.host_tokens - look.computed_tokens,
-            lower_tokens=look.all_tokens - look.host_tokens,
+            request_id=answer.request_id,
+            asked_tokens=answer.max_tokens,
+            device_tokens=answer.computed_tokens,
+            host_tokens=answer.host_tokens - answer.computed_tokens,
+            lower_tokens=answer.all_tokens - answer.host_tokens,
             reason=reason,
             first_missing=token,
             group=group,
             decision=decision,
-            asked_blocks=asked_blocks,
-            tiers_away=self._lower.away if self.has_tiers else (),
+            asked_blocks=answer.asked_blocks,
+            tiers_away=self._lower.away if self._lower.tiers else (),
         )
-
-    def explain_miss(
-        self,
-        request_id: RequestId,
-        missing: Missing,
-        *,
-        computed_tokens: int,
-        max_tokens: int,
-    ) -> Explanation:
-        """Nothing could be had because of this one slot."""
-        return Explanation(
-            request_id=request_id,
-            asked_tokens=max_tokens,
-            device_tokens=computed_tokens,
-            host_tokens=0,
-            lower_tokens=0,
-            reason=self._why_missing(missing),
-            first_missing=missing.token,
-            group=missing.group,
-            decision=None,
-        )
-
-    def _read_evictions(self) -> None:
-        for event in self._evicted.take():
-            self._ghosts.add(event.all_keys())
 
     def _why_missing(self, missing: Missing) -> Reason:
         group, key = missing.group, missing.key
         if missing.is_coming:
             return Reason.IN_FLIGHT
-        if self.has_tiers and self._lower.has_out_of_reach(key):
+        if self._lower.tiers and self._lower.has_out_of_reach(key):
             return Reason.TIER_UNAVAILABLE
-        self._read_evictions()
         if self._ghosts.has(key):
             return Reason.EVICTED
         if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:
@@ -323,3 +492,101 @@ class Explainer:
             if self._ghosts.has(masked_key(bare, scope(before, group))):
                 return Reason.OTHER_NAMESPACE
         return Reason.NEVER_STORED
+
+
+# -- requests for the recorder and the memory curve ---------------------------------------------
+
+
+class Observing:
+    """Hands requests to the observer's thread. Owns the observer, and which requests are open."""
+
+    def __init__(
+        self, students: Sequence[Student], curve: MemoryCurve | None, hash_tokens: int
+    ) -> None:
+        self._observer = Observer(students)
+        self._curve = curve
+        self._hash_tokens = hash_tokens
+        self._wants_ends = any(isinstance(student, Recorder) for student in students)
+        self._open: dict[object, ObservedRequest] = {}
+
+    @classmethod
+    def begin(
+        cls,
+        config: Config,
+        pool: Pool,
+        lower: LowerTiers,
+        matcher: Matcher,
+        clock: Callable[[], float],
+    ) -> Observing | None:
+        """As the settings say; None if both are off. ConfigError if the file cannot be opened."""
+        students: list[Student] = []
+        hash_tokens = matcher.hash_tokens
+        curve = None
+        if config.memory_curve == "on":
+            sizes = _tier_sizes(pool, lower, matcher.groups, hash_tokens, config.tier_policy)
+            curve = MemoryCurve(sizes, policy_named(config.policy), block_tokens=hash_tokens)
+            students.append(curve)
+        if config.record is not None:
+            path, most = Path(config.record), config.record_size
+            students.append(Recorder(path, block_tokens=hash_tokens, most_bytes=most, now=clock()))
+        return cls(students, curve, hash_tokens) if students else None
+
+    @property
+    def points(self) -> Points:
+        return self._curve.points if self._curve is not None else {}
+
+    def answered(
+        self, at: float, request: Any, answer: RequestAnswer, explanation: Explanation
+    ) -> None:
+        """A request was answered for the first time, ``at`` this time."""
+        tokens = answer.max_tokens
+        seen = ObservedRequest(
+            at,
+            request.chain.keys(),
+            tokens // self._hash_tokens,
+            tokens,
+            explanation.device_tokens + explanation.host_tokens,
+            request.hints,
+        )
+        if self._wants_ends:
+            self._open[request] = seen
+        self._observer.see(seen)
+
+    def ended(self, request: Any) -> None:
+        """A request is over: what its chain has grown by is its answer.
+
+        A chain that has not grown says nothing of it: the library's are those of prompts alone.
+        """
+        seen = self._open.pop(request, None)
+        if seen is not None:
+            grown = len(request.chain) * self._hash_tokens - seen.tokens
+            seen.end(grown if grown > 0 else None)
+
+    def close(self) -> None:
+        self._observer.close()
+
+
+def _tier_sizes(
+    pool: Pool,
+    lower: LowerTiers,
+    groups: Sequence[reach.Group],
+    hash_tokens: int,
+    tier_policy: str,
+) -> list[TierSizes]:
+    """How many blocks of a chain each tier and those above it hold, by how large it is."""
+    slots_each = sum(hash_tokens / group.block_tokens for group in groups)
+    above = pool.num_slots / slots_each
+    sizes = [above * times for times in TIMES]
+    found = [TierSizes(HOST, tuple(sizes), feeds_below=bool(lower.tiers))]
+    for tier in lower.tiers:
+        if tier.pool is None:
+            continue  # it knows itself how much it holds
+        own = tier.pool.num_slots / slots_each
+        # What is written through lies below as well; what is spilled hardly ever does.
+        sizes = [
+            max(above, own * times) if tier.write is WriteMode.THROUGH else above + own * times
+            for times in TIMES
+        ]
+        found.append(TierSizes(tier.name, tuple(sizes), policy_named(tier_policy)))
+        above = sizes[TIMES.index(1.0)]
+    return found

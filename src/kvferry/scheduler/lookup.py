@@ -1,4 +1,4 @@
-"""What of a request is where: the look-up over all groups, host first.
+"""What of a request is where: the lookup over all groups, host first, and the hit it pins.
 
 ::
 
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,14 +19,22 @@ import numpy.typing as npt
 
 from kvferry.cache import reach
 from kvferry.cache.index import num_leading
-from kvferry.cache.leases import SlotState
+from kvferry.cache.leases import Lease, SlotState
+from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
+from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
 from kvferry.scheduler.tiering import LowerTiers
-from kvferry.scheduler.transfers import Wanted
-from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
+from kvferry.scheduler.transfers import (
+    BlockTable,
+    EngineShape,
+    Transfers,
+    Wanted,
+    checked_blocks,
+)
+from kvferry.types import NO_SLOT, NO_SLOTS, Key, RequestId, SlotArray
 
 Present = list[npt.NDArray[np.bool_]]
 """Per group, which blocks of a request can be read."""
@@ -45,13 +53,13 @@ class Missing(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Look:
-    """One look at a request: how far the host alone reaches, and how far with the tiers below.
+class Lookup:
+    """What was found of a request: how far the host alone reaches, and how far with lower tiers.
 
     ``slots`` are those that the host's hit reads, by group; ``blocks`` are their places in the
     request, ``asked`` their keys in the pool. ``missing`` stopped that hit; None where nothing did
-    but the cap. ``host`` and ``everywhere`` say block by block what is there; None where nobody had
-    to know.
+    but the cap. ``host`` and ``everywhere`` say block by block what is there; None where only full
+    attention was looked up, without lower tiers.
     """
 
     keys: Keys
@@ -65,16 +73,6 @@ class Look:
     missing: Missing | None
     host: Present | None = None
     everywhere: Present | None = None
-
-
-# ------------------------------------------------------------------------------------------------
-# What of a request is where: the look-up over all groups, host first.
-#
-# ::
-#
-#     one key     the very next block is not here: a miss, whatever else is (``next_missing``)
-#     one run     full attention alone, nothing below the host: follow the chain to its end
-#     masks       windows, states, tiers below: every block of every group, then what all can serve
 
 
 class Matcher:
@@ -109,8 +107,8 @@ class Matcher:
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
         self._masks: list[KeyArray | None] = []
         self.begin_epoch(0)
-        self.look = self._follow if self.is_full and not lower.tiers else self._survey
-        """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
+        self.lookup = self._follow if self.is_full and not lower.tiers else self._survey
+        """Find what is there, without claiming any of it: hits end ``spare_tokens`` early."""
 
     def begin_epoch(self, epoch: int) -> None:
         """From now on the same blocks have other keys in the pool."""
@@ -131,7 +129,14 @@ class Matcher:
 
     def all_keys(self, group: int, keys: Keys) -> Keys:
         """The pool keys of every whole block of a request."""
-        return self.slot_keys(group, keys, range(len(keys) // self._ratios[group]))
+        return self.slot_keys(group, keys, range(len(keys.array) // self._ratios[group]))
+
+    def asked_keys(self, group: int, chain: KeyChain, num_keys: int | None) -> Keys:
+        """The pool keys of the whole blocks in the first ``num_keys`` of a chain, or in all."""
+        keys = chain.keys()
+        if num_keys is not None and num_keys < len(keys.array):
+            keys = keys[:num_keys]
+        return self.slot_keys(group, keys, range(len(keys.array) // self._ratios[group]))
 
     def scoped(self, group: int, keys: Keys) -> Keys:
         """Chain keys, each at the end of one block, as the pool knows them in this epoch."""
@@ -157,7 +162,7 @@ class Matcher:
         """The block every hit needs and the host lacks.
 
         The short way to a miss, which is all that a request finds whose history never left the
-        device. None if there is no such block, or if a longer look is needed to know.
+        device. None if there is no such block, or if a longer lookup is needed to know.
         """
         longer = computed_tokens + self._step
         if not self.is_full or self._lower.tiers or longer - longer % self._step > max_tokens:
@@ -185,7 +190,7 @@ class Matcher:
 
     def _follow(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
-    ) -> Look:
+    ) -> Lookup:
         """Where every hit reads every block: as far as each group's chain goes."""
         most = max_tokens - max_tokens % self._step
         longest = most
@@ -216,7 +221,7 @@ class Matcher:
             pinned.append(found[g][:count] if is_read else None)
             if count < len(asked[g].array):
                 asked[g] = asked[g][: max(0, count)]
-        return Look(
+        return Lookup(
             keys,
             computed_tokens,
             max_tokens,
@@ -240,7 +245,7 @@ class Matcher:
 
     def _survey(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
-    ) -> Look:
+    ) -> Lookup:
         """Every block of every group, and what lies below the host."""
         asked: list[Keys] = []
         found: list[SlotArray] = []
@@ -248,7 +253,6 @@ class Matcher:
         for g, group in enumerate(self.groups):
             count = len(keys) // self._ratios[g]
             first = min(computed_tokens // group.block_tokens, count)
-            # Those the engine has itself nobody asks for.
             asked.append(self.slot_keys(g, keys, range(first, count)))
             found.append(self._host.find_cached(asked[g]))
             host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
@@ -273,7 +277,7 @@ class Matcher:
             slots.append(found[g][part] if blocks else None)
             places.append(blocks)
             asked[g] = asked[g][part]
-        look = Look(
+        result = Lookup(
             keys,
             computed_tokens,
             max_tokens,
@@ -286,7 +290,7 @@ class Matcher:
             host,
             everywhere,
         )
-        return replace(look, missing=self._first_missing(look))
+        return replace(result, missing=self._first_missing(result))
 
     def _longest(
         self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
@@ -302,16 +306,16 @@ class Matcher:
             return longest
         return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
 
-    def _first_missing(self, look: Look) -> Missing | None:
+    def _first_missing(self, found: Lookup) -> Missing | None:
         """The block that stopped the host's hit."""
-        longer = self._next_length(look)
-        if longer > look.max_tokens or look.host is None:
+        longer = self._next_length(found)
+        if longer > found.max_tokens or found.host is None:
             return None
         for g in range(len(self.groups)):
-            blocks = self.needed(g, longer, look.computed_tokens)
-            present = look.host[g][blocks.start : blocks.stop]
+            blocks = self.needed(g, longer, found.computed_tokens)
+            present = found.host[g][blocks.start : blocks.stop]
             if not present.all():
-                return self._missing(g, look.keys, blocks.start + int(present.argmin()))
+                return self._missing(g, found.keys, blocks.start + int(present.argmin()))
         return None
 
     def _missing(self, g: int, keys: Keys, block: int) -> Missing:
@@ -319,117 +323,119 @@ class Matcher:
         is_coming = self._host.state_of(key) is not SlotState.FREE
         return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
 
-    # -- whether it is worth another look -------------------------------------------------------
+    # -- whether it is worth another lookup -----------------------------------------------------
 
-    def may_be_longer(self, look: Look, generation: int) -> bool:
-        """Whether anything that a longer hit needs has come since this look, of that generation."""
-        if look.host is None:
-            key = look.missing.key if look.missing is not None else None
+    def may_be_longer(self, found: Lookup, generation: int) -> bool:
+        """Whether anything that a longer hit needs has come since this lookup of a generation."""
+        if found.host is None:
+            key = found.missing.key if found.missing is not None else None
             return key is not None and self._host.state_of(key) is SlotState.CACHED
-        watch = self._watch(look)
+        watch = self._watch(found)
         if len(watch):
             return bool(self._host.cached(watch).all())
         news = self._host.news_since(generation)
         if news is None:
             return True
-        lacking = self._lacking(look)
+        lacking = self._lacking(found)
         places = np.searchsorted(lacking, news)
         return bool(len(lacking)) and bool((lacking.take(places, mode="clip") == news).any())
 
-    def can_grow(self, look: Look) -> bool:
+    def can_grow(self, found: Lookup) -> bool:
         """Whether a longer hit than the host's would still be within what was asked for."""
-        return self._next_length(look) <= look.max_tokens
+        return self._next_length(found) <= found.max_tokens
 
-    def _watch(self, look: Look) -> Keys:
+    def _watch(self, found: Lookup) -> Keys:
         """Keys that must be cached before a hit longer than the host's is possible.
 
         Only full attention needs one block for every longer hit, and only if it is missing at the
         very next length: else another group stopped the hit, and may let it go on any time.
         """
-        assert look.host is not None
+        assert found.host is not None
         watch = Keys.empty()
-        longer = self._next_length(look)
+        longer = self._next_length(found)
         for g, group in enumerate(self.groups):
             if self._chained[g]:
-                first = look.host_tokens // group.block_tokens
-                block = first + num_leading(look.host[g][first:])
-                if block < len(look.host[g]) and block * group.block_tokens < longer:
-                    watch += self.slot_keys(g, look.keys, range(block, block + 1))
+                first = found.host_tokens // group.block_tokens
+                block = first + num_leading(found.host[g][first:])
+                if block < len(found.host[g]) and block * group.block_tokens < longer:
+                    watch += self.slot_keys(g, found.keys, range(block, block + 1))
         return watch
 
-    def _lacking(self, look: Look) -> npt.NDArray[np.uint64]:
-        """The first words, sorted, of all keys that the host lacked at this look."""
-        assert look.host is not None
+    def _lacking(self, found: Lookup) -> npt.NDArray[np.uint64]:
+        """The first words, sorted, of all keys that the host lacked at this lookup."""
+        assert found.host is not None
         words = [
-            self.slot_keys(g, look.keys, range(len(here))).take(~here).array[:, 0]
-            for g, here in enumerate(look.host)
+            self.slot_keys(g, found.keys, range(len(here))).take(~here).array[:, 0]
+            for g, here in enumerate(found.host)
         ]
         return np.sort(np.concatenate(words))
 
-    def _next_length(self, look: Look) -> int:
-        longer = look.host_tokens + self._step
+    def _next_length(self, found: Lookup) -> int:
+        longer = found.host_tokens + self._step
         return longer - longer % self._step
 
     # -- from below -----------------------------------------------------------------------------
 
-    def within(self, look: Look, num_slots: int) -> Look:
-        """The same look, its longer hit cut down until so few slots complete it in the host.
+    def within(self, found: Lookup, num_slots: int) -> Lookup:
+        """The same result, its longer hit cut down until so few slots complete it in the host.
 
         Half of every group would serve nobody: the hit gets shorter in all groups at once.
         """
-        if look.everywhere is None or self._num_to_bring(look, look.all_tokens) <= num_slots:
-            return look
-        best = look.host_tokens
-        low, high = look.host_tokens // self._step, -(-look.all_tokens // self._step)
+        if found.everywhere is None or self._num_to_bring(found, found.all_tokens) <= num_slots:
+            return found
+        best = found.host_tokens
+        low, high = found.host_tokens // self._step, -(-found.all_tokens // self._step)
         while high - low > 1:
             middle = (low + high) // 2
-            length = self._longest(look.everywhere, look.computed_tokens, middle * self._step)
-            if self._num_to_bring(look, length) <= num_slots:
+            length = self._longest(found.everywhere, found.computed_tokens, middle * self._step)
+            if self._num_to_bring(found, length) <= num_slots:
                 best, low = max(best, length), middle
             else:
                 high = middle
-        return replace(look, all_tokens=best)
+        return replace(found, all_tokens=best)
 
-    def _num_to_bring(self, look: Look, num_tokens: int) -> int:
+    def _num_to_bring(self, found: Lookup, num_tokens: int) -> int:
         """Blocks that a hit of this length needs and that are not even on their way to the host."""
         count = 0
         for g in range(len(self.groups)):
-            blocks = self.needed(g, num_tokens, look.computed_tokens)
+            blocks = self.needed(g, num_tokens, found.computed_tokens)
             if blocks:
-                count += int((~self._host.known(self.slot_keys(g, look.keys, blocks))).sum())
+                count += int((~self._host.known(self.slot_keys(g, found.keys, blocks))).sum())
         return count
 
-    def to_ask(self, look: Look) -> Wanted | None:
+    def to_ask(self, found: Lookup) -> Wanted | None:
         """The keys of which to know whether a tier has them: a longer hit may hang on them.
 
         No more of them than there is room for; and some behind, where objects have several blocks.
         """
-        assert look.host is not None
-        assert look.everywhere is not None
-        keys = [self.slot_keys(g, look.keys, range(len(here))) for g, here in enumerate(look.host)]
+        assert found.host is not None
+        assert found.everywhere is not None
+        keys = [
+            self.slot_keys(g, found.keys, range(len(here))) for g, here in enumerate(found.host)
+        ]
         unknown = list(map(self._lower.unknown, keys, self._chained))
-        maybe = [e | u for e, u in zip(look.everywhere, unknown, strict=True)]
-        longest = self._longest(maybe, look.computed_tokens, look.max_tokens)
-        if longest <= look.all_tokens:
+        maybe = [e | u for e, u in zip(found.everywhere, unknown, strict=True)]
+        longest = self._longest(maybe, found.computed_tokens, found.max_tokens)
+        if longest <= found.all_tokens:
             return None
-        hoped = self.within(replace(look, everywhere=maybe, all_tokens=longest), self._lower.room)
+        hoped = self.within(replace(found, everywhere=maybe, all_tokens=longest), self._lower.room)
         wanted = []
         for g, group in enumerate(self.groups):
             end = -(-hoped.all_tokens // group.block_tokens)
             more = self._lower.most_in_one - 1 if self._chained[g] else None
-            wanted.append(Wanted.of(g, keys[g], unknown[g] & ~look.everywhere[g], end, more))
+            wanted.append(Wanted.of(g, keys[g], unknown[g] & ~found.everywhere[g], end, more))
         return Wanted.joined(wanted)
 
-    def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
+    def to_promote(self, found: Lookup) -> Iterator[tuple[int, Keys, Key | None]]:
         """By group, the run of blocks to complete for the longer hit, and the key before it."""
-        assert look.host is not None
+        assert found.host is not None
         for g in range(len(self.groups)):
-            blocks = self.needed(g, look.all_tokens, look.computed_tokens)
-            lacking = np.flatnonzero(~look.host[g][blocks.start : blocks.stop])
+            blocks = self.needed(g, found.all_tokens, found.computed_tokens)
+            lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
-                before = self.key_before(g, look.keys, run.start)
-                yield g, self.slot_keys(g, look.keys, run), before
+                before = self.key_before(g, found.keys, run.start)
+                yield g, self.slot_keys(g, found.keys, run), before
 
     # -- lengths --------------------------------------------------------------------------------
 
@@ -445,3 +451,197 @@ class Matcher:
         if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
             return range(0)
         return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)
+
+
+# -- pinned hits ----------------------------------------------------------------------------------
+
+_SHARE = 7 / 8
+"""Of the device's blocks: so many may be in the hands of loads, where no setting says how many.
+With half of a small device cache one long load at a time fits, and the link rests while its request
+is told and runs; what runs needs a new block only now and then.
+"""
+
+
+class PinnedHit:
+    """What one lookup found, claimed: the leases, by group, of the slots a load would read.
+
+    ``joined`` are slots that another request was loading at that time: the answer is to wait.
+    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load. One
+    that ``must_wait`` is not to be loaded now: another loads the same, or the bounds are reached.
+    """
+
+    __slots__ = (
+        "deadline",
+        "decision",
+        "found",
+        "generation",
+        "is_declined",
+        "joined",
+        "leases",
+        "must_wait",
+        "num_loads",
+    )
+
+    def __init__(self, found: Lookup, generation: int, num_loads: int, deadline: float) -> None:
+        self.found = found
+        self.generation = generation
+        self.num_loads = num_loads
+        self.deadline = deadline
+        self.leases: tuple[Lease | None, ...] = ()
+        self.joined: SlotArray | None = None
+        self.decision: Decision | None = None
+        self.is_declined = False
+        self.must_wait = False
+
+    def release(self) -> None:
+        leases, self.leases = self.leases, ()
+        for lease in leases:
+            if lease is not None:
+                lease.release()
+
+    def pieces(
+        self, request_id: RequestId, tables: Sequence[BlockTable]
+    ) -> list[tuple[int, Lease, SlotArray]]:
+        """By group, what a load reads and the device blocks it fills; refuses tables too short."""
+        found, pieces = self.found, []
+        for g, lease in enumerate(self.leases):
+            if lease is not None:
+                blocks = found.blocks[g]
+                if len(tables[g]) < blocks.stop:
+                    raise InputError(
+                        f"request {request_id!r}: group {g}'s block table has {len(tables[g])} "
+                        f"blocks, the hit of {found.host_tokens} tokens needs {blocks.stop}"
+                    )
+                pieces.append((g, lease, checked_blocks(g, tables[g], blocks, least=0)))
+        return pieces
+
+    def answers(self, keys: Keys, computed_tokens: int, max_tokens: int) -> bool:
+        """Whether it was found for this very question: the same blocks, not only the same name."""
+        found = self.found
+        if found.computed_tokens != computed_tokens or found.max_tokens != max_tokens:
+            return False
+        return keys is found.keys or keys == found.keys
+
+    def is_of(self, chain: KeyChain, hash_tokens: int) -> bool:
+        """Whether its blocks are this chain's: the last key of them covers all before it."""
+        keys = self.found.keys
+        if chain is keys:
+            return True
+        last = self.found.host_tokens // hash_tokens - 1
+        return last < len(chain) and chain[last] == keys[last]
+
+
+class Hits:
+    """Turns lookups into pinned hits. Owns which slots are being loaded and the bounds on loads."""
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        pool: Pool,
+        transfers: Transfers,
+        config: Config,
+        shape: EngineShape,
+        clock: Callable[[], float],
+    ) -> None:
+        self.worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
+        self._matcher = matcher
+        self._pool = pool
+        self._transfers = transfers
+        self._max_bytes = config.max_bytes_in_flight
+        self._patience = config.match_deadline
+        self._max_blocks = shape.bound(config.max_loading_blocks, _SHARE)
+        self._block_bytes = shape.block_bytes
+        self.joins_loads = shape.joins_loads
+        self._clock = clock
+        self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
+        self._num_loads = 0
+
+    def pin(self, found: Lookup) -> PinnedHit:
+        """Claim what the host holds of it, unless another loads it or computing is faster."""
+        hit = PinnedHit(
+            found, self._pool.generation, self._num_loads, self._clock() + self._patience
+        )
+        if found.host_tokens <= found.computed_tokens:
+            hit.is_declined = True
+            return hit
+        leases: list[Lease | None] = []
+        num_bytes = 0
+        for slots, size in zip(found.slots, self._block_bytes, strict=True):
+            leases.append(self._pool.claim(slots) if slots is not None else None)
+            num_bytes += len(slots) * size if slots is not None else 0
+        hit.leases = tuple(leases)
+        if self.joins_loads and self._transfers.blocks_to_device:
+            hit.joined = self._joined(found)
+            if hit.joined is not None:
+                hit.must_wait = True
+                hit.release()
+                return hit
+        hit.decision = self.worth.decide(
+            found.host_tokens - found.computed_tokens, num_bytes, self._transfers.bytes_to_device
+        )
+        if not hit.decision.load:
+            hit.is_declined = True
+            hit.release()
+        elif self._transfers.blocks_to_device:
+            hit.must_wait = not self._may_load(hit)
+        return hit
+
+    def still_holds(self, hit: PinnedHit) -> bool:
+        """Whether a hit is still the answer to its question, without looking at all keys again."""
+        if hit.joined is not None:
+            return bool(self._being_loaded.take(hit.joined).any())
+        if hit.num_loads != self._num_loads:  # another load of these blocks may have begun
+            if self.joins_loads and self._joined(hit.found) is not None:
+                return False
+            hit.num_loads = self._num_loads
+        if hit.generation != self._pool.generation and self._matcher.can_grow(hit.found):
+            if self._matcher.may_be_longer(hit.found, hit.generation):
+                return False
+            hit.generation = self._pool.generation
+        hit.deadline = self._clock() + self._patience
+        hit.must_wait = bool(self._transfers.blocks_to_device) and not self._may_load(hit)
+        return True
+
+    def _may_load(self, hit: PinnedHit) -> bool:
+        """Whether a load beside others fits the bounds.
+
+        One load alone always does, or it would wait for ever.
+        """
+        return self._fits(sum(len(lease) for lease in hit.leases if lease is not None))
+
+    def _fits(self, num_blocks: int) -> bool:
+        loading = self._transfers.blocks_to_device + num_blocks
+        if self._max_blocks is not None and loading > self._max_blocks:
+            return False
+        return self._transfers.bytes_to_device <= self._max_bytes
+
+    def may_begin(self, slots: SlotArray, num_blocks: int) -> bool:
+        """Whether a load of so many blocks may begin, of which these slots are here by now."""
+        if self.joins_loads and self._being_loaded.take(slots).any():
+            return False
+        return not self._transfers.blocks_to_device or self._fits(num_blocks)
+
+    def worth_loading(self, num_tokens: int, group: int, num_blocks: int) -> Decision:
+        """Whether so many blocks of a group are loaded sooner than computed."""
+        num_bytes = num_blocks * self._block_bytes[group]
+        return self.worth.decide(num_tokens, num_bytes, self._transfers.bytes_to_device)
+
+    def began(self, lease: Lease) -> None:
+        """A load of these slots was ordered: others that want them join it."""
+        self._num_loads += 1
+        if self.joins_loads:
+            self._being_loaded[lease.slots] += 1
+
+    def ended(self, lease: Lease) -> None:
+        """A load of these slots landed, was taken back, or is overdue."""
+        if self.joins_loads:
+            self._being_loaded[lease.slots] -= 1
+
+    def _joined(self, found: Lookup) -> SlotArray | None:
+        """The slots of a hit that another request is loading right now, if any are."""
+        pinned = [slots for slots in found.slots if slots is not None]
+        if not pinned:  # nothing was found, or at a chunk's start nothing is read
+            return None
+        slots = pinned[0] if len(pinned) == 1 else np.concatenate(pinned)
+        joined = slots[self._being_loaded.take(slots) > 0]
+        return joined if len(joined) else None

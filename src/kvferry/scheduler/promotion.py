@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvferry.cache import reach
 from kvferry.cache.index import num_leading
-from kvferry.cache.leases import Lease, SlotState
-from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
+from kvferry.cache.leases import SlotState
+from kvferry.cache.policies.load_or_compute import Decision
 from kvferry.config import Config
-from kvferry.core.keys import KeyChain, Keys
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.deferred_stores import Rest, Rests
-from kvferry.scheduler.hits import PinnedHit
-from kvferry.scheduler.lookup import Look, Missing
+from kvferry.scheduler.lookup import Lookup, Missing, PinnedHit
 from kvferry.scheduler.tiering import RunBelow
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
-    Flight,
+    InFlight,
     Ordered,
     checked_blocks,
-    held_blocks,
 )
 from kvferry.types import (
     NO_SLOT,
-    DeviceBlocks,
     Key,
     Match,
     MatchState,
-    RequestId,
     SlotArray,
     TierName,
     TransferId,
 )
-
-if TYPE_CHECKING:
-    from kvferry.scheduler.control import Prefetch
-    from kvferry.scheduler.hits import PinnedHit
-    from kvferry.scheduler.parts import Parts
-    from kvferry.scheduler.request import Request
 
 
 class Below:
@@ -76,9 +65,9 @@ class Below:
 
     def fetch(
         self,
-        request: Request | Prefetch,
-        look: Look,
-        parts: Parts,
+        request: Any,
+        look: Lookup,
+        parts: Any,
         most_slots: int | None = None,
     ) -> bool:
         """Ask for what is not known, or bring up what is; True if the request should wait.
@@ -92,7 +81,7 @@ class Below:
             request, look, parts, room if most_slots is None else min(room, most_slots)
         )
 
-    def _ask(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
+    def _ask(self, request: Any, look: Lookup, parts: Any) -> bool:
         if self._has_asked or not parts.lower.can_be_asked:
             return False
         wanted = parts.matcher.to_ask(look)
@@ -102,7 +91,7 @@ class Below:
         self.num_asked = wanted.num_needed if wanted is not None and self._has_asked else 0
         return self._has_asked
 
-    def _promote(self, request: Request | Prefetch, look: Look, parts: Parts, room: int) -> bool:
+    def _promote(self, request: Any, look: Lookup, parts: Any, room: int) -> bool:
         if look.all_tokens <= look.host_tokens or self._has_promoted:
             return False
         look = parts.matcher.within(look, room)
@@ -121,22 +110,22 @@ class Below:
         self._has_promoted = bool(self.waits)
         self.hoped_tokens = look.all_tokens if self._has_promoted else 0
         if self._has_promoted:
-            parts.accounts.counts.promoted_tokens += look.all_tokens - look.host_tokens
+            parts.book.counts.promoted_tokens += look.all_tokens - look.host_tokens
         return self._has_promoted
 
     @staticmethod
-    def _run(parts: Parts, g: int, keys: Keys, parent: Key | None) -> RunBelow:
+    def _run(parts: Any, g: int, keys: Keys, parent: Key | None) -> RunBelow:
         chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
         slots = parts.pool.find(keys)
         known, below = slots != NO_SLOT, parts.lower.lookup(keys, chained)
         return RunBelow(keys, known, known & ~parts.pool.are_cached(slots), below, parent, chained)
 
-    def drop(self, request: Request | Prefetch, parts: Parts) -> None:
+    def drop(self, request: Any, parts: Any) -> None:
         """It waits for nothing any more, and may ask anew."""
         self.stop_waiting(request, parts)
         self.renew()
 
-    def stop_waiting(self, request: Request | Prefetch, parts: Parts) -> None:
+    def stop_waiting(self, request: Any, parts: Any) -> None:
         """It waits for nothing any more."""
         parts.waits.remove(request, self.waits)
         self.waits = set()
@@ -159,130 +148,28 @@ class State(Enum):
 
                         ┌────────── preempt ───────────┐
                         ▼                              │
-        open ──> UNKNOWN ──match──> MATCHED ──load──> LOADING ──settled──> LOADED
-                   │  ▲                │                  │                  │
-                   │  └── miss, expired┘◀──── failed ─────┘                  │ run, store
-                   │ match, answered at once                                 ▼
-                   └──────> ANSWERED ────────────── run, store ──────────> RUNNING
-                   match: what it wants is on its way: WAITING               │
-                   (whose end may be foreseen: WAITING ──load──> LOADING)    │
-                                                           leave: LEFT ◀─────┤
-                                           stored late, or gone on with: └──▶ ENDED ◀── end
+        open ──> UNKNOWN ──match──> MATCHED ──load──> LOADING ──settle──> LOADED
+                   │  ▲                │                  │                 │
+                   │  └── miss, expired┘◀──── failed ─────┘                 │ run, store
+                   └───────────────────── run, store ───────────────────> RUNNING
+                   match: what it wants is on its way: WAITING              │
+                   (whose end may be foreseen: WAITING ──load──> LOADING)   │
+                                                          leave: LEFT ◀─────┤
+                                       stored later, or continued: └──▶ ENDED ◀── end
     """
 
     UNKNOWN = "unknown"  # nothing is pinned for it, nothing is on its way
-    ANSWERED = "answered"  # it was told that nothing is here; not counted yet
+    ANSWERED = "answered"  # the same; it was told so since the last plan
     WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
     MATCHED = "matched"  # a hit is pinned for it
     LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
     LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
     RUNNING = "running"  # the engine computes it, in the blocks it has now
-    LEFT = "left"  # it has ended; some of it is to be stored late
+    LEFT = "left"  # it has ended; some of it is to be stored later
     ENDED = "ended"  # and leaves nothing
 
 
 OVER = (State.LEFT, State.ENDED)
-
-
-def over(request_id: RequestId, verb: str) -> InputError:
-    """What to raise where one that is over is to do something."""
-    return InputError(f"request {request_id!r} has ended and cannot be {verb}; open a new one")
-
-
-def negative(request_id: RequestId, computed_tokens: int, max_tokens: int | None) -> InputError:
-    """What to raise where a question has fewer tokens than none."""
-    return InputError(
-        f"request {request_id!r}: computed_tokens and max_tokens must not be negative, got "
-        f"{computed_tokens} and {max_tokens}"
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# How a request that ends leaves what it has not stored, and how that is stored later.
-
-Held = tuple[DeviceBlocks, ...] | tuple[Ordered, ...]
-"""Device blocks to hold until they are released."""
-
-
-def leave(request: Request, num_tokens: int, parts: Parts, rests: Rests) -> Held | None:
-    """See to what a request with so many tokens computed has not stored; None if that is nothing.
-
-    A short rest waits for the next turn, others are held; where blocks are given up while a request
-    runs there is no waiting at all, and what is left is stored at once.
-    """
-    progress, chain = request.progress, request.chain
-    storable = progress.storable(chain, num_tokens)
-    num_new = storable - max(progress.tokens, progress.past)
-    if not rests.stores_late:
-        from_token = progress.unstored_from(chain, storable)
-        if from_token is None:
-            return None
-        tables = rests.engine.tables(request, storable, from_token)
-        return progress.store(request, chain, tables, storable)
-    is_short = parts.least_tokens <= num_new < rests.store_step
-    if is_short and rests.can_wait and not (progress.is_outdated or parts.stores.is_lazy):
-        twin = rests.wait(request, storable, chain[storable // parts.matcher.hash_tokens - 1])
-        if twin is not None:
-            twin.request.end_left()
-        return ()
-    from_token = progress.unstored_from(chain, storable)
-    if from_token is None:
-        return None
-    tables = rests.engine.tables(request, storable, from_token)
-    held = held_blocks(tables, parts.sizes, from_token)
-    key = chain[storable // parts.matcher.hash_tokens - 1]
-    rests.hold(request, storable, key, tables, held)
-    return held
-
-
-def take_back_loads(request: Request, parts: Parts) -> None:
-    """Its loads do not count any more; those that no rank has heard of are not sent."""
-    for order in parts.outbox.cancel_loads(request):
-        parts.hits.ended(order.lease)
-        transfer = order.transfer
-        parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
-    request.loading.clear()
-
-
-def go_on(request: Request, computed_tokens: int, parts: Parts) -> None:
-    """Where a request goes on with what another left, it stores both, when it stores.
-
-    Not one that may not store so much: what the other left would never be stored then.
-    """
-    rests, num_keys = parts.rests, computed_tokens // parts.matcher.hash_tokens
-    if computed_tokens > request.progress.most_tokens:
-        return
-    if rests is not None and num_keys and not request.progress.tokens:
-        rest = rests.take_continued(request.chain, num_keys)
-        if rest is not None:
-            request.progress.go_on(rest.request.progress)
-            rest.request.end_left()
-
-
-def store_left(parts: Parts, rests: Rests, *, is_idle: bool) -> list[Ordered]:
-    """Order what is due of what ended requests left; all of it if nothing else runs."""
-    ordered: list[Ordered] = []
-    due = rests.take_due(is_idle=is_idle)
-    for number, rest in enumerate(due):
-        ordered += _store(rest, parts, rests)
-        lacks = rest.request.progress.tokens + parts.least_tokens <= rest.num_tokens
-        if lacks and parts.stores.is_full:
-            rests.put_back(due[number:])
-            break
-        parts.released.extend(rest.held)
-        rest.request.end_left()
-    return ordered
-
-
-def _store(rest: Rest, parts: Parts, rests: Rests) -> tuple[Ordered, ...]:
-    request: Request = rest.request
-    progress, chain, tables = request.progress, request.chain, rest.tables
-    if tables is None:
-        from_token = progress.unstored_from(chain, rest.num_tokens)
-        if from_token is None:
-            return ()
-        tables = rests.engine.remains(request, rest.num_tokens, from_token)
-    return progress.store(request, chain, tables, rest.num_tokens)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -337,7 +224,7 @@ class ComingLoad:
         "since",
     )
 
-    def __init__(self, look: Look, table: SlotArray) -> None:
+    def __init__(self, look: Lookup, table: SlotArray) -> None:
         self.first, self.end = look.blocks[0].start, look.blocks[0].stop
         self.sent = self.first
         self.since = 0.0
@@ -352,7 +239,7 @@ class ComingLoad:
         """Whether more of it may still be ordered."""
         return self.sent < self.last
 
-    def order(self, request: Request, parts: Parts) -> Ordered | None:
+    def order(self, request: Any, parts: Any) -> Ordered | None:
         """Order what has come up since; None if that is nothing."""
         rest = slice(self.sent - self.first, self.last - self.first)
         slots = parts.pool.leading(self._keys[rest])
@@ -360,10 +247,10 @@ class ComingLoad:
             return None
         stop = self.sent + len(slots)
         piece = slice(rest.start, rest.start + len(slots))
-        ordered = order_load(
-            request,
-            parts,
-            (0, parts.pool.claim(slots), self._table[piece]),
+        ordered: Ordered = request.order_load(
+            0,
+            parts.pool.claim(slots),
+            self._table[piece],
             range(self.sent, stop),
             self._keys[piece],
         )
@@ -371,7 +258,7 @@ class ComingLoad:
         self.sent, self.since = stop, parts.clock()
         return ordered
 
-    def is_stuck(self, request: Request, parts: Parts) -> bool:
+    def is_stuck(self, request: Any, parts: Any) -> bool:
         """Whether the next block will not come up any more."""
         if not request.waits_below:
             return True
@@ -392,29 +279,27 @@ class ComingLoads:
     For an engine with one group whose hits read every block; others get a load as one.
     """
 
-    def __init__(self, parts: Parts, shape: EngineShape, config: Config) -> None:
+    def __init__(self, parts: Any, shape: EngineShape, config: Config) -> None:
         reads_all = len(shape.groups) == 1 and parts.matcher.is_full
         self._is_on = shape.loads_early and reads_all and not shape.spare_tokens
         self._max_blocks = shape.bound(None, _DEVICE_SHARE)
         self._patience = config.promote_deadline * _PATIENCE
         self._parts = parts
-        self._transit = parts.transit
+        self._transfers = parts.transfers
         self._size = parts.sizes[0]
-        self._loads: dict[Request, ComingLoad] = {}
+        self._loads: dict[Any, ComingLoad] = {}
 
     def __bool__(self) -> bool:
         return bool(self._loads)
 
-    def is_open(self, request: Request) -> bool:
+    def is_open(self, request: Any) -> bool:
         """Whether more pieces of its load may still be ordered."""
         load = self._loads.get(request)
         return load is not None and load.is_open
 
     # -- begin ----------------------------------------------------------------------------------
 
-    def foresee(
-        self, request: Request, computed_tokens: int, max_tokens: int | None
-    ) -> Match | None:
+    def foresee(self, request: Any, computed_tokens: int, max_tokens: int | None) -> Match | None:
         """The hit of a request that waits for a tier, if now is the time to begin its load."""
         below, parts, size = request.below, self._parts, self._size
         if below is None or not self._is_on:
@@ -449,7 +334,7 @@ class ComingLoads:
             (key,) = parts.matcher.slot_keys(0, keys, range(blocks.stop, blocks.stop + 1))
             is_coming = parts.pool.state_of(key) is not SlotState.FREE
             missing = Missing(0, tokens, key, is_coming)
-        look = Look(
+        look = Lookup(
             keys, computed_tokens, most, tokens, tokens, (None,), (blocks,), (asked,), missing
         )
         below.foreseen = hit = PinnedHit(look, parts.pool.generation, 0, 0.0)
@@ -474,7 +359,7 @@ class ComingLoads:
         """Device blocks of loads that wait for a tier."""
         return sum(load.end - load.first for load in self._loads.values() if load.is_open)
 
-    def _is_joined(self, request: Request) -> bool:
+    def _is_joined(self, request: Any) -> bool:
         """Whether another request is loading blocks that this one waits for."""
         if not self._parts.hits.joins_loads:
             return False
@@ -484,7 +369,7 @@ class ComingLoads:
             if request.below is not None and other.below is not None
         )
 
-    def begin(self, request: Request, table: BlockTable) -> tuple[Ordered, ...]:
+    def begin(self, request: Any, table: BlockTable) -> tuple[Ordered, ...]:
         """Order what is up of the hit it was last told of; empty where that was lost meanwhile,
         or where others have begun that leave no room for it.
         """
@@ -493,7 +378,7 @@ class ComingLoads:
         hit, below.foreseen = below.foreseen, None
         if hit is None or not hit.is_of(request.chain, parts.matcher.hash_tokens):
             return ()
-        look, blocks = hit.look, hit.look.blocks[0]
+        look, blocks = hit.found, hit.found.blocks[0]
         if len(table) < blocks.stop:
             raise InputError(
                 f"request {request.id!r}: group 0's block table has {len(table)} blocks, the hit "
@@ -506,19 +391,17 @@ class ComingLoads:
         if ordered is None:
             return ()
         self._loads[request] = load
-        self._transit.keep(load.last - load.sent)
+        self._transfers.count_kept(load.last - load.sent)
         request.state = State.LOADING
-        request.progress.past = request.progress.since = look.host_tokens
-        parts.accounts.found(request, hit)
-        parts.accounts.loaded(request, look.host_tokens - look.computed_tokens, None)
-        parts.accounts.counts.early_loads += load.is_open
-        if parts.rests is not None:
-            go_on(request, look.computed_tokens, parts)
+        request.progress.begin_at(look.host_tokens)
+        request.note_found(hit)
+        request.note_loaded(look.host_tokens - look.computed_tokens)
+        parts.book.counts.early_loads += load.is_open
         return (ordered,)
 
     # -- go on and end --------------------------------------------------------------------------
 
-    def note_landed(self, request: Request, flight: Flight) -> bool:
+    def note_landed(self, request: Any, flight: InFlight) -> bool:
         """A transfer of its load ended or is late; False if its load does not come in pieces."""
         load = self._loads.get(request)
         if load is None:
@@ -527,20 +410,20 @@ class ComingLoads:
             self._lose(load, load.pieces[flight.transfer.id], flight.reason)
         return True
 
-    def advance(self) -> tuple[list[Ordered], list[tuple[Request, Match, str]]]:
+    def advance(self) -> tuple[list[Ordered], list[tuple[Any, Match, str]]]:
         """Order what has come up since the last call; returns that, and the loads that ended.
 
         Of those: the tokens on the device, those that were promised, and why they are not there.
         """
         ordered: list[Ordered] = []
-        ended: list[tuple[Request, Match, str]] = []
+        ended: list[tuple[Any, Match, str]] = []
         late = self._parts.clock() - self._patience
         for request, load in tuple(self._loads.items()):
             if load.is_open:
                 piece = load.order(request, self._parts)
                 if piece is not None:
                     ordered.append(piece)
-                    self._transit.keep(-len(piece.blocks))
+                    self._transfers.count_kept(-len(piece.blocks))
                 if load.is_open and load.is_stuck(request, self._parts):
                     self._lose(load, load.sent, _GONE)
                 elif load.is_open and load.since <= late:
@@ -550,9 +433,9 @@ class ComingLoads:
         return ordered, ended
 
     def _lose(self, load: ComingLoad, block: int, reason: str) -> None:
-        self._transit.keep(-load.lose(block, reason))
+        self._transfers.count_kept(-load.lose(block, reason))
 
-    def _end(self, request: Request, load: ComingLoad) -> Match:
+    def _end(self, request: Any, load: ComingLoad) -> Match:
         del self._loads[request]
         assert request.below is not None
         request.below.stop_waiting(request, self._parts)
@@ -565,115 +448,8 @@ class ComingLoads:
             request.state = State.UNKNOWN if load.reason else State.LOADED
         return promised
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: Any) -> None:
         """It is not loaded any further: what was sent lands on its own."""
         load = self._loads.pop(request, None)
         if load is not None:
             self._lose(load, load.sent, _GONE)
-
-
-def order_load(
-    request: Request,
-    parts: Parts,
-    piece: tuple[int, Lease, SlotArray],
-    places: range,
-    keys: Keys,
-    overlap: OverlapDecision | None = None,
-) -> Ordered:
-    """Order blocks to the device: ``piece`` is their group, what is read, and where to."""
-    group, lease, blocks = piece
-    transfer_id = parts.outbox.load(request, group, lease, blocks, overlap)
-    parts.hits.began(lease)
-    request.loading.add(transfer_id)
-    return Ordered(group, blocks, transfer_id, places, keys, request)
-
-
-# ------------------------------------------------------------------------------------------------
-# How far one request is stored, and when it is next worth storing more of it.
-
-NEVER = 1 << 60
-"""Tokens: more than any request has."""
-
-
-class Progress:
-    """What of one request needs no more storing. Owns that count; the blocks are the engine's.
-
-    ``past`` tokens it had, on the device or with us, when it came. ``since``: from there on count
-    the tokens that make storing worth a call (``Rests.step``). One that ``is_outdated`` has device
-    blocks from before a reset: nothing of them is stored.
-    """
-
-    most_tokens = NEVER  # may be stored; see CappedProgress
-    __slots__ = ("_parts", "_stored", "is_outdated", "past", "since", "tokens")
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._stored = [0] * len(parts.sizes)  # blocks, by group
-        self.tokens = 0
-        """Leading tokens that are done with, in every group."""
-        self.past = 0
-        self.since = 0
-        self.is_outdated = False
-
-    def renew(self) -> None:
-        """It starts from nothing: what a reset said about its blocks no longer counts."""
-        self.since = 0
-        if self.is_outdated:
-            self.is_outdated = False
-            self._stored = [0] * len(self._stored)
-            self.tokens = 0
-
-    def go_on(self, other: Progress) -> None:
-        """It goes on where another request ended, and stores what that one has left."""
-        self._stored = list(other._stored)
-        self.tokens = other.tokens
-        self.past = other.past
-        self.is_outdated |= other.is_outdated
-        self.since = self.tokens or self.past
-
-    def storable(self, chain: KeyChain, num_tokens: int) -> int:
-        """As many of these tokens as have keys and will not be taken back."""
-        parts = self._parts
-        return min(num_tokens, len(chain) * parts.matcher.hash_tokens) - parts.spare_tokens
-
-    def is_worth_storing(self, num_tokens: int) -> bool:
-        """Whether enough of so many computed tokens is new for a store to be worth its cost."""
-        parts, rests = self._parts, self._parts.rests
-        step = parts.least_tokens if rests is None else rests.step
-        return num_tokens >= self.since + step + parts.spare_tokens
-
-    def unstored_from(self, chain: KeyChain, num_tokens: int) -> int | None:
-        """From which token on something of so many storable tokens is to be stored, if it is."""
-        parts = self._parts
-        if self.is_outdated or parts.stores.is_lazy:
-            return None
-        if self.past and not self.tokens:
-            self._skip_past(chain, num_tokens)
-        return self.tokens if num_tokens >= self.tokens + parts.least_tokens else None
-
-    def store(
-        self, request: object, chain: KeyChain, tables: Sequence[BlockTable], num_tokens: int
-    ) -> tuple[Ordered, ...]:
-        """Order what is new of the first ``num_tokens``, which are storable."""
-        if self.is_outdated or self._parts.stores.is_lazy:
-            return ()
-        if self.past and not self.tokens:
-            self._skip_past(chain, num_tokens)
-        ordered = self._parts.stores.computed(
-            request, self._stored, chain.keys(), tables, num_tokens
-        )
-        self._note()
-        return ordered
-
-    def _skip_past(self, chain: KeyChain, num_tokens: int) -> None:
-        """What was loaded, or never left, needs no look at its blocks."""
-        past = min(self.past, num_tokens)
-        self._parts.stores.skip_known(self._stored, chain.keys(), past)
-        self._note()
-
-    def _note(self) -> None:
-        sizes = self._parts.sizes
-        self.tokens = self._stored[0] * sizes[0]
-        for count, size in zip(self._stored, sizes, strict=True):
-            self.tokens = min(self.tokens, count * size)
-        self.since = self.tokens

@@ -1,57 +1,237 @@
-"""A request: one object from its first question to what it leaves.
+"""A request: one object from its first match to what it leaves behind.
 
-It is answered at once: counting and explaining that waits until somebody has time
-(``Scheduler.plan``) or touches the request again (``owed.py``). One that ends with blocks not
-stored yet leaves them: they are stored late, by itself or by the request that goes on with it.
+A request that ends with blocks not stored yet leaves them: they are stored later, by itself or by
+the request that continues its conversation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
-from kvferry.cache import reach
-from kvferry.cache.pins import FOREVER
-from kvferry.cache.policies.contract import Evidence
+from kvferry.cache.events import EventKind, EventLog
+from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
+from kvferry.cache.tenants import Tenants
 from kvferry.core.keys import KeyChain, Keys
-from kvferry.hints import DEFAULT_PRIORITY, Hints, TokenPriority
-from kvferry.scheduler.accounts import Owed, OwedMiss, tell
-from kvferry.scheduler.hits import PinnedHit
-from kvferry.scheduler.journal import Explanation, Reason
-from kvferry.scheduler.lookup import Missing
-from kvferry.scheduler.parts import Parts
-from kvferry.scheduler.promotion import (
-    NEVER,
-    OVER,
-    Below,
-    Held,
-    Progress,
-    State,
-    go_on,
-    leave,
-    negative,
-    order_load,
-    over,
-    take_back_loads,
+from kvferry.errors import InputError
+from kvferry.hints import Hints
+from kvferry.scheduler.deferred_stores import Deferred, DeferredStores
+from kvferry.scheduler.journal import Asked, Bookkeeper, Hinted, Loaded, Reason, RequestAnswer
+from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
+from kvferry.scheduler.placement import tell_pools
+from kvferry.scheduler.promotion import OVER, Below, ComingLoads, State
+from kvferry.scheduler.stores import Stores
+from kvferry.scheduler.tiering import LowerTiers
+from kvferry.scheduler.transfers import (
+    BlockTable,
+    InFlight,
+    Ordered,
+    Transfers,
+    Waits,
+    held_blocks,
+    require_tables,
 )
-from kvferry.scheduler.transfers import BlockTable, Flight, Ordered, require_tables
 from kvferry.types import (
-    HOST,
-    NO_SLOT,
     NO_SLOTS,
+    DeviceBlocks,
     Match,
     MatchState,
     RequestId,
     SlotArray,
-    TierName,
     TransferId,
 )
+
+NEVER = 1 << 60
+"""Tokens: more than any request has."""
+
+
+_IDLE = (State.UNKNOWN, State.ANSWERED, State.LOADED)
+
+Held = tuple[DeviceBlocks, ...] | tuple[Ordered, ...]
+"""Device blocks to hold until they are released."""
+
+
+@dataclass(eq=False)
+class Requests:
+    """The requests of one scheduler. Owns which live, which have pinned hits, and what is released.
+
+    The other attributes are what requests match, load and store with. ``sizes`` are the tokens of a
+    block, by group. The last ``spare_tokens`` of a request are neither loaded nor stored.
+    ``released`` are device blocks that no transfer touches any more, until the engine is told.
+    """
+
+    pool: Pool
+    log: EventLog
+    matcher: Matcher
+    hits: Hits
+    stores: Stores
+    transfers: Transfers
+    lower: LowerTiers
+    waits: Waits
+    book: Bookkeeper
+    sizes: tuple[int, ...]
+    clock: Callable[[], float]
+    spare_tokens: int = 0
+    tenants: Tenants | None = None
+    deferred: DeferredStores | None = None
+    live: dict[Request, None] = field(default_factory=dict)
+    pinned: dict[Request, None] = field(default_factory=dict)
+    released: list[DeviceBlocks] = field(default_factory=list)
+    answered: dict[Request, None] = field(default_factory=dict)
+    least_tokens: int = field(init=False)
+    lower_pools: tuple[Pool, ...] = field(init=False)
+    coming: ComingLoads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_tokens = min(self.sizes)
+        pools = [tier.pool for tier in self.lower.tiers]
+        self.lower_pools = tuple([pool for pool in pools if pool is not None])
+
+    def forget_answered(self) -> None:
+        """A step has passed since these were answered that nothing is here."""
+        for request in self.answered:
+            if request.state is State.ANSWERED:
+                request.state = State.UNKNOWN
+        self.answered.clear()
+
+    def note_lookup(self, answer: RequestAnswer, chain: KeyChain, found: SlotArray | None) -> None:
+        """Append what a request was answered first; ``found`` are its leading slots, if known."""
+        matcher, log = self.matcher, self.log
+        tokens, hit = answer.max_tokens, answer.host_tokens
+        num_keys = min(len(chain), tokens // matcher.hash_tokens)
+        pools = [pool for pool in self.lower_pools if pool.log.wants(EventKind.LOOKUP)]
+        for g in range(len(self.sizes)):
+            keys: Keys | Callable[[], Keys] = partial(matcher.asked_keys, g, chain, num_keys)
+            slots: SlotArray | Callable[[], SlotArray] | None = found if not g else None
+            if slots is None:
+                slots = partial(self._leading, g, chain, hit // self.sizes[g]) if hit else NO_SLOTS
+            detail = None if g else answer
+            log.append(
+                EventKind.LOOKUP,
+                slots,
+                keys,
+                tokens=tokens,
+                request=answer.request_id,
+                detail=detail,
+            )
+            for pool in pools:  # what it has of them is of use only where it is read
+                pool.log.append(EventKind.LOOKUP, NO_SLOTS, keys, tokens=tokens)
+
+    def _leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
+        """The leading slots of a request, as far as its hit goes: what is behind is not there."""
+        keys = self.matcher.all_keys(g, chain.keys())[:num_blocks]
+        return self.pool.leading(keys) if len(keys) else NO_SLOTS
+
+    def note_answer(self, request: Request) -> None:
+        """Append how many tokens a request that is over got: what its chain has grown by."""
+        matcher, chain = self.matcher, request.chain
+        assert request.asked_tokens is not None
+        tokens = max(0, len(chain) * matcher.hash_tokens - request.asked_tokens)
+        for log in (self.log, *(pool.log for pool in self.lower_pools)):
+            if log.wants(EventKind.ANSWER):
+                for g in range(len(self.sizes)):
+                    keys = partial(matcher.asked_keys, g, chain, None)
+                    log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=tokens, request=request.id)
+
+
+class Progress:
+    """What of one request needs no more storing. Owns that count; the blocks are the engine's.
+
+    ``past`` tokens it had, on the device or stored, when it came. ``since``: from there on count
+    the tokens that make storing worth a call (``DeferredStores.step``). One that ``is_outdated``
+    has device blocks from before a reset: nothing of them is stored. At most ``most_tokens`` are
+    ever stored.
+    """
+
+    __slots__ = ("_requests", "_since", "_stored", "is_outdated", "most_tokens", "past", "tokens")
+
+    def __init__(self, requests: Requests, most_tokens: int | None = None) -> None:
+        self._requests = requests
+        self._stored = [0] * len(requests.sizes)  # blocks, by group
+        self.tokens = 0
+        """Leading tokens that are done with, in every group."""
+        self.past = self._since = 0
+        self.is_outdated = False
+        if most_tokens is None:
+            self.most_tokens = NEVER
+        else:
+            self.most_tokens = most_tokens - most_tokens % requests.least_tokens
+
+    @property
+    def since(self) -> int:
+        """Never worth another call, once all that may be is stored."""
+        return NEVER if self.tokens >= self.most_tokens else self._since
+
+    def begin_at(self, num_tokens: int) -> None:
+        """It has these tokens without computing them."""
+        self.past = self._since = num_tokens
+
+    def renew(self) -> None:
+        """It starts from nothing: what a reset said about its blocks no longer counts."""
+        self._since = 0
+        if self.is_outdated:
+            self.is_outdated = False
+            self._stored = [0] * len(self._stored)
+            self.tokens = 0
+
+    def go_on(self, other: Progress) -> None:
+        """It continues where another request ended, and stores what that one has left."""
+        self._stored = list(other._stored)
+        self.tokens = other.tokens
+        self.past = other.past
+        self.is_outdated |= other.is_outdated
+        self._since = self.tokens or self.past
+
+    def storable(self, chain: KeyChain, num_tokens: int) -> int:
+        """As many of these tokens as have keys, may be stored, and will not be taken back."""
+        requests = self._requests
+        covered = len(chain) * requests.matcher.hash_tokens
+        return min(min(num_tokens, covered) - requests.spare_tokens, self.most_tokens)
+
+    def is_worth_storing(self, num_tokens: int) -> bool:
+        """Whether enough of so many computed tokens is new for a store to be worth its cost."""
+        requests, deferred = self._requests, self._requests.deferred
+        step = requests.least_tokens if deferred is None else deferred.step
+        return num_tokens >= self.since + step + requests.spare_tokens
+
+    def unstored_from(self, chain: KeyChain, num_tokens: int) -> int | None:
+        """From which token on something of so many storable tokens is to be stored, if it is."""
+        requests = self._requests
+        if self.is_outdated or requests.stores.is_lazy:
+            return None
+        if self.past and not self.tokens:
+            self._skip_past(chain, num_tokens)
+        return self.tokens if num_tokens >= self.tokens + requests.least_tokens else None
+
+    def store(
+        self, request: Request, chain: KeyChain, tables: Sequence[BlockTable], num_tokens: int
+    ) -> tuple[Ordered, ...]:
+        """Order what is new of the first ``num_tokens``, which are storable."""
+        stores = self._requests.stores
+        if self.is_outdated or stores.is_lazy:
+            return ()
+        if self.past and not self.tokens:
+            self._skip_past(chain, num_tokens)
+        ordered = stores.computed(request, self._stored, chain.keys(), tables, num_tokens)
+        self._note()
+        return ordered
+
+    def _skip_past(self, chain: KeyChain, num_tokens: int) -> None:
+        """What was loaded, or never left, needs no look at its blocks."""
+        past = min(self.past, num_tokens)
+        self._requests.stores.skip_known(self._stored, chain.keys(), past)
+        self._note()
+
+    def _note(self) -> None:
+        sizes = self._requests.sizes
+        if len(sizes) == 1:
+            self.tokens = self._stored[0] * sizes[0]
+        else:
+            self.tokens = min([n * size for n, size in zip(self._stored, sizes, strict=True)])
+        self._since = self.tokens
 
 
 class Request:
@@ -59,41 +239,69 @@ class Request:
 
     Made by ``Scheduler.open``; ends by :meth:`end` or :meth:`leave`. The chain is the engine's and
     may grow; where its keys become others, what was found for the old ones no longer counts.
+    ``hints`` bound what is loaded and stored; once it is over, the pools are told the rest.
     """
 
-    hints: Hints | None = None  # what was said of it, and whose it is: see HintedRequest
-    tenant = 0
     __slots__ = (
         "_computed",
+        "_ended_at",
         "_hit",
         "_missed",
-        "_owed",
-        "_parts",
         "_promised",
+        "_requests",
+        "_unheeded",
+        "asked_tokens",
         "below",
         "chain",
+        "hints",
         "id",
         "is_counted",
         "is_explained",
         "loading",
+        "num_storing",
+        "own_from",
         "progress",
         "state",
+        "tenant",
     )
 
-    def __init__(self, request_id: RequestId, chain: KeyChain, parts: Parts) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        chain: KeyChain,
+        requests: Requests,
+        hints: Hints | None = None,
+        unheeded: str = "",
+    ) -> None:
         self.id = request_id
         self.chain = chain
+        self.hints = hints
         self.state = State.UNKNOWN
-        self.progress = Progress(parts)
-        self.loading: set[TransferId] = set()  # its loads under way
+        self.loading: set[TransferId] = set()  # its loads in flight
         self.is_counted = self.is_explained = False
-        self._parts = parts
-        self.below = Below() if parts.lower.tiers else None  # what it asked of the tiers
+        self.asked_tokens: int | None = None  # when it was first answered
+        self.num_storing = 0
+        """Orders to store of it that have not landed."""
+        self.own_from: int | None = None
+        """From which token on its blocks were nowhere when it came; None until it was answered."""
+        self.tenant = 0
+        self._requests = requests
+        self.below = Below() if requests.lower.tiers else None  # what it asked of lower tiers
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
-        self._owed: Owed | None = None  # an answer nobody has counted yet
         self._computed = 0  # tokens the engine had when it last asked
+        if hints is None:
+            self.progress = Progress(requests)
+        else:
+            self.progress = Progress(requests, hints.max_store_tokens)
+            self._unheeded = [unheeded] if unheeded else []
+            self._ended_at = 0.0
+            if requests.tenants is not None:
+                self.tenant = requests.tenants.number(hints.tenant)
+            if hints.max_store_tokens is not None and requests.stores.on_device is not None:
+                requests.stores.on_device.opened(self)
+        requests.live[self] = None
 
     # -- match ----------------------------------------------------------------------------------
 
@@ -104,95 +312,135 @@ class Request:
         request must compute at least one token itself). Asking again while nothing changed is
         cheap. A pinned hit is let go by ``load``, ``end``, ``preempt``, or its deadline.
         """
-        parts, chain = self._parts, self.chain
         if self.state in OVER:
-            raise over(self.id, "matched")
+            raise self._over("matched")
         if computed_tokens < 0 or (max_tokens is not None and max_tokens < 0):
-            raise negative(self.id, computed_tokens, max_tokens)
+            raise InputError(
+                f"request {self.id!r}: computed_tokens and max_tokens must not be negative, got "
+                f"{computed_tokens} and {max_tokens}"
+            )
+        hints = self.hints
+        if hints is None:
+            return self._match(computed_tokens, max_tokens)
+        most = hints.max_load_tokens
+        if most is not None and most <= computed_tokens and not self.loading:
+            match = self._decline(computed_tokens, max_tokens)
+        else:
+            if most is not None:
+                max_tokens = most if max_tokens is None else min(most, max_tokens)
+            match = self._match(computed_tokens, max_tokens)
+        if self.own_from is None and match.state is not MatchState.WAIT:
+            self.own_from = match.num_tokens
+        return match
+
+    def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
+        requests, chain = self._requests, self.chain
         self._computed = computed_tokens
         if self.loading or self.waits_below or self.state is State.LOADING:
-            coming = parts.coming.foresee(self, computed_tokens, max_tokens)
+            coming = requests.coming.foresee(self, computed_tokens, max_tokens)
             return coming or Match(MatchState.WAIT, computed_tokens, computed_tokens)
-        if self._owed is not None:
-            self.tell()
         if not computed_tokens and self.progress.is_outdated:
             self.progress.renew()  # it has no block, so none from before a reset
         num_keys = len(chain)
-        covered = num_keys * parts.matcher.hash_tokens
+        covered = num_keys * requests.matcher.hash_tokens
         max_tokens = covered if max_tokens is None else min(max_tokens, covered)
         hit = self._hit
         if hit is not None:
             holds = hit.answers(chain.keys(), computed_tokens, max_tokens)
-            if holds and parts.hits.still_holds(hit):
+            if holds and requests.hits.still_holds(hit):
                 return self._answer(hit)
             self._let_go()
-        missed, generation = self._missed, parts.pool.generation
+        missed, generation = self._missed, requests.pool.generation
         if (
             missed is not None
             and missed[:3] == (generation, computed_tokens, max_tokens)  # nothing was stored since
-            and parts.matcher.names(missed[3], chain)
+            and requests.matcher.names(missed[3], chain)
         ):
             return self._nothing(computed_tokens)
-        missing = parts.matcher.next_missing(chain, num_keys, computed_tokens, max_tokens)
+        missing = requests.matcher.next_missing(chain, num_keys, computed_tokens, max_tokens)
         if missing is None:
             return self._look(chain.keys(), computed_tokens, max_tokens)
         self._missed = (generation, computed_tokens, max_tokens, missing)
         if missed is None or missed[1:] != self._missed[1:]:  # explained once a question
-            self._owed = OwedMiss(missing, num_keys, computed_tokens, max_tokens)
-            parts.owing[self] = None
+            self._answered(RequestAnswer.nothing(self, computed_tokens, max_tokens, missing))
+            requests.answered[self] = None
+            self.progress.begin_at(computed_tokens)
             self.state = State.ANSWERED
+            return Match(MatchState.MISS, computed_tokens, computed_tokens)
         return self._nothing(computed_tokens)
 
     def _look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Match:
-        parts = self._parts
-        if not self.is_counted:
-            parts.accounts.asked(self, keys, max_tokens - computed_tokens)
-        look = parts.matcher.look(keys, computed_tokens, max_tokens, parts.spare_tokens)
-        if self.below is not None and self.below.fetch(self, look, parts):
+        requests = self._requests
+        found = requests.matcher.lookup(keys, computed_tokens, max_tokens, requests.spare_tokens)
+        if self.below is not None and self.below.fetch(self, found, requests):
+            if not self.is_counted:
+                self._ask(max_tokens - computed_tokens)
             self.state = State.WAITING
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
-        hit = self._hit = parts.hits.pin(look)
-        parts.pinned[self] = None
-        if hit.is_declined or hit.must_wait or self.below is not None:
-            parts.accounts.found(self, hit)
-        else:
-            self._owed = hit
-            parts.owing[self] = None
+        hit = self._hit = requests.hits.pin(found)
+        requests.pinned[self] = None
+        self.note_found(hit)
         return self._answer(hit)
 
+    def _ask(self, num_tokens: int) -> None:
+        """It asked for so many tokens more than it has, and must wait for its answer."""
+        self.is_counted = True
+        asked = Asked(self.tenant, self.chain, len(self.chain))
+        log = self._requests.log
+        log.append(EventKind.ASK, tokens=num_tokens, request=self.id, detail=asked)
+
+    def note_found(self, hit: PinnedHit) -> None:
+        """Tell the log's readers of a hit: all that is in the host of what was asked for."""
+        found, below = hit.found, self.below
+        slots = None if found.computed_tokens or found.host is not None else found.slots[0]
+        if slots is None and found.host_tokens <= found.computed_tokens == 0:
+            slots = NO_SLOTS
+        asked, declined = (0, None) if below is None else (below.num_asked, below.declined)
+        self._answered(RequestAnswer.of(self, hit, asked, declined), slots)
+
+    def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
+        requests = self._requests
+        if self.is_explained:
+            requests.log.append(EventKind.RESULT, request=self.id, detail=answer)
+            return
+        self.is_counted = self.is_explained = True
+        self.asked_tokens = answer.max_tokens
+        requests.note_lookup(answer, self.chain, slots)
+
     def _answer(self, hit: PinnedHit) -> Match:
-        look = hit.look
+        found = hit.found
         if hit.is_declined:
-            return self._nothing(look.computed_tokens)
+            return self._nothing(found.computed_tokens)
         if hit.must_wait:
             self.state = State.WAITING
-            return Match(MatchState.WAIT, look.computed_tokens, look.computed_tokens)
+            return Match(MatchState.WAIT, found.computed_tokens, found.computed_tokens)
         self.state = State.MATCHED
-        self.progress.past = self.progress.since = look.host_tokens
-        return Match(MatchState.HIT, look.host_tokens, look.computed_tokens)
+        self.progress.begin_at(found.host_tokens)
+        return Match(MatchState.HIT, found.host_tokens, found.computed_tokens)
 
     def _nothing(self, computed_tokens: int) -> Match:
-        if self._owed is None:
+        self.state = State.UNKNOWN
+        self.progress.begin_at(computed_tokens)
+        return Match(MatchState.MISS, computed_tokens, computed_tokens)
+
+    def _decline(self, computed_tokens: int, max_tokens: int | None) -> Match:
+        """A hint said that nothing more is to be loaded for it."""
+        self._let_go()
+        self._computed = computed_tokens
+        covered = len(self.chain) * self._requests.matcher.hash_tokens
+        asked = covered if max_tokens is None else min(max_tokens, covered)
+        if not self.is_counted:
+            reason = Reason.HINT
+            self._answered(RequestAnswer.nothing(self, computed_tokens, asked, reason=reason))
+        if self.state is State.MATCHED:
             self.state = State.UNKNOWN
-        self.progress.past = self.progress.since = computed_tokens
+        self.progress.begin_at(computed_tokens)
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
 
     @property
     def waits_below(self) -> bool:
         """Whether it waits for a tier's answer, or for blocks that come up from one."""
         return self.below is not None and bool(self.below.waits)
-
-    def tell(self) -> None:
-        """Count and explain what it was answered."""
-        owed, self._owed = self._owed, None
-        if owed is None:
-            return
-        del self._parts.owing[self]
-        tell(self, owed, self._parts)
-        if self.state is State.RUNNING:
-            go_on(self, self._computed, self._parts)
-        elif self.state is State.ANSWERED:
-            self.state = State.UNKNOWN
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -201,8 +449,8 @@ class Request:
         """By group, the places in its block table that loading its pinned hit fills."""
         hit = self._hit
         if hit is None or not hit.leases:
-            return (range(0),) * len(self._parts.sizes)
-        return hit.look.blocks
+            return (range(0),) * len(self._requests.sizes)
+        return hit.found.blocks
 
     def load(
         self, tables: Sequence[BlockTable], overlap: OverlapDecision | None = None
@@ -214,55 +462,73 @@ class Request:
         meanwhile (a reset, its deadline, another chain): the tokens must be computed then. Where a
         window or a chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
         """
-        parts, hit = self._parts, self._hit
-        require_tables(tables, len(parts.sizes))
+        requests, hit = self._requests, self._hit
+        require_tables(tables, len(requests.sizes))
         if hit is None and self.waits_below:
-            return parts.coming.begin(self, tables[0])
+            return requests.coming.begin(self, tables[0])
         if hit is None or not hit.leases:
             return ()
-        if not hit.is_of(self.chain, parts.matcher.hash_tokens):
+        if not hit.is_of(self.chain, requests.matcher.hash_tokens):
             self.expire(hit.deadline)  # it was found for a chain that has become another
             return ()
-        look, pieces = hit.look, hit.pieces(self.id, tables)
-        if overlap is not None and self._owed is not None:
-            self.tell()  # before it is told how it is loaded
+        found, pieces = hit.found, hit.pieces(self.id, tables)
         self._hit = None
-        del parts.pinned[self]
+        del requests.pinned[self]
         if self.below is not None:
             self.below.renew()
         ordered = [
-            order_load(self, parts, piece, look.blocks[piece[0]], look.asked[piece[0]], overlap)
-            for piece in pieces
+            self.order_load(g, lease, blocks, found.blocks[g], found.asked[g], overlap)
+            for g, lease, blocks in pieces
         ]
         if not ordered:  # a hit that reads nothing has no landing to wait for
             self.state = State.LOADED
             return ()
-        self._promised = Match(MatchState.HIT, look.host_tokens, look.computed_tokens)
+        self._promised = Match(MatchState.HIT, found.host_tokens, found.computed_tokens)
         self.state = State.LOADING
-        parts.accounts.loaded(self, look.host_tokens - look.computed_tokens, overlap)
-        if parts.rests is not None:
-            go_on(self, self._computed, self._parts)
+        self.note_loaded(found.host_tokens - found.computed_tokens, overlap)
         return tuple(ordered)
+
+    def order_load(
+        self,
+        group: int,
+        lease: Lease,
+        blocks: SlotArray,
+        places: range,
+        keys: Keys,
+        overlap: OverlapDecision | None = None,
+    ) -> Ordered:
+        """Order blocks of one group to the device, at these places of its block table."""
+        requests = self._requests
+        transfer_id = requests.transfers.load(self, group, lease, blocks, overlap)
+        requests.hits.began(lease)
+        self.loading.add(transfer_id)
+        return Ordered(group, blocks, transfer_id, places, keys, self)
+
+    def note_loaded(self, num_tokens: int, overlap: OverlapDecision | None = None) -> None:
+        """So many tokens are brought to the device for it; it may continue what another left."""
+        requests = self._requests
+        detail = Loaded(self.tenant, overlap)
+        requests.log.append(EventKind.LOAD, tokens=num_tokens, request=self.id, detail=detail)
+        if requests.deferred is not None:
+            self.go_on(self._computed)
 
     @property
     def has_more_to_load(self) -> bool:
         """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
-        return self._parts.coming.is_open(self)
+        return self._requests.coming.is_open(self)
 
-    def landed(self, flight: Flight) -> tuple[Match, str] | None:
-        """One of its loads has ended, or its time is up: what was promised, and why it failed.
+    def landed(self, flight: InFlight) -> tuple[Match, str] | None:
+        """One of its loads has ended, or is overdue: what was promised, and why it failed.
 
         None while others are on their way. The first failure fails the request; what else it
         waits for lands on its own.
         """
-        parts, transfer_id = self._parts, flight.transfer.id
+        requests, transfer_id = self._requests, flight.transfer.id
         if transfer_id not in self.loading:
             return None
-        if self._owed is not None:  # what is said of it first makes an entry of its own
-            self.tell()
-        parts.journal.ended(self.id, flight)
+        requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
-        if parts.coming.note_landed(self, flight):
+        if requests.coming.note_landed(self, flight):
             return None  # told when all of its pieces have ended
         if self.loading and not flight.reason:
             return None
@@ -275,10 +541,10 @@ class Request:
             self.state = State.UNKNOWN if flight.reason else State.LOADED
         return promised, flight.reason
 
-    def came(self, flight: Flight) -> None:
+    def came(self, flight: InFlight) -> None:
         """Blocks it waits for have come up from a lower tier, or will not."""
+        self._requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         assert self.below is not None
-        self._parts.journal.ended(self.id, flight)
         self.below.waits.discard(flight.transfer.id)
         if not self.below.waits and self.state is State.WAITING:
             self.state = State.UNKNOWN
@@ -288,11 +554,27 @@ class Request:
     def run(self) -> None:
         """The engine computes it from now on, in the blocks it has given it."""
         if self.state in OVER:
-            raise over(self.id, "run")
+            raise self._over("run")
         if self.state is not State.RUNNING:
             self.state = State.RUNNING
-            if self._owed is None and self._parts.rests is not None:
-                go_on(self, self._computed, self._parts)
+            self._requests.answered.pop(self, None)
+            if self._requests.deferred is not None:
+                self.go_on(self._computed)
+
+    def go_on(self, computed_tokens: int) -> None:
+        """If it continues what another request left, it stores both, when it stores.
+
+        Not a request that may not store so much: what the other left would never be stored then.
+        """
+        requests, progress = self._requests, self.progress
+        num_keys = computed_tokens // requests.matcher.hash_tokens
+        if requests.deferred is None or not num_keys or progress.tokens:
+            return
+        if computed_tokens <= progress.most_tokens:
+            rest = requests.deferred.take_continued(self.chain, num_keys)
+            if rest is not None:
+                progress.go_on(rest.request.progress)
+                rest.request.end_left()
 
     def store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
         """Order what is new of its first ``num_tokens`` into the pool.
@@ -302,15 +584,13 @@ class Request:
         out. Returns what was ordered: hold its device blocks until ``settle`` releases them. With
         lazy stores it orders nothing; see ``Scheduler.offer``.
         """
-        parts = self._parts
-        if self.state in OVER:
-            raise over(self.id, "stored")
-        require_tables(tables, len(parts.sizes))
-        if self._owed is not None:
-            self.tell()
-        if parts.stores.admission.counts:  # what others asked before counts before it
-            parts.tell_owing()
-        if self.state in (State.UNKNOWN, State.LOADED):
+        requests, state = self._requests, self.state
+        if state in OVER:
+            raise self._over("stored")
+        require_tables(tables, len(requests.sizes))
+        if requests.stores.admission.counts:  # what was asked for before counts before it
+            requests.book.drain()
+        if state in _IDLE:
             self.run()
         progress, chain = self.progress, self.chain
         return progress.store(self, chain, tables, progress.storable(chain, num_tokens))
@@ -339,48 +619,95 @@ class Request:
     def end(self) -> None:
         """It is over (done or aborted). Its stores go on; its hit and loads do not count.
 
-        What it has left and nobody has stored yet is not stored any more. Safe to call twice.
+        What it has left and is not stored yet is not stored any more. Safe to call twice.
         """
-        if self.state is State.ENDED:
+        state, requests = self.state, self._requests
+        if state is State.ENDED:
             return
-        if self._owed is not None:
-            self.tell()
-        self._parts.accounts.ended(self)
-        if self.state is State.LEFT and self._parts.rests is not None:
-            for rest in self._parts.rests.drop(self):
-                self._parts.released.extend(rest.held)
+        if state is State.LEFT:
+            if requests.deferred is not None:
+                for rest in requests.deferred.drop(self):
+                    requests.released.extend(rest.held)
+        elif self.asked_tokens is not None:
+            requests.note_answer(self)
         if self._hit is not None or self.loading or self.below is not None:
             self._drop()
         self.end_left()
+        if self.hints is not None and state is not State.LEFT:
+            self._tell_hints()
 
     def leave(self, num_tokens: int) -> Held:
-        """It is over, with this many tokens computed. What of them is not stored is stored late.
+        """It is over, with this many tokens computed. What of them is not stored is stored later.
 
         Returns device blocks to hold until ``settle`` releases them. One that did not run has
         computed nothing of its own: it ends.
         """
         if self.state in OVER:
             return ()
-        if self._owed is not None:
-            self.tell()
-        self._parts.accounts.ended(self)
-        rests = self._parts.rests
-        if self.state is not State.RUNNING or rests is None:
+        deferred = self._requests.deferred
+        if self.state is not State.RUNNING or deferred is None:
             self.end()
             return ()
-        held = leave(self, num_tokens, self._parts, rests)
-        if held is None or not rests.stores_late:
+        held = self._defer(num_tokens, deferred)
+        if held is None or not deferred.stores_late:
             self.end()
             return held or ()
+        if self.asked_tokens is not None:
+            self._requests.note_answer(self)
         self._drop()
         self.state = State.LEFT
+        if self.hints is not None:
+            self._tell_hints()
         return held
+
+    def _defer(self, num_tokens: int, deferred: DeferredStores) -> Held | None:
+        """See to what of so many computed tokens is not stored; None if that is nothing.
+
+        A short rest waits for the next turn, others are held. Where blocks are given up while a
+        request runs there is no waiting at all: what is left is stored at once.
+        """
+        requests, progress, chain = self._requests, self.progress, self.chain
+        storable = progress.storable(chain, num_tokens)
+        num_new = storable - max(progress.tokens, progress.past)
+        is_short = requests.least_tokens <= num_new < deferred.store_step
+        waits = deferred.stores_late and is_short and deferred.can_wait
+        if waits and not (progress.is_outdated or requests.stores.is_lazy):
+            key = chain[storable // requests.matcher.hash_tokens - 1]
+            twin = deferred.wait(self, storable, key)
+            if twin is not None:
+                twin.request.end_left()
+            return ()
+        from_token = progress.unstored_from(chain, storable)
+        if from_token is None:
+            return None
+        tables = deferred.engine.tables(self, storable, from_token)
+        if not deferred.stores_late:
+            return progress.store(self, chain, tables, storable)
+        held = held_blocks(tables, requests.sizes, from_token)
+        key = chain[storable // requests.matcher.hash_tokens - 1]
+        deferred.hold(self, storable, key, tables, held)
+        return held
+
+    def store_left(self, rest: Deferred, deferred: DeferredStores) -> tuple[Ordered, ...]:
+        """Order what it has left, as far as the bounds allow."""
+        progress, chain, tables = self.progress, self.chain, rest.tables
+        if tables is None:
+            from_token = progress.unstored_from(chain, rest.num_tokens)
+            if from_token is None:
+                return ()
+            tables = deferred.engine.remains(self, rest.num_tokens, from_token)
+        return progress.store(self, chain, tables, rest.num_tokens)
 
     def end_left(self) -> None:
         """Nothing of what it left is to be stored any more."""
+        requests = self._requests
         self.state = State.ENDED
-        del self._parts.live[self]
-        self._parts.accounts.gone(self)
+        del requests.live[self]
+        requests.answered.pop(self, None)
+        if requests.stores.on_device is not None:
+            requests.stores.on_device.ended(self)
+        if self.asked_tokens is not None:
+            requests.log.append(EventKind.END, request=self.id, detail=self)
 
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.
@@ -403,276 +730,52 @@ class Request:
 
     def _drop(self) -> None:
         """Let go of its hit, take back its loads, and wait for nothing."""
-        parts = self._parts
+        requests = self._requests
         self._let_go()
         if self.loading:
-            take_back_loads(self, parts)
+            for order in requests.transfers.cancel_loads(self):  # which no rank has heard of
+                requests.hits.ended(order.lease)
+                transfer = order.transfer
+                requests.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
+            self.loading.clear()
             self._promised = None
-        parts.coming.drop(self)
+        requests.coming.drop(self)
         if self.below is not None:
-            self.below.drop(self, parts)
+            self.below.drop(self, requests)
 
     def _let_go(self) -> None:
-        self.tell()
         hit = self._hit
         if hit is not None:
             self._hit = None
-            del self._parts.pinned[self]
+            del self._requests.pinned[self]
             hit.release()
 
-    def __repr__(self) -> str:
-        return f"Request({self.id!r}, {self.state.value})"
+    def _over(self, verb: str) -> InputError:
+        return InputError(f"request {self.id!r} has ended and cannot be {verb}; open a new one")
 
+    # -- hints ----------------------------------------------------------------------------------
 
-# ------------------------------------------------------------------------------------------------
-# Where a request's blocks are: what the host and each tier whose places are ours has of them.
-
-
-@dataclass(frozen=True, eq=False)
-class OnTier:
-    """What one pool has of a chain: the numbers of those blocks, rising, and their slots.
-
-    A tier has any of them, mostly the end: ends are spilled first. Those that are not ``cached``
-    are on their way in.
-    """
-
-    name: TierName
-    pool: Pool
-    blocks: SlotArray
-    slots: SlotArray
-    cached: npt.NDArray[np.bool_]
-
-    @classmethod
-    def find(cls, name: TierName, pool: Pool, keys: Keys) -> OnTier:
-        found = pool.find(keys)
-        blocks = (found != NO_SLOT).nonzero()[0]
-        slots = found if len(blocks) == len(found) else found[blocks]
-        if not pool.all_distinct(slots):
-            # Whatever an engine calls a chain: to be held twice would be to be let go twice.
-            blocks = slots = NO_SLOTS
-        return cls(name, pool, blocks, slots, pool.are_cached(slots))
-
-    def readable(self, stop: int) -> OnTier:
-        """Those that can be read, of the chain's first ``stop`` blocks."""
-        taken = self.cached & (self.blocks < stop)
-        if taken.all():
-            return self
-        return OnTier(self.name, self.pool, self.blocks[taken], self.slots[taken], taken[taken])
-
-    def at(self, block: int) -> int:
-        """How many of them come before this block of the chain."""
-        return int(np.searchsorted(self.blocks, block))
-
-    @property
-    def num_shared(self) -> int:
-        """Up to which block of the chain this pool knows others to go on from it."""
-        shared = self.pool.num_shared(self.slots)
-        return int(self.blocks[shared - 1]) + 1 if shared else 0
-
-
-@dataclass(frozen=True, eq=False)
-class ChainPlaces:
-    """The blocks of one group of a request, tier by tier from the host down."""
-
-    group: reach.Group
-    keys: Keys
-    places: tuple[OnTier, ...]
-    reached: int
-    """So many of its blocks, from the first on, some tier has or may have. To hold what comes
-    after a block that is nowhere would take room from what somebody can load."""
-
-    @property
-    def is_chained(self) -> bool:
-        return isinstance(self.group, reach.FullAttention)
-
-    @cached_property
-    def num_shared(self) -> int:
-        """So many blocks, from the first on, others go on from, as far as any tier knows.
-
-        Where blocks are spilled to a tier, that does not know what follows what there.
-        """
-        return max(place.num_shared for place in self.places)
-
-    def hold(self, seconds: float) -> tuple[int, list[str]]:
-        """Let its blocks stay so long, each on the highest tier that may hold it.
-
-        Returns how many do on some tier, and which were refused where, in words.
-        """
-        held = np.zeros(len(self.keys), dtype=bool)
-        refused = []
-        for place in self.places:
-            here = place.readable(self.reached)
-            if held[here.blocks].all():
-                continue  # a tier below need not keep it, too
-            count = here.pool.hold(here.slots, seconds)
-            held[here.blocks[here.pool.holds.held(here.slots)]] = True
-            if count < len(here.slots):
-                refused.append(bound_words(here.name, here.pool, len(here.slots) - count))
-        return int(np.count_nonzero(held)), refused
-
-    def on_their_way(self) -> list[str]:
-        """That blocks which are still copied heard nothing of what was said, if there are any."""
-        if all(place.cached.all() for place in self.places):
-            return []
-        here, coming = np.zeros((2, len(self.keys)), dtype=bool)
-        for place in self.places:
-            here[place.blocks[place.cached]] = True
-            coming[place.blocks[~place.cached]] = True
-        count = int(np.count_nonzero(coming & ~here))
-        words = (
-            f"{count} blocks are still being copied, and this does not hold for them; say it again "
-            "once they have come"
-        )
-        return [words] if count else []
-
-
-def places_of(keys: Keys, parts: Parts) -> Iterator[ChainPlaces]:
-    """Where the blocks of a request are, group by group."""
-    pools = [(HOST, parts.pool)]
-    pools += [(lv.name, lv.pool) for lv in parts.lower.tiers if lv.pool is not None]
-    for g, group in enumerate(parts.matcher.groups):
-        chain = parts.matcher.all_keys(g, keys)
-        places = tuple(OnTier.find(name, pool, chain) for name, pool in pools)
-        is_chained = isinstance(group, reach.FullAttention)
-        reached = _reached(chain, places, parts) if is_chained else len(chain)
-        yield ChainPlaces(group, chain, places, reached)
-
-
-def _reached(chain: Keys, places: tuple[OnTier, ...], parts: Parts) -> int:
-    """The first block of a chain that is nowhere, as far as is known."""
-    there = np.zeros(len(chain) + 1, dtype=bool)  # one more, which nobody has
-    for place in places:
-        there[place.blocks] = True
-    if parts.lower.can_be_asked:
-        there[:-1] |= parts.lower.cached(chain) | parts.lower.unknown(chain, chained=True)
-    return int(there.argmin())
-
-
-def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
-    """Why so many blocks are not held."""
-    words = (
-        f"{num_blocks} blocks are not kept on {tier}: pins and keeps hold {pool.holds.count} of "
-        f"at most {pool.holds.most} blocks there (pin_share)"
-    )
-    return f"{words}, each tenant's at most its part of those" if pool.is_divided else words
-
-
-# ------------------------------------------------------------------------------------------------
-# A request that somebody said something about: it heeds that, and passes it on to the pools.
-
-
-class CappedProgress(Progress):
-    """The same, of which only the first ``most_tokens`` are ever stored."""
-
-    __slots__ = ("_since", "most_tokens")
-
-    def __init__(self, parts: Parts, most_tokens: int) -> None:
-        self.most_tokens = most_tokens - most_tokens % parts.least_tokens
-        super().__init__(parts)
-
-    def storable(self, chain: KeyChain, num_tokens: int) -> int:
-        return min(super().storable(chain, num_tokens), self.most_tokens)
-
-    @property
-    def since(self) -> int:
-        """Never worth another call, once all that may be is stored."""
-        return NEVER if self.tokens >= self.most_tokens else self._since
-
-    @since.setter
-    def since(self, num_tokens: int) -> None:
-        self._since = num_tokens
-
-
-class HintedRequest(Request):
-    """Heeds bounds on what is loaded and stored; tells the pools, once it is over, the rest.
-
-    What is stored late is told of when it lands (:meth:`stored`).
-    """
-
-    __slots__ = ("_ended_at", "_unheeded", "hints", "num_storing", "own_from", "tenant")
-
-    hints: Hints
-
-    def __init__(
-        self,
-        request_id: RequestId,
-        chain: KeyChain,
-        parts: Parts,
-        hints: Hints,
-        unheeded: str = "",
-    ) -> None:
-        super().__init__(request_id, chain, parts)
-        self.hints = hints
-        self._unheeded = [unheeded] if unheeded else []
-        self.tenant = 0 if parts.tenants is None else parts.tenants.number(hints.tenant)
-        self.own_from: int | None = None
-        """From which token on nobody had its blocks when it came; None until it was answered."""
-        self.num_storing = 0
-        """Orders to store of it that have not landed."""
-        self._ended_at = 0.0
-        if hints.max_store_tokens is not None:
-            self.progress = CappedProgress(parts, hints.max_store_tokens)
-            if parts.stores.on_device is not None:
-                parts.stores.on_device.opened(self)
-
-    def match(self, *, computed_tokens: int = 0, max_tokens: int | None = None) -> Match:
-        match = self._match(computed_tokens, max_tokens)
-        if self.own_from is None and match.state is not MatchState.WAIT:
-            self.own_from = match.num_tokens
-        return match
-
-    def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
-        most = self.hints.max_load_tokens
-        if most is None or self.state in OVER or computed_tokens < 0:
-            return super().match(computed_tokens=computed_tokens, max_tokens=max_tokens)
-        if most <= computed_tokens and not self.loading:
-            return self._decline(computed_tokens, max_tokens)
-        most = most if max_tokens is None else min(most, max_tokens)
-        return super().match(computed_tokens=computed_tokens, max_tokens=most)
-
-    def _decline(self, computed_tokens: int, max_tokens: int | None) -> Match:
-        """It was said that nothing more is to be loaded for it."""
-        if self._owed is not None:
-            self.tell()
-        self._let_go()
-        covered = len(self.chain) * self._parts.matcher.hash_tokens
-        asked = covered if max_tokens is None else min(max_tokens, covered)
-        if not self.is_counted:
-            self._parts.accounts.asked(self, self.chain.keys(), asked - computed_tokens)
-            told = Explanation(self.id, asked, computed_tokens, 0, 0, Reason.HINT, computed_tokens)
-            self._parts.accounts.told(self, told)
-        self.progress.past = self.progress.since = computed_tokens
-        return Match(MatchState.MISS, computed_tokens, computed_tokens)
-
-    def end(self) -> None:
-        was_over = self.state in OVER
-        super().end()
-        if not was_over:
-            self._told()
-
-    def leave(self, num_tokens: int) -> Held:
-        was_over = self.state in OVER
-        held = super().leave(num_tokens)
-        if not was_over:
-            self._told()
-        return held
-
-    def _told(self) -> None:
-        """It is over: what was said holds from now on, or as soon as its last store has landed."""
-        self._ended_at = self._parts.clock()
+    def _tell_hints(self) -> None:
+        """It is over: its hints apply from now on, or as soon as its last store has landed."""
+        self._ended_at = self._requests.clock()
         if not self.num_storing:
+            assert self.hints is not None
             self._tell_pools(self.hints)
 
     def stored(self) -> None:
-        """More of it was stored: what was said of one that is over holds for that as well."""
-        if self.state in OVER:
-            self._tell_pools(self.hints.after(self._parts.clock() - self._ended_at))
+        """One of its stores has landed: its hints apply to that as well, once it is over."""
+        self.num_storing -= 1
+        if self.hints is not None and not self.num_storing and self.state in OVER:
+            self._tell_pools(self.hints.after(self._requests.clock() - self._ended_at))
 
     def _tell_pools(self, hints: Hints) -> None:
-        words = []
+        requests, words = self._requests, list[str]()
         if hints.shapes_what_stays and not self._is_nowhere:
-            words = tell_pools(hints, self.chain.keys(), self._parts)
-        self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
+            keys = self.chain.keys()
+            words = tell_pools(hints, keys, requests.pool, requests.lower, requests.matcher)
+        assert self.hints is not None
+        detail = Hinted(self.hints, [*self._unheeded, *words])
+        requests.log.append(EventKind.RESULT, request=self.id, detail=detail)
 
     @property
     def _is_nowhere(self) -> bool:
@@ -680,64 +783,11 @@ class HintedRequest(Request):
 
         Most turns end where nothing of them is stored yet, and to name all their blocks takes long.
         """
-        parts, num_keys = self._parts, len(self.chain)
-        if len(parts.sizes) > 1:
+        requests, num_keys = self._requests, len(self.chain)
+        if len(requests.sizes) > 1:
             return False
-        covered = num_keys * parts.matcher.hash_tokens
-        return parts.matcher.next_missing(self.chain, num_keys, 0, covered) is not None
+        covered = num_keys * requests.matcher.hash_tokens
+        return requests.matcher.next_missing(self.chain, num_keys, 0, covered) is not None
 
-
-def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
-    """Pass on what was said of a request's blocks, tier by tier; what was refused, in words."""
-    refused: list[str] = []
-    for where in places_of(keys, parts):
-        softly = [words for place in where.places for words in _tell_place(hints, where, place)]
-        if hints.pin_seconds is None:
-            refused += softly
-        else:  # which asks for more than they do
-            refused += where.hold(hints.pin_seconds)[1]
-        refused += where.on_their_way()
-    return refused
-
-
-def _tell_place(hints: Hints, where: ChainPlaces, place: OnTier) -> list[str]:
-    """Pass on all but a keep to one tier; which blocks are not held for that, in words."""
-    here = place.readable(len(where.keys) if hints.ended else where.reached)
-    lacking = 0
-    if len(here.slots) and (hints.ended or hints.continues):
-        evidence = Evidence(hints.ended, hints.continues, hints.within)
-        if where.is_chained:
-            first = here.at(where.num_shared) if hints.ended else 0
-            lacking = here.pool.hint_slots(here.slots, evidence, first=first)
-        else:
-            lacking = here.pool.hint(where.keys, evidence)
-    if hints.priorities and where.is_chained:
-        lacking = max(lacking, _rank(hints.priorities, where, place))
-    return [bound_words(place.name, place.pool, lacking)] if lacking else []
-
-
-def _rank(priorities: Sequence[TokenPriority], where: ChainPlaces, place: OnTier) -> int:
-    """Blocks matter so much, range by range; how many are not held that matter more than most.
-
-    Of what was said of a block twice, the last counts.
-    """
-    pool, block_tokens = place.pool, where.group.block_tokens
-    is_high = np.zeros(len(where.keys), dtype=bool)
-    for told in priorities:
-        start, stop = told.token_start // block_tokens, len(where.keys)
-        if told.token_end is not None:
-            stop = min(stop, -(-told.token_end // block_tokens))
-        if told.priority < DEFAULT_PRIORITY:
-            here = place.readable(stop)
-            first = here.at(max(start, where.num_shared))
-            pool.go_first(here.slots, told.priority, first=first)
-            is_high[start:stop] = False
-        elif told.priority > DEFAULT_PRIORITY:
-            # With what comes before it: nobody could reach it without.
-            here = place.readable(min(stop, where.reached))
-            seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
-            if here.at(start) < len(here.slots):
-                pool.hold(here.slots, seconds, told.priority)
-                is_high[here.blocks] = True
-    high = place.slots[is_high[place.blocks]]
-    return int(np.count_nonzero(~pool.holds.held(high)))
+    def __repr__(self) -> str:
+        return f"Request({self.id!r}, {self.state.value})"

@@ -1,4 +1,4 @@
-"""The scheduler half: requests, plans, settling. Decides which blocks move; never touches a byte.
+"""The scheduler half: requests, plans, completions. Decides which blocks move; touches no byte.
 
 ::
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvferry.cache import reach
+from kvferry.cache.events import EventKind
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
@@ -25,15 +26,12 @@ from kvferry.core.identity import new_epoch
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import ClosedError, InputError
 from kvferry.hints import Hints
-from kvferry.scheduler.accounts import Accounts, listening
 from kvferry.scheduler.control import Ahead, Control
-from kvferry.scheduler.deferred_stores import Rests
-from kvferry.scheduler.hits import Hits
-from kvferry.scheduler.journal import Entry, Explainer, Explanation, Journal
-from kvferry.scheduler.lookup import Matcher
-from kvferry.scheduler.parts import Parts
-from kvferry.scheduler.promotion import ComingLoads, store_left
-from kvferry.scheduler.request import HintedRequest, Request
+from kvferry.scheduler.deferred_stores import DeferredStores
+from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
+from kvferry.scheduler.lookup import Hits, Matcher
+from kvferry.scheduler.promotion import ComingLoads
+from kvferry.scheduler.request import Request, Requests
 from kvferry.scheduler.stores import OnDevice, Stores
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
 from kvferry.scheduler.tiering import LowerTiers
@@ -41,11 +39,9 @@ from kvferry.scheduler.transfers import (
     BlockTable,
     EngineBlocks,
     EngineShape,
-    Flight,
-    Flights,
+    InFlight,
     Ordered,
-    Outbox,
-    Transit,
+    Transfers,
     Waits,
 )
 from kvferry.scheduler.writeback import admission_of, times_requested
@@ -66,77 +62,15 @@ from kvferry.types import (
     Transfer,
 )
 
+log = logging.getLogger("kvferry")
 
-def snapshot(parts: Parts, *, resets: int) -> SchedulerStats:
-    """As of now; nothing in it changes afterwards."""
-    pool, tiers, worth, tenants = parts.pool, parts.lower.tiers, parts.hits.worth, parts.tenants
-    matches, moved = parts.accounts.counts, parts.flights.counts
-    below = {tier.name: tier.pool for tier in tiers if tier.pool is not None}
-    keyed = [tier for tier in tiers if isinstance(tier, KeyedTier)]
-    placed = [tier for tier in tiers if isinstance(tier, SlotTier)]
-    return SchedulerStats(
-        pool=pool.counts,
-        tiers=MappingProxyType({name: each.counts for name, each in below.items()}),
-        queries=matches.queries,
-        asked_tokens=matches.asked_tokens,
-        hit_tokens=matches.hit_tokens,
-        promoted_tokens=matches.promoted_tokens,
-        expired_hits=matches.expired_hits,
-        early_loads=matches.early_loads,
-        shed_stores=parts.stores.num_shed,
-        verdicts=MappingProxyType(dict(matches.verdicts)),
-        missed=MappingProxyType(dict(matches.missed)),
-        overlaps=MappingProxyType(dict(matches.overlaps)),
-        in_flight=len(parts.flights),
-        landed=moved.landed,
-        failed=moved.failed,
-        overdue=moved.overdue,
-        stale_receipts=moved.stale_receipts,
-        bytes_moved=MappingProxyType(dict(moved.bytes_moved)),
-        seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
-        traffic=moved.traffic.snapshot(),
-        queued=len(parts.outbox),
-        bytes_in_flight=parts.transit.num_bytes,
-        leases=MappingProxyType(
-            {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
-        ),
-        resets=resets,
-        tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
-        memory_curve=parts.accounts.memory_curve,
-        lost_blocks=moved.lost_blocks,
-        ailments=MappingProxyType({tier.name: tier.ailment for tier in tiers}),
-        asked=MappingProxyType({tier.name: (tier.num_asked, tier.num_found) for tier in keyed}),
-        restored=MappingProxyType({tier.name: tier.num_restored for tier in placed}),
-        bandwidth=worth.bandwidth,
-        prefill_rate=worth.prefill_rate,
-        tier_bandwidth=MappingProxyType(
-            {tier.name: worth.bandwidth_of(tier.name) for tier in tiers}
-        ),
-    )
+_MOST_ON_DEVICE = 1 << 20
+"""Keys, where the number of device blocks is not known."""
 
+_MANY_EVENTS = 64
+"""Records that may wait for the bookkeeper while the engine is busy: about a millisecond."""
 
-class Onlooker:
-    """What any thread may see of a scheduler: the counts and the journal. Owns neither; only reads.
-
-    So a miss that was answered at once, and that nobody has counted yet, is not in it.
-    """
-
-    def __init__(self, count: Callable[[], SchedulerStats], journal: Journal) -> None:
-        self._count = count
-        self._journal = journal
-
-    def stats(self) -> SchedulerStats:
-        return self._count()
-
-    def journal(self, request_id: RequestId) -> Entry | None:
-        return self._journal.entry(request_id)
-
-    def recent(self) -> tuple[RequestId, ...]:
-        return self._journal.request_ids()
-
-
-# ------------------------------------------------------------------------------------------------
-# What changed for the engine by the receipts just taken.
+_CLOSED = "this scheduler is closed"
 
 
 @dataclass(frozen=True)
@@ -172,307 +106,33 @@ class Settled:
     ordered: tuple[Ordered, ...] = ()
 
 
-# ------------------------------------------------------------------------------------------------
-# What becomes of transfers that have ended, or whose time is up, and of the blocks they used.
-#
-# ::
-#
-#     landed ──┬─> its leases end, its device blocks are the engine's again
-#              └─> requests that wait for it go on
-#     overdue ───> requests that wait for it go on without; its memory is still the ranks'
+_NOTHING = Settled()
 
 
-class Settling:
-    """Tells requests and the engine what ended. Owns nothing but its way of telling."""
+class Onlooker:
+    """Counts and journal of a scheduler, as any thread may read them.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._flights = parts.flights
-        self._transit = parts.transit
+    It changes nothing: what the scheduler has not drained from its log yet is not in it.
+    """
 
-    def report(self, landed: Sequence[Flight], now: float, *, looks: bool = True) -> Settled:
-        """What changed for the engine, by these and, if it ``looks`` at that, by the time."""
-        parts = self._parts
-        loaded: list[Request] = []
-        failed: list[FailedLoad] = []
-        landings: list[Landing] = []
-        num_bytes, seconds = 0, 0.0
-        for flight in landed:
-            transfer = flight.transfer
-            landings.append(Landing(transfer.id, flight.reason))
-            if isinstance(transfer, Question):
-                self._end_move(flight)
-            elif transfer.dst == DEVICE:
-                for receipt in flight.receipts:
-                    num_bytes += receipt.num_bytes
-                    seconds += receipt.seconds
-                self._end_load(flight, transfer, loaded, failed)
-            elif transfer.src == DEVICE:
-                self._end_store(flight, transfer)
-            else:
-                self._end_move(flight)
-        if num_bytes:
-            parts.hits.worth.note_load(num_bytes, seconds)
-        if looks and now >= self._flights.next_deadline:
-            for flight in self._flights.expire(now):
-                self._give_up(flight, loaded, failed)
-        ordered = self._load_on(loaded, failed) if parts.coming else ()
-        expired = self._expire_hits(now) if parts.pinned else ()
-        released = tuple(parts.released)
-        parts.released.clear()
-        return Settled(tuple(loaded), tuple(failed), released, tuple(landings), expired, ordered)
+    def __init__(self, count: Callable[[], SchedulerStats], journal: Journal) -> None:
+        self._count = count
+        self._journal = journal
 
-    def _end_load(
-        self,
-        flight: Flight,
-        transfer: Transfer,
-        loaded: list[Request],
-        failed: list[FailedLoad],
-    ) -> None:
-        self._parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
-        if not flight.overdue:
-            self._stop_counting(flight, transfer)
-            self._tell(flight, loaded, failed)
+    def stats(self) -> SchedulerStats:
+        return self._count()
 
-    def _end_store(self, flight: Flight, transfer: Transfer) -> None:
-        parts = self._parts
-        parts.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
-        if not flight.overdue:
-            self._transit.store(transfer.group, -len(transfer.src_slots))
-        for request in flight.served:
-            parts.journal.ended(request.id, flight)
-            if request.hints is not None:
-                request.num_storing -= 1
-                if not request.num_storing:
-                    request.stored()
-        if parts.lower.tiers and not flight.reason:
-            self._write_through(flight, transfer.group)
+    def journal(self, request_id: RequestId) -> Entry | None:
+        return self._journal.entry(request_id)
 
-    def _end_move(self, flight: Flight) -> None:
-        brought = self._parts.lower.landed(flight)
-        if brought is not None:
-            tier, num_bytes, seconds = brought
-            self._parts.hits.worth.note_load(num_bytes, seconds, tier)
-        for request in self._parts.waits.take(flight.transfer.id):
-            request.came(flight)
-
-    def _give_up(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
-        """Its time is up: nobody waits for it any longer. What it claims stays claimed."""
-        transfer = flight.transfer
-        if isinstance(transfer, Question):
-            self._end_move(flight)
-        elif transfer.dst == DEVICE:
-            self._stop_counting(flight, transfer)
-            self._tell(flight, loaded, failed)
-        elif transfer.src == DEVICE:
-            self._transit.store(transfer.group, -len(transfer.src_slots))
-        else:
-            self._parts.lower.overdue(flight)
-            for request in self._parts.waits.take(transfer.id):
-                request.came(flight)
-        for lease in flight.in_doubt:
-            lease.disown()
-
-    def _stop_counting(self, flight: Flight, transfer: Transfer) -> None:
-        self._transit.load(transfer.group, -len(transfer.dst_slots))
-        for lease in flight.leases:
-            self._parts.hits.ended(lease)
-
-    def _tell(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
-        (request,) = flight.served
-        ended = request.landed(flight)
-        if ended is not None:
-            promised, reason = ended
-            self._ended(request, promised, reason, loaded, failed)
-
-    def _ended(
-        self,
-        request: Request,
-        promised: Match,
-        reason: str,
-        loaded: list[Request],
-        failed: list[FailedLoad],
-    ) -> None:
-        if reason:
-            failed.append(FailedLoad(request, promised.computed_tokens, promised.to_load, reason))
-        else:
-            loaded.append(request)
-
-    def _load_on(self, loaded: list[Request], failed: list[FailedLoad]) -> tuple[Ordered, ...]:
-        """Order more of loads in pieces, before another request asks for the same blocks."""
-        ordered, ended = self._parts.coming.advance()
-        for request, promised, reason in ended:
-            self._ended(request, promised, reason, loaded, failed)
-        return tuple(ordered)
-
-    def _write_through(self, flight: Flight, group: int) -> None:
-        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
-        parts = self._parts
-        full = isinstance(parts.matcher.groups[group], reach.FullAttention)
-        chained = full and not parts.stores.is_lazy
-        for lease in flight.leases:
-            parent = parts.pool.key_before(lease) if chained else None
-            parts.lower.writeback.stored(parts.pool.keys_of(lease), parent=parent, chained=chained)
-
-    def _expire_hits(self, now: float) -> tuple[Request, ...]:
-        """Let go of hits that nobody took in time; whose they were."""
-        expired = [request for request in tuple(self._parts.pinned) if request.expire(now)]
-        self._parts.accounts.counts.expired_hits += len(expired)
-        return tuple(expired)
-
-
-# ------------------------------------------------------------------------------------------------
-# Puts the parts of a scheduler together.
-
-log = logging.getLogger("kvferry")
-
-_MOST_ON_DEVICE = 1 << 20
-"""Keys, where nobody says how many blocks the device has."""
-
-
-def assemble(
-    pool: Pool,
-    shape: EngineShape,
-    tiers: Sequence[LowerTier],
-    config: Config,
-    engine: EngineBlocks | None,
-    clock: Callable[[], float],
-) -> Parts:
-    """As :class:`Scheduler` is asked for."""
-    transit, flights = Transit(shape.block_bytes), Flights(shape.num_ranks)
-    outbox = Outbox(flights, transit, config, len(shape.groups))
-    lower = _lower(pool, tiers, outbox, shape, config, clock)
-    matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
-    on_device = _on_device(shape) if config.store_mode == "lazy" else None
-    stores = Stores(matcher, pool, outbox, transit, config, shape, on_device)
-    tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
-    journal, admission = Journal(), stores.admission
-    accounts = Accounts(
-        matcher,
-        Explainer(matcher, pool, admission, lower),
-        journal,
-        admission,
-        lower,
-        tenants,
-        listening(pool, tiers, matcher),
-        on_device,
-    )
-    parts = Parts(
-        pool=pool,
-        matcher=matcher,
-        hits=Hits(matcher, pool, transit, config, shape, clock),
-        stores=stores,
-        transit=transit,
-        flights=flights,
-        outbox=outbox,
-        lower=lower,
-        waits=Waits(),
-        journal=journal,
-        accounts=accounts,
-        tenants=tenants,
-        rests=_rests(engine, shape, matcher, clock) if engine is not None else None,
-        sizes=shape.sizes,
-        least_tokens=min(shape.sizes),
-        spare_tokens=shape.spare_tokens,
-        clock=clock,
-    )
-    parts.coming = ComingLoads(parts, shape, config)
-    return parts
-
-
-def _lower(
-    pool: Pool,
-    tiers: Sequence[LowerTier],
-    outbox: Outbox,
-    shape: EngineShape,
-    config: Config,
-    clock: Callable[[], float],
-) -> LowerTiers:
-    """What lies below the host, and what of the host may go there and stay."""
-    block_bytes, now = shape.slot_bytes * shape.num_ranks, clock()
-    admissions = {}
-    for tier in tiers:
-        num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
-        admission = admission_of(
-            config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now
-        )
-        if admission is not None:
-            admissions[tier.name] = admission
-        if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
-            tier.write = WriteMode.SPILL
-    lower = LowerTiers(
-        pool,
-        tiers,
-        outbox,
-        clock,
-        slot_bytes=shape.slot_bytes,
-        admissions=admissions,
-        flush_tiers=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
-        flush_seconds=config.tier_flush,
-    )
-    for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
-        each.holds.bound(config.pin_share)
-    return lower
-
-
-def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:
-    """The tenants, who have their parts of every pool from now on."""
-    pools: dict[str, Pool] = {HOST: pool}
-    pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
-    tenants = Tenants(shares, pools)
-    for each in pools.values():
-        each.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
-    for tier in tiers:
-        if tier.pool is None:
-            log.warning(
-                "tenants: shares and ceilings do not hold for tier %s, which decides itself what "
-                "it keeps; they hold for %s",
-                tier.name,
-                " and ".join(pools),
-            )
-    return tenants
-
-
-def _rests(
-    engine: EngineBlocks, shape: EngineShape, matcher: Matcher, clock: Callable[[], float]
-) -> Rests:
-    return Rests(
-        engine,
-        least_tokens=min(shape.sizes),
-        is_full=matcher.is_full,
-        num_device_blocks=shape.num_device_blocks or 0,
-        clock=clock,
-    )
-
-
-def _on_device(shape: EngineShape) -> OnDevice:
-    """What the device has, as far as we were told: twice as many keys as it can have."""
-    hash_tokens = shape.hash_tokens
-    if shape.num_device_blocks is None:
-        return OnDevice(_MOST_ON_DEVICE, hash_tokens)
-    keys_a_block = -(-max(shape.sizes) // hash_tokens)
-    return OnDevice(max(1024, 2 * shape.num_device_blocks * keys_a_block), hash_tokens)
-
-
-# ------------------------------------------------------------------------------------------------
-# The scheduler half: requests, plans, settling. Decides which blocks move; never touches a byte.
-#
-# ::
-#
-#     open ──> Request: match -> load  \
-#                              store    plan => workers => settle
-#              offer ----------------- /
-#
-# The engine speaks in tokens and hands over block tables; which blocks move follows from the
-# groups.
-
-_CLOSED = "the scheduler is closed"
+    def recent(self) -> tuple[RequestId, ...]:
+        return self._journal.request_ids()
 
 
 class Scheduler:
-    """One engine's scheduler half. Owns requests, hits and flights; the pools own the slots.
+    """One engine's scheduler half. Owns requests and transfers; the pools own the slots.
 
-    Not thread-safe: call it from the engine's scheduling thread. Deadlines are looked at in
+    Not thread-safe: call it from the engine's scheduling thread. Deadlines are checked in
     :meth:`settle`, so call that every step even without receipts.
     """
 
@@ -516,9 +176,8 @@ class Scheduler:
             loads_early=loads_early,
         )
         self._config = config if config is not None else Config()
-        self._parts = parts = assemble(pool, shape, tiers, self._config, engine, clock)
+        config = self._config
         self.pool = pool
-        self._pools = (pool, *(tier.pool for tier in tiers if tier.pool is not None))
         self.groups = shape.groups
         self.epoch = 0
         """0 until everything is forgotten, then another number that no other life ever had."""
@@ -526,14 +185,42 @@ class Scheduler:
         self._clock = clock
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
-        self._transit, self._flights, self._outbox = parts.transit, parts.flights, parts.outbox
-        self._settling = Settling(parts)
-        self.control = Control(parts)  # what is done with blocks from outside
-        self.writeback = parts.lower.writeback
-        self._ahead = Ahead(parts, clock)
-        self.has_tenants = parts.tenants is not None
-        self.onlooker = Onlooker(self._snapshot, parts.journal)
-        """What others may see of it, from any thread."""
+        self.transfers = transfers = Transfers(num_ranks, shape.block_bytes, config)
+        self.lower = lower = _lower(pool, tiers, transfers, shape, config, clock)
+        self._pools = (pool, *(tier.pool for tier in tiers if tier.pool is not None))
+        self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
+        on_device = _on_device(shape) if config.store_mode == "lazy" else None
+        self.stores = Stores(matcher, pool, transfers, config, shape, on_device)
+        self.hits = Hits(matcher, pool, transfers, config, shape, clock)
+        self._tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
+        self.has_tenants = self._tenants is not None
+        self.book = Bookkeeper(pool.log, matcher, pool, self.stores.admission, lower, self._tenants)
+        self.deferred = None
+        if engine is not None:
+            self.deferred = _deferred(engine, shape, matcher, clock)
+        self._requests = requests = Requests(
+            pool=pool,
+            log=pool.log,
+            matcher=matcher,
+            hits=self.hits,
+            stores=self.stores,
+            transfers=transfers,
+            lower=lower,
+            waits=Waits(),
+            book=self.book,
+            sizes=shape.sizes,
+            spare_tokens=shape.spare_tokens,
+            tenants=self._tenants,
+            deferred=self.deferred,
+            clock=clock,
+        )
+        requests.coming = ComingLoads(requests, shape, config)
+        self.control = Control(requests)  # actions on blocks by their keys
+        self.writeback = lower.writeback
+        """Writes blocks to the disk while the engine is idle."""
+        self._ahead = Ahead(requests, clock)
+        self.onlooker = Onlooker(self._snapshot, self.book.journal)
+        """What other threads may read."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -545,64 +232,60 @@ class Scheduler:
         *,
         unheeded: str = "",
     ) -> Request:
-        """A request has come; its verbs are those of :class:`Request`, until it ends.
+        """Open a request; its verbs are those of :class:`Request`, until it ends.
 
-        ``chain`` names its blocks and may grow. Names are for people: two requests that live at
-        the same time may have the same, and are told apart all the same. ``hints`` say what its
-        sender knows of it; ``unheeded``, why some that came with it are not among them.
+        ``chain`` names its blocks and may grow. Names are for people: two live requests may have
+        the same, and are told apart all the same. ``unheeded`` says why some hints that came with
+        it are not among ``hints``. Raises what a reader of the event log, such as the eviction
+        policy, has raised since the last call.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        for pool in self._pools:
-            pool.raise_failure()
-        if hints is None:
-            request = Request(request_id, chain, self._parts)
-        else:
-            request = HintedRequest(request_id, chain, self._parts, hints, unheeded)
-        self._parts.live[request] = None
-        return request
+        if len(self.book.events) > _MANY_EVENTS:
+            self.drain_events()
+        self._raise_failures()
+        return Request(request_id, chain, self._requests, hints, unheeded)
 
     def prefetch(self, request: Request) -> None:
         """This request waits in the engine's queue: bring up what tiers have of it, meanwhile.
 
         Within a share of the host, and no sooner than the next plan. What came up and is not asked
-        for in time goes before anything else.
+        for in time is evicted first.
         """
         self._ahead.ask(request)
 
     def num_loadable(self, keys: Keys, first: int, end: int) -> int:
         """How many blocks of the first group, from this one on, are in the host now."""
-        return self.pool.match(self._parts.matcher.slot_keys(0, keys, range(first, end)))
+        return self.pool.match(self.matcher.slot_keys(0, keys, range(first, end)))
 
     def __contains__(self, request: Request) -> bool:
-        """Whether this request is one of ours and has not ended."""
-        return request in self._parts.live
+        """Whether this request is one of this scheduler's and has not ended."""
+        return request in self._requests.live
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """Those that have not ended, and those that have and left something to be stored."""
-        return tuple(self._parts.live)
+        return tuple(self._requests.live)
 
-    @property
-    def owing(self) -> tuple[Request, ...]:
-        """Requests that were answered at once and are not counted yet."""
-        return tuple(self._parts.owing)
+    def drain_events(self) -> None:
+        """Let all readers of the event log catch up, while the engine waits for nothing of them."""
+        self.book.drain()
+        for pool in self._pools:
+            pool.catch_up()
 
-    def count_answered(self, *, are_whole: bool = False) -> None:
-        """Count and explain them now; see ``Parts.tell_owing``."""
-        self._parts.tell_owing(are_whole=are_whole)
+    def _raise_failures(self) -> None:
+        for pool in self._pools:
+            pool.raise_failure()
+        failure, self.book.failure = self.book.failure, None
+        if failure is not None:
+            raise failure
 
     # -- stores that no running request orders --------------------------------------------------
 
     @property
     def stores_wait(self) -> bool:
         """Whether as much is being stored as may be at a time: a store would leave more."""
-        return self._parts.stores.is_full
-
-    @property
-    def rests(self) -> Rests | None:
-        """What ended requests left; None where the engine does not let them."""
-        return self._parts.rests
+        return self.stores.is_full
 
     def store_left(self, *, is_idle: bool = False) -> list[Ordered]:
         """Order what ended requests left and what is due by now; all of it if nothing else runs.
@@ -610,15 +293,26 @@ class Scheduler:
         Call it every step. Returns what was ordered: hold its device blocks until ``settle``
         releases them.
         """
-        rests = self._parts.rests
-        if rests is None or not (is_idle or rests.is_due):
+        deferred, requests = self.deferred, self._requests
+        if deferred is None or not (is_idle or deferred.is_due):
             return []
-        return store_left(self._parts, rests, is_idle=is_idle)
+        ordered: list[Ordered] = []
+        due = deferred.take_due(is_idle=is_idle)
+        for number, rest in enumerate(due):
+            request: Request = rest.request
+            ordered += request.store_left(rest, deferred)
+            lacks = request.progress.tokens + requests.least_tokens <= rest.num_tokens
+            if lacks and self.stores.is_full:
+                deferred.put_back(due[number:])
+                break
+            requests.released.extend(rest.held)
+            request.end_left()
+        return ordered
 
     @property
     def offer_depth(self) -> int:
         """How many blocks from the head of its free queue the engine should offer now."""
-        return self._parts.stores.depth
+        return self.stores.depth
 
     def offer(self, group: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
         """With lazy stores: these device blocks are the next to be dropped, soonest first.
@@ -628,19 +322,19 @@ class Scheduler:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        if self._parts.stores.admission.counts:  # what was asked before this counts before it
-            self._parts.tell_owing()
-        return self._parts.stores.offered(group, keys, blocks)
+        if self.stores.admission.counts:  # what was asked before this counts before it
+            self.book.drain()
+        return self.stores.offered(group, keys, blocks)
 
-    # -- what the engine learns and tells -------------------------------------------------------
+    # -- what the engine tells ------------------------------------------------------------------
 
     def note_allocated(self, num_blocks: int) -> None:
         """The engine took this many device blocks in this step; lazy stores look ahead by it."""
-        self._parts.stores.demand(num_blocks)
+        self.stores.demand(num_blocks)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
-        self._parts.hits.worth.note_prefill(num_tokens, seconds)
+        self.hits.worth.note_prefill(num_tokens, seconds)
 
     def note_ready(self, rank: Rank, num_slots: int) -> None:
         """The first ``num_slots`` host slots of a rank can be used.
@@ -657,52 +351,154 @@ class Scheduler:
     def note_health(self, health: Health) -> None:
         """A tier went away on a rank, or came back: it is used while it can be on every rank.
 
-        Who waits for one that is away waits no longer than to the next ``settle``.
+        Requests wait for one that is away no longer than to the next ``settle``.
         """
-        self._parts.lower.note_health(health)
+        self.lower.note_health(health)
 
     # -- plan and settle --------------------------------------------------------------------------
 
     def plan(self, *, counts: bool = True) -> Plan:
         """Everything ordered since the last plan, loads first; hand it to every rank's worker.
 
-        Who is in a hurry ``counts`` what was answered afterwards (:meth:`count_answered`).
+        The event log is drained if nothing was ordered, or if many records wait; not by an engine
+        in a hurry, which does not let it ``counts`` and calls :meth:`drain_events` afterwards.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        if counts and self._parts.owing:
-            self._parts.tell_owing()
-        if self._parts.lower.tiers:
+        if self.lower.tiers:
             if self.control.is_busy:
                 self.control.advance()
             if self._ahead.is_busy:
                 self._ahead.advance()
             self.writeback.spill()
-        return self._outbox.launch(self._clock())
+        plan = self.transfers.launch(self._clock())
+        if self._requests.answered:
+            self._requests.forget_answered()
+        if counts and (not plan.transfers or len(self.book.events) > _MANY_EVENTS):
+            self.drain_events()
+        return plan
 
     def settle(self, receipts: Iterable[Receipt] = (), *, looks: bool = True) -> Settled:
-        """Take the ranks' receipts and look at the deadlines; says what changed for the engine.
+        """Take the ranks' receipts and check the deadlines; returns what changed for the engine.
 
-        Who knows that ranks could not answer for a while ``looks`` at deadlines when they could.
+        With ``looks`` false deadlines are not checked: for an engine that knows that its ranks
+        could not answer for a while.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        landed = self._flights.settle(receipts)
-        return self._settling.report(landed, self._clock(), looks=looks)
+        landed = self.transfers.settle(receipts)
+        return self._complete(landed, self._clock(), looks=looks)
 
     def disown(self, request: Request) -> None:
-        """What was ordered to be stored of a request is never to be found, whatever became of it.
+        """Let nothing be found of what was ordered to be stored of a request.
 
-        For who cannot say when its device blocks may be written again.
+        For a caller that cannot say when its device blocks may be written again.
         """
-        self._outbox.drop_stores(request)
-        self._flights.disown(request)
+        request.num_storing -= self.transfers.disown(request)
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
         """A rank is gone for good and touches no memory: what waits for it fails now."""
         if self._closed:
             raise ClosedError(_CLOSED)
-        return self._settling.report(self._flights.lose_rank(rank, reason), self._clock())
+        return self._complete(self.transfers.lose_rank(rank, reason), self._clock())
+
+    def _complete(self, landed: Sequence[InFlight], now: float, *, looks: bool = True) -> Settled:
+        """Apply what landed, and what is overdue by now, to the requests that waited for it."""
+        requests = self._requests
+        overdue: Sequence[InFlight] = ()
+        if looks and now >= self.transfers.next_deadline:
+            overdue = self.transfers.expire(now)
+        if not (landed or overdue or requests.coming or requests.pinned or requests.released):
+            return _NOTHING
+        done = Completion()
+        for flight in landed:
+            self._landed(flight, done)
+        if done.num_bytes:
+            self.hits.worth.note_load(done.num_bytes, done.seconds)
+        for flight in overdue:
+            self._give_up(flight, done)
+        ordered: list[Ordered] = []
+        if requests.coming:
+            ordered, ended = requests.coming.advance()
+            for request, promised, reason in ended:
+                done.add(request, promised, reason)
+        expired: tuple[Request, ...] = ()
+        if requests.pinned:
+            expired = tuple([each for each in tuple(requests.pinned) if each.expire(now)])
+            self.book.counts.expired_hits += len(expired)
+        return Settled(
+            tuple(done.loaded),
+            tuple(done.failed),
+            self.take_released(),
+            tuple([Landing(flight.transfer.id, flight.reason) for flight in landed]),
+            expired,
+            tuple(ordered),
+        )
+
+    def _landed(self, flight: InFlight, done: Completion) -> None:
+        transfer, requests = flight.transfer, self._requests
+        if isinstance(transfer, Question) or DEVICE not in (transfer.src, transfer.dst):
+            self._moved(flight)
+        elif transfer.dst == DEVICE:
+            requests.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
+            for receipt in flight.receipts:
+                done.num_bytes += receipt.num_bytes
+                done.seconds += receipt.seconds
+            if not flight.overdue:
+                self._loaded(flight, transfer, done)
+        else:
+            requests.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
+            if not flight.overdue:
+                self.transfers.count_store(transfer.group, -len(transfer.src_slots))
+            for request in flight.served:
+                self.pool.log.append(EventKind.RESULT, request=request.id, detail=flight)
+                request.stored()
+            if self.lower.tiers and not flight.reason:
+                self._write_through(flight, transfer.group)
+
+    def _loaded(self, flight: InFlight, transfer: Transfer, done: Completion) -> None:
+        """A load has ended, or is overdue: its request waits for it no longer."""
+        self.transfers.count_load(transfer.group, -len(transfer.dst_slots))
+        if self.hits.joins_loads:
+            for lease in flight.leases:
+                self.hits.ended(lease)
+        (request,) = flight.served
+        ended = request.landed(flight)
+        if ended is not None:
+            done.add(request, *ended)
+
+    def _moved(self, flight: InFlight) -> None:
+        brought = self.lower.landed(flight)
+        if brought is not None:
+            tier, num_bytes, seconds = brought
+            self.hits.worth.note_load(num_bytes, seconds, tier)
+        for request in self._requests.waits.take(flight.transfer.id):
+            request.came(flight)
+
+    def _give_up(self, flight: InFlight, done: Completion) -> None:
+        """It is overdue: no request waits for it any longer. What it claims stays claimed."""
+        transfer = flight.transfer
+        if isinstance(transfer, Question):
+            self._moved(flight)
+        elif transfer.dst == DEVICE:
+            self._loaded(flight, transfer, done)
+        elif transfer.src == DEVICE:
+            self.transfers.count_store(transfer.group, -len(transfer.src_slots))
+        else:
+            self.lower.overdue(flight)
+            for request in self._requests.waits.take(transfer.id):
+                request.came(flight)
+        for lease in flight.in_doubt:
+            lease.disown()
+
+    def _write_through(self, flight: InFlight, group: int) -> None:
+        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
+        full = isinstance(self.groups[group], reach.FullAttention)
+        chained = full and not self.stores.is_lazy
+        for lease in flight.leases:
+            parent = self.pool.key_before(lease) if chained else None
+            keys = self.pool.keys_of(lease)
+            self.writeback.stored(keys, parent=parent, chained=chained)
 
     def reset(self) -> None:
         """Forget every block on every tier, at once. Transfers in flight end harmlessly.
@@ -714,98 +510,237 @@ class Scheduler:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        parts = self._parts
-        # Before they count as outdated: what a miss owes is counted by what was true until now.
-        parts.tell_owing()
-        if parts.rests is not None:
-            for rest in parts.rests.take_all():
-                parts.released.extend(rest.held)
+        requests = self._requests
+        self.drain_events()  # misses are explained by what was true until now
+        if self.deferred is not None:
+            for rest in self.deferred.take_all():
+                requests.released.extend(rest.held)
                 rest.request.end_left()
-        for request in parts.live:
+        requests.forget_answered()
+        for request in requests.live:
             request.forget()
         self.control.reset()
         self._ahead.reset()
         self.pool.reset()
-        parts.lower.reset()
+        self.lower.reset()
         self._num_resets += 1
         self.epoch = new_epoch(self.epoch)
-        parts.matcher.begin_epoch(self.epoch)
+        self.matcher.begin_epoch(self.epoch)
 
     def close(self) -> None:
-        """End every request, flight and lease. Close the workers first. Safe to call twice."""
+        """End every request, transfer and lease. Close the workers first. Safe to call twice."""
         if not self._closed:
             self.control.reset()
             self._ahead.reset()
             for request in self.requests:
                 request.end()
-            self._outbox.discard()
-            self._flights.abandon("closed")
-            self._parts.accounts.close()
+            self.transfers.close()
             for pool in self._pools:
                 pool.catch_up()
+            self.book.close()
             self._closed = True
 
     def watch_requests(self) -> None:
-        """Learn from requests, on a thread beside the engine: see the settings that say what."""
-        self._parts.accounts.watch(self._config, self.pool, self._clock)
+        """Record requests and estimate the memory curve, as the settings say."""
+        self.book.observe(self._config, self.pool, self.lower, self._clock)
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- figures --------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
         """Transfers handed out whose receipts are not all here yet."""
-        return len(self._flights)
+        return self.transfers.num_in_flight
 
     @property
     def num_awaited(self) -> int:
-        """Those of them whose time is not up."""
-        return self._flights.num_awaited
+        """Those of them that are not overdue."""
+        return self.transfers.num_awaited
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes on their way between device and host, as far as their time is not up."""
-        return self._transit.num_bytes
+        """Bytes queued and in flight between device and host, overdue transfers excepted."""
+        return self.transfers.num_bytes
 
     def take_released(self) -> tuple[DeviceBlocks, ...]:
-        """Device blocks that no transfer touches any more, for those who cannot wait for settle."""
-        released = tuple(self._parts.released)
-        self._parts.released.clear()
-        return released
+        """Device blocks that no transfer touches any more, without waiting for ``settle``."""
+        released = self._requests.released
+        if not released:
+            return ()
+        self._requests.released = []
+        return tuple(released)
 
     @property
     def num_queued(self) -> int:
         """Copies ordered but not yet in a plan."""
-        return len(self._outbox)
+        return self.transfers.num_queued
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Why a request got no more than it did, as of its last look-up; None if too long ago."""
+        """Why a request got no more than it did, as of its last lookup; None if too long ago."""
         entry = self.journal(request_id)
         return entry.explanation if entry is not None else None
 
     def journal(self, request_id: RequestId) -> Entry | None:
         """What is remembered of a request, its transfers too; None if too long ago."""
-        self._parts.tell_owing()
-        return self._parts.journal.entry(request_id)
+        self.book.drain()
+        return self.book.journal.entry(request_id)
 
     def recent(self) -> tuple[RequestId, ...]:
         """The requests still remembered, the latest last."""
-        self._parts.tell_owing()
-        return self._parts.journal.request_ids()
+        self.book.drain()
+        return self.book.journal.request_ids()
 
     @property
     def load_bandwidth(self) -> float | None:
         """Bytes per second of loads to the device, as measured; None while unknown."""
-        return self._parts.hits.worth.bandwidth
+        return self.hits.worth.bandwidth
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
-        self._parts.tell_owing()
+        self.book.drain()
         return self._snapshot()
 
     def _snapshot(self) -> SchedulerStats:
-        return snapshot(self._parts, resets=self._num_resets)
+        pool, tiers, worth, tenants = self.pool, self.lower.tiers, self.hits.worth, self._tenants
+        matches, moved = self.book.counts, self.transfers.counts
+        below = {tier.name: tier.pool for tier in tiers if tier.pool is not None}
+        keyed = [tier for tier in tiers if isinstance(tier, KeyedTier)]
+        placed = [tier for tier in tiers if isinstance(tier, SlotTier)]
+        return SchedulerStats(
+            pool=pool.counts,
+            tiers=MappingProxyType({name: each.counts for name, each in below.items()}),
+            queries=matches.queries,
+            asked_tokens=matches.asked_tokens,
+            hit_tokens=matches.hit_tokens,
+            promoted_tokens=matches.promoted_tokens,
+            expired_hits=matches.expired_hits,
+            early_loads=matches.early_loads,
+            shed_stores=self.stores.num_shed,
+            verdicts=MappingProxyType(dict(matches.verdicts)),
+            missed=MappingProxyType(dict(matches.missed)),
+            overlaps=MappingProxyType(dict(matches.overlaps)),
+            in_flight=self.num_in_flight,
+            landed=moved.landed,
+            failed=moved.failed,
+            overdue=moved.overdue,
+            stale_receipts=moved.stale_receipts,
+            bytes_moved=MappingProxyType(dict(moved.bytes_moved)),
+            seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
+            traffic=moved.traffic.snapshot(),
+            queued=self.num_queued,
+            bytes_in_flight=self.transfers.num_bytes,
+            leases=MappingProxyType(
+                {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
+            ),
+            resets=self._num_resets,
+            tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
+            memory_curve=self.book.memory_curve,
+            lost_blocks=moved.lost_blocks,
+            ailments=MappingProxyType({tier.name: tier.ailment for tier in tiers}),
+            asked=MappingProxyType({t.name: (t.num_asked, t.num_found) for t in keyed}),
+            restored=MappingProxyType({tier.name: tier.num_restored for tier in placed}),
+            bandwidth=worth.bandwidth,
+            prefill_rate=worth.prefill_rate,
+            tier_bandwidth=MappingProxyType(
+                {tier.name: worth.bandwidth_of(tier.name) for tier in tiers}
+            ),
+        )
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
-        self._parts.lower.check_integrity()
+        self.lower.check_integrity()
+
+
+class Completion:
+    """Collects which requests were loaded or failed in one ``settle``, and what loads brought."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Request] = []
+        self.failed: list[FailedLoad] = []
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+    def add(self, request: Request, promised: Match, reason: str) -> None:
+        """A load has ended; with a ``reason`` if it failed."""
+        if reason:
+            first, count = promised.computed_tokens, promised.to_load
+            self.failed.append(FailedLoad(request, first, count, reason))
+        else:
+            self.loaded.append(request)
+
+
+# -- wiring -------------------------------------------------------------------------------------
+
+
+def _lower(
+    pool: Pool,
+    tiers: Sequence[LowerTier],
+    transfers: Transfers,
+    shape: EngineShape,
+    config: Config,
+    clock: Callable[[], float],
+) -> LowerTiers:
+    """What lies below the host, and what of the host may go there and stay."""
+    block_bytes, now = shape.slot_bytes * shape.num_ranks, clock()
+    admissions = {}
+    for tier in tiers:
+        num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
+        admission = admission_of(
+            config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now
+        )
+        if admission is not None:
+            admissions[tier.name] = admission
+        if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
+            tier.write = WriteMode.SPILL
+    lower = LowerTiers(
+        pool,
+        tiers,
+        transfers,
+        clock,
+        slot_bytes=shape.slot_bytes,
+        admissions=admissions,
+        flush_tiers=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
+        flush_seconds=config.tier_flush,
+    )
+    for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
+        each.holds.bound(config.pin_share)
+    return lower
+
+
+def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:
+    """The tenants, who have their parts of every pool from now on."""
+    pools: dict[str, Pool] = {HOST: pool}
+    pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
+    tenants = Tenants(shares, pools)
+    for each in pools.values():
+        each.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
+    for tier in tiers:
+        if tier.pool is None:
+            log.warning(
+                "tenants: shares and ceilings do not hold for tier %s, which decides itself what "
+                "it keeps; they hold for %s",
+                tier.name,
+                " and ".join(pools),
+            )
+    return tenants
+
+
+def _deferred(
+    engine: EngineBlocks, shape: EngineShape, matcher: Matcher, clock: Callable[[], float]
+) -> DeferredStores:
+    return DeferredStores(
+        engine,
+        least_tokens=min(shape.sizes),
+        is_full=matcher.is_full,
+        num_device_blocks=shape.num_device_blocks or 0,
+        clock=clock,
+    )
+
+
+def _on_device(shape: EngineShape) -> OnDevice:
+    """What the device has, as far as we were told: twice as many keys as it can have."""
+    hash_tokens = shape.hash_tokens
+    if shape.num_device_blocks is None:
+        return OnDevice(_MOST_ON_DEVICE, hash_tokens)
+    keys_a_block = -(-max(shape.sizes) // hash_tokens)
+    return OnDevice(max(1024, 2 * shape.num_device_blocks * keys_a_block), hash_tokens)

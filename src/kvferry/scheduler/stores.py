@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,10 @@ from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
     Ordered,
-    Outbox,
-    Transit,
+    Transfers,
     checked_blocks,
 )
 from kvferry.types import Key
-
-if TYPE_CHECKING:
-    from kvferry.scheduler.request import HintedRequest, Request
-
 
 Bound = tuple[int, Sequence[int]]
 """How much room there is, and how much of it a block of each group takes."""
@@ -139,21 +134,21 @@ class OnDevice:
     def __init__(self, most_keys: int, hash_tokens: int) -> None:
         self._most_keys = most_keys
         self._hash_tokens = hash_tokens
-        self._bounded: dict[HintedRequest, int] = {}  # live, and how many keys are withheld so far
+        self._bounded: dict[Any, int] = {}  # live, and how many keys are withheld so far
         self._withheld: dict[Key, None] = {}  # the oldest first
-        self._heeded: OrderedDict[HintedRequest, Keys] = OrderedDict()
+        self._heeded: OrderedDict[Any, Keys] = OrderedDict()
         self._num_heeded = 0
-        self._last: dict[Key, HintedRequest] = {}
+        self._last: dict[Key, Any] = {}
 
     def __len__(self) -> int:
         """How many keys are remembered in all."""
         return len(self._withheld) + self._num_heeded
 
-    def opened(self, request: HintedRequest) -> None:
+    def opened(self, request: Any) -> None:
         """Only some of its blocks may be stored: others are withheld as soon as there are any."""
         self._bounded[request] = 0
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: Any) -> None:
         """What it has computed may be dropped from now on, and is stored before if it may be."""
         hints = request.hints
         if hints is None:
@@ -166,10 +161,10 @@ class OnDevice:
             self._allow(keys)
         else:
             self._allow(keys[: hints.max_store_tokens // self._hash_tokens])
-            self._bounded.pop(request, None)  # type: ignore[call-overload]
-            self._withhold(request)  # type: ignore[arg-type]
+            self._bounded.pop(request, None)
+            self._withhold(request)
         if hints.shapes_what_stays or request.tenant:
-            self._heed(request, keys)  # type: ignore[arg-type]
+            self._heed(request, keys)
 
     def may_store(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key of a device block, whether its block may be stored."""
@@ -181,11 +176,11 @@ class OnDevice:
 
     def by_request(
         self, keys: Keys, chosen: npt.NDArray[np.int64]
-    ) -> list[tuple[HintedRequest | None, npt.NDArray[np.int64]]]:
+    ) -> list[tuple[Any, npt.NDArray[np.int64]]]:
         """The chosen keys' places, by whose request is to be heeded for them; in their order."""
         if not self._last:
             return [(None, chosen)]
-        parts: dict[HintedRequest | None, list[int]] = {}
+        parts: dict[Any, list[int]] = {}
         for at in chosen.tolist():
             parts.setdefault(self._last.get(keys[at]), []).append(at)
         return [(request, np.array(part, dtype=np.int64)) for request, part in parts.items()]
@@ -195,7 +190,7 @@ class OnDevice:
             for key in keys:
                 self._withheld.pop(key, None)
 
-    def _withhold(self, request: HintedRequest) -> None:
+    def _withhold(self, request: Any) -> None:
         """Its own blocks behind those that may be stored; as many as it has by now."""
         most = request.hints.max_store_tokens
         assert most is not None
@@ -211,7 +206,7 @@ class OnDevice:
         while len(self._withheld) > self._most_keys:
             del self._withheld[next(iter(self._withheld))]
 
-    def _heed(self, request: HintedRequest, keys: Keys) -> None:
+    def _heed(self, request: Any, keys: Keys) -> None:
         self._heeded[request] = keys
         self._num_heeded += len(keys)
         self._last.update(dict.fromkeys(keys, request))
@@ -246,8 +241,7 @@ class Stores:
         self,
         matcher: Matcher,
         pool: Pool,
-        outbox: Outbox,
-        transit: Transit,
+        transfers: Transfers,
         config: Config,
         shape: EngineShape,
         on_device: OnDevice | None = None,
@@ -259,8 +253,7 @@ class Stores:
         self.num_shed = 0
         self._matcher = matcher
         self._pool = pool
-        self._outbox = outbox
-        self._transit = transit
+        self._transfers = transfers
         self._max_blocks = shape.bound(config.max_storing_blocks, _SHARE)
         self._max_bytes = config.max_bytes_in_flight
         self._block_bytes = shape.block_bytes
@@ -408,7 +401,8 @@ class Stores:
         at = lease.positions if chosen is None else chosen[lease.positions]
         if len(at) < len(todo):
             blocks, slot_keys = blocks[at], slot_keys.take(at)
-        transfer = self._outbox.store(g, lease, blocks, request)
+        transfer = self._transfers.store(g, lease, blocks, request)
+        request.num_storing += 1
         return Ordered(g, blocks, transfer, at + todo.start, slot_keys, request)
 
     def _wanted(
@@ -458,7 +452,9 @@ class Stores:
             lease = self._pool.reserve(slot_keys.take(part), chained=False, tenant=tenant)
             if lease is not None:
                 at = part[lease.positions]
-                transfer = self._outbox.store(g, lease, device[at], request)
+                transfer = self._transfers.store(g, lease, device[at], request)
+                if request is not None:
+                    request.num_storing += 1
                 ordered.append(Ordered(g, device[at], transfer, at, slot_keys.take(at)))
         return tuple(ordered)
 
@@ -470,7 +466,7 @@ class Stores:
 
         With nothing on its way they never will: whoever waited for that would wait for ever.
         """
-        if not self._transit.blocks_from_device and not self._transit.num_bytes:
+        if not self._transfers.blocks_from_device and not self._transfers.num_bytes:
             return False
         return any(self._room(g) <= 0 for g in range(len(self._matcher.groups)))
 
@@ -478,19 +474,19 @@ class Stores:
         """How many blocks of this group may be ordered now without passing the bounds."""
         room = _NO_BOUND
         if self._max_blocks is not None:
-            room = self._max_blocks - self._transit.blocks_from_device
+            room = self._max_blocks - self._transfers.blocks_from_device
         if self._block_bytes[g]:
-            transit = self._transit
-            flying = transit.bytes_to_device + transit.bytes_from_device
+            transfers = self._transfers
+            flying = transfers.bytes_to_device + transfers.bytes_from_device
             room = min(room, (self._max_bytes - flying) // self._block_bytes[g])
         return max(0, room)
 
     def _bounds(self) -> list[Bound]:
         """The same for all groups together."""
-        transit, bounds = self._transit, list[Bound]()
+        transfers, bounds = self._transfers, list[Bound]()
         if self._max_blocks is not None:
-            room = max(0, self._max_blocks - transit.blocks_from_device)
+            room = max(0, self._max_blocks - transfers.blocks_from_device)
             bounds.append((room, (1,) * len(self._block_bytes)))
         if any(self._block_bytes):
-            bounds.append((max(0, self._max_bytes - transit.num_bytes), self._block_bytes))
+            bounds.append((max(0, self._max_bytes - transfers.num_bytes), self._block_bytes))
         return bounds

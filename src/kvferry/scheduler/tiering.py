@@ -23,7 +23,7 @@ from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCom
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import Answer, Flags, KeyedTier, LowerTier, Presence
-from kvferry.scheduler.transfers import End, Flight, Outbox, Wanted
+from kvferry.scheduler.transfers import End, InFlight, Transfers, Wanted
 from kvferry.scheduler.writeback import Move, TierAdmission, Writeback
 from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
 
@@ -96,14 +96,14 @@ class LowerTiers:
     """Finds blocks below the host, brings them up, and learns how transfers there ended.
 
     Owns the tiers, the moves and questions under way, and the budget of promotions. Its
-    ``writeback`` chooses what goes down. Orders go to the outbox.
+    ``writeback`` chooses what goes down. Orders go to ``transfers``.
     """
 
     def __init__(
         self,
         host: Pool,
         tiers: Sequence[LowerTier],
-        outbox: Outbox,
+        transfers: Transfers,
         clock: Callable[[], float],
         *,
         slot_bytes: int = 0,
@@ -120,7 +120,7 @@ class LowerTiers:
         self._piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
         self._busy = {tier.name: BusyTime() for tier in self.tiers}
         self._host = host
-        self._outbox = outbox
+        self._transfers = transfers
         self._clock = clock
         self._moves: dict[TransferId, Move] = {}
         self._asking: dict[TransferId, tuple[LowerTier, list[Keys]]] = {}
@@ -128,11 +128,11 @@ class LowerTiers:
         host.feeds_below = bool(self.tiers)
         remains = tuple(tier.name for tier in self.tiers if tier.has_remains)
         if remains:
-            outbox.forget(remains)
+            transfers.forget(remains)
         self.writeback = Writeback(
             host,
             self.tiers,
-            outbox,
+            transfers,
             clock,
             self._moves,
             admissions=admissions or {},
@@ -210,7 +210,7 @@ class LowerTiers:
                     if rest.num_needed < num_needed:
                         questions.add(question_id)
             if rest.num_needed:
-                question_id = self._outbox.ask(tier.name, rest.keys, rest.at)
+                question_id = self._transfers.ask(tier.name, rest.keys, rest.at)
                 self._asking.setdefault(question_id, (tier, []))[1].append(rest.keys)
                 questions.add(question_id)
         return questions
@@ -250,7 +250,7 @@ class LowerTiers:
                     break
                 tier, coming = run.below.tiers[source], keys.take(at)
                 src = tier.read(found.slots[at] if tier.pool is not None else found.slots)
-                transfer_id = self._outbox.move(src, End.of(HOST, lease), coming)
+                transfer_id = self._transfers.move(src, End.of(HOST, lease), coming)
                 self._moves[transfer_id] = Move(tier, coming, upward=True)
                 self._busy[tier.name].begin(self._clock())
                 transfers.add(transfer_id)
@@ -317,9 +317,9 @@ class LowerTiers:
             if tier.name == health.tier:
                 tier.note_health(health.rank, health.reason)
                 if tier.ailment:
-                    self._outbox.give_up(tier.name, tier.ailment)
+                    self._transfers.give_up(tier.name, tier.ailment)
 
-    def overdue(self, flight: Flight) -> None:
+    def overdue(self, flight: InFlight) -> None:
         """A transfer's deadline has passed: no request waits for it, and none may begin to."""
         if isinstance(flight.transfer, Question):
             self.landed(flight)
@@ -329,7 +329,7 @@ class LowerTiers:
             if move.upward:  # else the tier would count as busy while it rests
                 self._busy[move.tier.name].give_up()
 
-    def landed(self, flight: Flight) -> tuple[TierName, int, float] | None:
+    def landed(self, flight: InFlight) -> tuple[TierName, int, float] | None:
         """A transfer or a question below the host ended.
 
         Returns what a tier has brought up, in bytes of one rank, and in which time, if it has.
@@ -355,7 +355,7 @@ class LowerTiers:
 
     def reset(self) -> None:
         """Forget every block on every tier; the ranks are told with the next plan."""
-        for transfer_id in self._outbox.forget(tuple(tier.name for tier in self.tiers)):
+        for transfer_id in self._transfers.forget(tuple(tier.name for tier in self.tiers)):
             move = self._moves.pop(transfer_id)
             move.tier.dropped(move.keys)
         self.writeback.reset()

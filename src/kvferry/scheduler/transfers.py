@@ -1,4 +1,10 @@
-"""What was ordered and is not yet in a plan, and the step that sends it off."""
+"""Transfers from order to landing, and how an engine and a scheduler speak of device blocks.
+
+::
+
+    load, store, move, ask ──> queued ──launch──> in flight ──settle──> landed
+                                                       └──expire──> overdue
+"""
 
 from __future__ import annotations
 
@@ -39,11 +45,12 @@ _NEVER = float("inf")
 
 
 @dataclass(eq=False)
-class Flight:
-    """One transfer on its way, and the leases it will end; or a question, which has none.
+class InFlight:
+    """One transfer, and the leases that end when it lands; or a question, which has none.
 
     ``served`` are the requests it stores or loads for. ``receipts`` are those taken so far.
-    ``failed`` are the positions lost on any rank, where the others count; ``note`` says why.
+    ``failed`` are the positions lost on any rank, where the others count; ``note`` says why. One
+    that is ``overdue`` keeps its leases, but no request waits for it any longer.
     """
 
     transfer: Transfer | Question
@@ -68,12 +75,6 @@ class Flight:
         lost[list(self.failed)] = True
         return lost
 
-    @property
-    def keeps_the_rest(self) -> bool:
-        """Whether one lost block is one lost block; a copy to or from the device is one whole."""
-        order = self.transfer
-        return isinstance(order, Question) or DEVICE not in (order.src, order.dst)
-
     def concerns(self, tier: TierName) -> bool:
         order = self.transfer
         if isinstance(order, Question):
@@ -84,7 +85,7 @@ class Flight:
     def in_doubt(self) -> tuple[Lease, ...]:
         """The leases whose blocks must not be matched if this fails.
 
-        A block that could not be brought up is not offered again: its next owner would fail with
+        A block that could not be brought up is not offered again: the next request would fail with
         it. One that could not be sent down is still good where it is.
         """
         order = self.transfer
@@ -93,7 +94,7 @@ class Flight:
 
 
 @dataclass
-class FlightCounts:
+class TransferCounts:
     """What happened to transfers and receipts so far."""
 
     launched: int = 0
@@ -106,69 +107,304 @@ class FlightCounts:
     seconds_moved: dict[tuple[str, str], float] = field(default_factory=dict)
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
 
-    def moved(self, src: str, dst: str) -> tuple[int, float]:
-        """Bytes and seconds so far on one route."""
-        return self.bytes_moved.get((src, dst), 0), self.seconds_moved.get((src, dst), 0.0)
+
+@dataclass(frozen=True, eq=False)
+class LoadOrder:
+    """A load of one group's blocks, for the request that waits for it."""
+
+    transfer: Transfer
+    lease: Lease
+    request: Any
 
 
-class Flights:
-    """All transfers in flight. Owns their leases from launch to landing; knows no requests."""
+@dataclass(frozen=True, eq=False)
+class StoreOrder:
+    """A part of a store: what one request or one offer of the engine contributed."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.counts = FlightCounts()
-        self._num_ranks = num_ranks
-        self._ranks = frozenset(map(Rank, range(num_ranks)))
+    group: int
+    lease: Lease
+    device_blocks: SlotArray
+    request: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class MoveOrder:
+    """A copy between host slots and a lower tier; claims slots in both, where both have slots."""
+
+    transfer: Transfer
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
+
+    tier: TierName
+    slots: SlotArray
+    leases: tuple[Lease, ...] = ()
+
+    @classmethod
+    def of(cls, tier: TierName, lease: Lease) -> End:
+        return cls(tier, lease.slots, (lease,))
+
+
+class Transfers:
+    """All transfers of one scheduler, queued and in flight. Owns their leases; calls no request.
+
+    ``blocks_to_device`` and the other three numbers count what is queued and in flight between
+    device and host, overdue transfers excepted: a rank that hangs must not hold up all others.
+    Requests only tell whose an order is.
+    """
+
+    def __init__(self, num_ranks: int, block_bytes: Sequence[int], config: Config) -> None:
+        """``block_bytes`` are those of one device block, by group."""
+        self.counts = TransferCounts()
         self.next_deadline = _NEVER
-        """Before that nobody is late: :meth:`expire` finds nothing."""
-        self._flying: dict[TransferId, Flight] = {}
+        """Before this time :meth:`expire` finds nothing."""
+        self.blocks_to_device = self.bytes_to_device = 0
+        self.blocks_from_device = self.bytes_from_device = 0
+        self._block_bytes = tuple(block_bytes)
+        self._config = config
+        self._ranks = frozenset(map(Rank, range(num_ranks)))
+        self._new_id = cast(Callable[[], TransferId], itertools.count().__next__)
+        self._loads: list[LoadOrder] = []
+        self._stores: list[StoreOrder] = []
+        self._store_ids: dict[int, TransferId] = {}
+        self._moves: list[MoveOrder] = []
+        self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
+        self._forget: tuple[TierName, ...] = ()
+        self._step = 0
+        self._in_flight: dict[TransferId, InFlight] = {}
         self._lost: dict[Rank, str] = {}
         self._num_sent = 0
-        self.new_id = cast(Callable[[], TransferId], itertools.count().__next__)
-        """The id of the next transfer."""
 
-    def __len__(self) -> int:
-        return len(self._flying)
+    @property
+    def num_queued(self) -> int:
+        """Orders that are not in a plan yet."""
+        orders = len(self._loads) + len(self._stores) + len(self._moves)
+        return orders + len(self._questions) + len(self._forget)
 
-    def transfers(self) -> Iterator[Transfer]:
-        """The transfers in flight whose time is not up, oldest first.
-
-        Others must not wait for the rest: a rank that hangs would hold up every load and store.
-        """
-        return (
-            flight.transfer
-            for flight in self._flying.values()
-            if not flight.overdue and isinstance(flight.transfer, Transfer)
-        )
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
 
     @property
     def num_awaited(self) -> int:
-        """Transfers and questions in flight whose time is not up."""
-        return sum(not flight.overdue for flight in self._flying.values())
+        """Transfers and questions in flight that are not overdue."""
+        return sum(not each.overdue for each in self._in_flight.values())
 
-    def launch(
+    @property
+    def num_bytes(self) -> int:
+        """Bytes queued and in flight between device and host, either way."""
+        return self.bytes_to_device + self.bytes_from_device
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether stores from the device are queued or in flight."""
+        return self.blocks_from_device > 0
+
+    def in_flight(self) -> Iterator[Transfer]:
+        """The transfers in flight that are not overdue, oldest first."""
+        return (
+            each.transfer
+            for each in self._in_flight.values()
+            if not each.overdue and isinstance(each.transfer, Transfer)
+        )
+
+    def count_load(self, group: int, num_blocks: int) -> None:
+        """So many more blocks are to be loaded; fewer, where it is negative."""
+        self.blocks_to_device += num_blocks
+        self.bytes_to_device += num_blocks * self._block_bytes[group]
+
+    def count_kept(self, num_blocks: int) -> None:
+        """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
+        self.blocks_to_device += num_blocks
+
+    def count_store(self, group: int, num_blocks: int) -> None:
+        """So many more blocks are to be stored; fewer, where it is negative."""
+        self.blocks_from_device += num_blocks
+        self.bytes_from_device += num_blocks * self._block_bytes[group]
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    def load(
+        self,
+        request: Any,
+        group: int,
+        lease: Lease,
+        blocks: SlotArray,
+        overlap: OverlapDecision | None = None,
+    ) -> TransferId:
+        """Order one group's blocks of a hit to the device; layer after layer if read early."""
+        in_parts = overlap is not None and overlap.is_early
+        transfer = Transfer(
+            self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
+        )
+        self._loads.append(LoadOrder(transfer, lease, request))
+        self.count_load(group, len(blocks))
+        return transfer.id
+
+    def store(
+        self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
+    ) -> TransferId:
+        """Order blocks into host slots. The stores of one group and step are one transfer."""
+        self._stores.append(StoreOrder(group, lease, device_blocks, request))
+        self.count_store(group, len(device_blocks))
+        transfer_id = self._store_ids.get(group)
+        if transfer_id is None:
+            transfer_id = self._store_ids[group] = self._new_id()
+        return transfer_id
+
+    def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
+        """Order blocks from one tier to another."""
+        config = self._config
+        transfer = Transfer(
+            self._new_id(),
+            src.tier,
+            dst.tier,
+            src.slots,
+            dst.slots,
+            keys=keys.array,
+            within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
+            runs=runs,
+        )
+        self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
+        return transfer.id
+
+    def ask(self, tier: TierName, keys: Keys, at: SlotArray) -> TransferId:
+        """Ask a tier which of these keys it has; a tier is asked one question a step.
+
+        ``at`` is where each stands in its chain: the next number is the next block.
+        """
+        if tier not in self._questions:
+            self._questions[tier] = (self._new_id(), [])
+        question_id, asked = self._questions[tier]
+        asked.append((keys, at))
+        return question_id
+
+    def forget(self, tiers: tuple[TierName, ...]) -> list[TransferId]:
+        """Let these tiers forget everything, before what is ordered from now on.
+
+        Moves down that are queued would come after that, and be there for ever: they are dropped.
+        Returns their ids.
+        """
+        self._forget = tiers
+        down = [move for move in self._moves if move.transfer.src == HOST]
+        self._moves = [move for move in self._moves if move.transfer.src != HOST]
+        _drop(down)
+        return [move.transfer.id for move in down]
+
+    def cancel_loads(self, request: Any) -> list[LoadOrder]:
+        """Take back a request's queued loads; their leases are released."""
+        cancelled = [order for order in self._loads if order.request is request]
+        if cancelled:
+            self._loads = [order for order in self._loads if order.request is not request]
+        for order in cancelled:
+            order.lease.release()
+            self.count_load(order.transfer.group, -len(order.transfer))
+        return cancelled
+
+    def disown(self, request: Any) -> int:
+        """Let nothing be found of what is being stored of a request; returns how many were queued.
+
+        Queued stores are dropped. What is in flight stays claimed until it lands.
+        """
+        dropped = [order for order in self._stores if order.request is request]
+        self._stores = [order for order in self._stores if order.request is not request]
+        for order in dropped:
+            order.lease.abort()
+            self.count_store(order.group, -len(order.device_blocks))
+        left = {order.group for order in self._stores}
+        self._store_ids = {g: each for g, each in self._store_ids.items() if g in left}
+        for each in self._in_flight.values():
+            transfer = each.transfer
+            is_store = isinstance(transfer, Transfer) and transfer.src == DEVICE
+            if is_store and request in each.served:
+                for lease in each.leases:
+                    lease.disown()
+        return len(dropped)
+
+    # -- launch ---------------------------------------------------------------------------------
+
+    def launch(self, now: float) -> Plan:
+        """Everything queued as one plan: loads, then moves, then stores.
+
+        The stores of one group travel together: one copy of many blocks beats many of a few.
+        """
+        self._step += 1
+        if not (self._loads or self._stores or self._moves or self._questions or self._forget):
+            return Plan(self._step)
+        loads, moves, stores, store_ids = self._loads, self._moves, self._stores, self._store_ids
+        # Before they are in flight: what is in both, should an interrupt come, would end twice.
+        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
+        config, transfers = self._config, []
+        for load in loads:
+            deadline = now + config.load_deadline
+            self._fly(load.transfer, (load.lease,), deadline, (load.request,))
+            transfers.append(load.transfer)
+        for move in moves:
+            assert move.transfer.within is not None
+            self._fly(move.transfer, move.leases, now + move.transfer.within)
+            transfers.append(move.transfer)
+        for group, transfer_id in sorted(store_ids.items()):
+            of_group = [order for order in stores if order.group == group]
+            transfers.append(self._launch_store(transfer_id, group, of_group, now))
+        if not self._questions and not self._forget:
+            return Plan(self._step, tuple(transfers))
+        questions = [self._launch_question(tier, now) for tier in self._questions]
+        forget, self._forget, self._questions = self._forget, (), {}
+        return Plan(self._step, tuple(transfers), tuple(questions), forget)
+
+    def _launch_question(self, tier: TierName, now: float) -> Question:
+        question_id, asked = self._questions[tier]
+        within = self._config.lookup_deadline
+        keys = np.concatenate([keys.array for keys, _ in asked])
+        at = np.concatenate([at for _, at in asked])
+        starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
+        question = Question(question_id, tier, keys, within, run_numbers(at, starts))
+        self._fly(question, (), now + within)
+        return question
+
+    def _launch_store(
+        self, transfer_id: TransferId, group: int, orders: Sequence[StoreOrder], now: float
+    ) -> Transfer:
+        leases = tuple([order.lease for order in orders])
+        served = tuple([order.request for order in orders if order.request is not None])
+        if len(orders) == 1:
+            blocks, slots = orders[0].device_blocks, leases[0].slots
+        else:
+            blocks = np.concatenate([order.device_blocks for order in orders])
+            slots = np.concatenate([lease.slots for lease in leases])
+        transfer = Transfer(transfer_id, DEVICE, HOST, blocks, slots, group)
+        self._fly(transfer, leases, now + self._config.store_deadline, served)
+        return transfer
+
+    def _fly(
         self,
         transfer: Transfer | Question,
         leases: tuple[Lease, ...],
         deadline: float,
         served: tuple[Any, ...] = (),
     ) -> None:
-        """A transfer or question is handed to the workers; its leases end when it lands."""
+        """The transfer is handed to the workers; its leases end when it lands."""
         waiting, reason = set(self._ranks), ""
         if self._lost:
             waiting -= self._lost.keys()
             reason = next(iter(self._lost.values()))
-        self._flying[transfer.id] = Flight(
+        self._in_flight[transfer.id] = InFlight(
             transfer, leases, deadline, waiting, reason, served=served
         )
         self._num_sent = max(self._num_sent, transfer.id + 1)
         self.next_deadline = min(self.next_deadline, deadline)
         self.counts.launched += isinstance(transfer, Transfer)
 
-    def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
-        """Take receipts in any order; returns the flights that landed by them.
+    # -- landing --------------------------------------------------------------------------------
+
+    def settle(self, receipts: Iterable[Receipt]) -> list[InFlight]:
+        """Take receipts in any order; return the transfers that landed by them.
 
         A receipt for a transfer that already landed, or a rank's second one, is counted and
-        dropped. One that answers nothing we ever sent is refused before any is taken.
+        dropped. One that answers nothing that was ever sent is refused before any is taken.
         """
         receipts = list(receipts)
         for receipt in receipts:
@@ -180,75 +416,71 @@ class Flights:
                 self._check(receipt)
         landed = []
         if self._lost:
-            # With every rank lost nobody answers any more: such a flight lands as soon as we look.
-            orphans = [flight for flight in self._flying.values() if not flight.waiting]
-            landed = [self._land(flight) for flight in orphans]
+            # With every rank lost no receipt comes any more: such transfers land at once.
+            orphans = [each for each in self._in_flight.values() if not each.waiting]
+            landed = [self._land(each) for each in orphans]
         for receipt in receipts:
-            flight = self._flying.get(receipt.transfer_id)
-            if flight is None or receipt.rank not in flight.waiting:
+            each = self._in_flight.get(receipt.transfer_id)
+            if each is None or receipt.rank not in each.waiting:
                 self.counts.stale_receipts += 1
                 continue
-            self._take(flight, receipt)
-            if not flight.waiting:
-                landed.append(self._land(flight))
+            self._take(each, receipt)
+            if not each.waiting:
+                landed.append(self._land(each))
         return landed
 
-    def expire(self, now: float) -> list[Flight]:
-        """Flights whose deadline has just passed. They stay in flight until they land.
+    def expire(self, now: float) -> list[InFlight]:
+        """Return the transfers whose deadline has just passed. They stay in flight until they land.
 
         But a question, which claims nothing, is over: an answer to it comes too late.
         """
-        late = [f for f in self._flying.values() if f.deadline <= now and not f.overdue]
-        coming = [f.deadline for f in self._flying.values() if f.deadline > now]
-        self.next_deadline = min(coming, default=_NEVER)
-        for flight in late:
-            flight.overdue = True
-            flight.reason = flight.reason or (
-                f"no answer in time from rank {', '.join(map(str, sorted(flight.waiting)))}"
+        flying = self._in_flight.values()
+        late = [each for each in flying if each.deadline <= now and not each.overdue]
+        self.next_deadline = min((f.deadline for f in flying if f.deadline > now), default=_NEVER)
+        for each in late:
+            each.overdue = True
+            each.reason = each.reason or (
+                f"no answer in time from rank {', '.join(map(str, sorted(each.waiting)))}"
             )
-            if isinstance(flight.transfer, Question):
-                del self._flying[flight.transfer.id]
+            if isinstance(each.transfer, Question):
+                del self._in_flight[each.transfer.id]
             else:
                 self.counts.overdue += 1
         return late
 
     def give_up(self, tier: TierName, reason: str) -> None:
-        """A tier is away: nobody waits any longer for what it was to bring, take or say."""
-        for flight in self._flying.values():
-            if flight.concerns(tier) and not flight.overdue:
-                flight.deadline = self.next_deadline = _LONG_AGO
-                flight.reason = flight.reason or reason
+        """A tier is away: all that concerns it is overdue with the next :meth:`expire`."""
+        for each in self._in_flight.values():
+            if each.concerns(tier) and not each.overdue:
+                each.deadline = self.next_deadline = _LONG_AGO
+                each.reason = each.reason or reason
 
-    def disown(self, request: Any) -> None:
-        """Nobody vouches for what is stored of a request: it stays claimed, but is never found."""
-        for flight in self._flying.values():
-            order = flight.transfer
-            if request in flight.served and isinstance(order, Transfer) and order.src == DEVICE:
-                for lease in flight.leases:
-                    lease.disown()
-
-    def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
-        """A rank is gone and touches nothing any more; returns the flights that landed by it."""
-        if not 0 <= rank < self._num_ranks:
-            raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {self._num_ranks - 1}")
-        self._lost[rank] = reason or f"rank {rank} was lost"
-        reason = self._lost[rank]
+    def lose_rank(self, rank: Rank, reason: str) -> list[InFlight]:
+        """A rank is gone and touches nothing any more; return the transfers that landed by it."""
+        if rank not in self._ranks:
+            raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {len(self._ranks) - 1}")
+        reason = self._lost[rank] = reason or f"rank {rank} was lost"
         landed = []
-        for flight in list(self._flying.values()):
-            if rank in flight.waiting:
-                flight.waiting.discard(rank)
-                flight.reason = flight.reason or reason
-                if not flight.waiting:
-                    landed.append(self._land(flight))
+        for each in list(self._in_flight.values()):
+            if rank in each.waiting:
+                each.waiting.discard(rank)
+                each.reason = each.reason or reason
+                if not each.waiting:
+                    landed.append(self._land(each))
         return landed
 
-    def abandon(self, reason: str) -> list[Flight]:
-        """End every flight as failed. Only safe once no worker touches memory any more."""
-        flights = list(self._flying.values())
-        for flight in flights:
-            flight.reason = flight.reason or reason
-            self._land(flight)
-        return flights
+    def close(self, reason: str = "closed") -> None:
+        """Drop all orders and end all transfers as failed. Only once no worker touches memory."""
+        for load in self._loads:
+            load.lease.release()
+        _drop(self._moves)
+        for store in self._stores:
+            store.lease.abort()
+        self._loads, self._moves, self._stores = [], [], []
+        self._store_ids, self._questions, self._forget = {}, {}, ()
+        for each in list(self._in_flight.values()):
+            each.reason = each.reason or reason
+            self._land(each)
 
     def _check(self, receipt: Receipt) -> None:
         if not 0 <= receipt.transfer_id < self._num_sent:
@@ -256,31 +488,33 @@ class Flights:
                 f"receipt for transfer {receipt.transfer_id}, but only {self._num_sent} were ever "
                 "sent; drop it and settle the others"
             )
-        flight = self._flying.get(receipt.transfer_id)
-        if receipt.failed and flight is not None:
+        each = self._in_flight.get(receipt.transfer_id)
+        if receipt.failed and each is not None:
             least, most = min(receipt.failed), max(receipt.failed)
-            if least < 0 or most >= len(flight.transfer):
+            if least < 0 or most >= len(each.transfer):
                 raise ReceiptError(
                     f"receipt for transfer {receipt.transfer_id} says that blocks {least} to "
-                    f"{most} failed, but it has {len(flight.transfer)}"
+                    f"{most} failed, but it has {len(each.transfer)}"
                 )
-        if not 0 <= receipt.rank < self._num_ranks:
+        if receipt.rank not in self._ranks:
             raise ReceiptError(
                 f"receipt for transfer {receipt.transfer_id} from rank {receipt.rank}, but ranks "
-                f"are 0 to {self._num_ranks - 1}"
+                f"are 0 to {len(self._ranks) - 1}"
             )
 
-    def _take(self, flight: Flight, receipt: Receipt) -> None:
-        flight.waiting.discard(receipt.rank)
-        flight.receipts.append(receipt)
+    def _take(self, each: InFlight, receipt: Receipt) -> None:
+        each.waiting.discard(receipt.rank)
+        each.receipts.append(receipt)
+        transfer, counts = each.transfer, self.counts
         if receipt.outcome is not Outcome.OK:
             reason = f"rank {receipt.rank}: {receipt.reason or 'failed without a reason'}"
-            if receipt.outcome is Outcome.PARTIAL and flight.keeps_the_rest:
-                flight.failed.update(receipt.failed)
-                flight.note = flight.note or reason
+            # One lost block below the host is one block; a copy of the device counts as a whole.
+            below = isinstance(transfer, Question) or DEVICE not in (transfer.src, transfer.dst)
+            if receipt.outcome is Outcome.PARTIAL and below:
+                each.failed.update(receipt.failed)
+                each.note = each.note or reason
             else:
-                flight.reason = flight.reason or reason
-        transfer, counts = flight.transfer, self.counts
+                each.reason = each.reason or reason
         if isinstance(transfer, Question):
             return
         route = (transfer.src, transfer.dst)
@@ -289,79 +523,199 @@ class Flights:
         if receipt.outcome is not Outcome.FAILED:
             counts.traffic.add((*route, receipt.path), receipt.num_bytes, receipt.seconds)
 
-    def _land(self, flight: Flight) -> Flight:
-        del self._flying[flight.transfer.id]
-        if flight.failed and len(flight.failed) == len(flight.transfer):
-            flight.reason = flight.reason or flight.note
-        if isinstance(flight.transfer, Transfer):
+    def _land(self, each: InFlight) -> InFlight:
+        del self._in_flight[each.transfer.id]
+        if each.failed and len(each.failed) == len(each.transfer):
+            each.reason = each.reason or each.note
+        if isinstance(each.transfer, Transfer):
             self.counts.landed += 1
-            self.counts.failed += bool(flight.reason)
-            self.counts.lost_blocks += len(flight.failed) if not flight.reason else 0
-        if flight.failed or flight.reason:
-            self._end_in_doubt(flight)
-            return flight
-        for lease in flight.leases:
+            self.counts.failed += bool(each.reason)
+            self.counts.lost_blocks += len(each.failed) if not each.reason else 0
+        if each.failed or each.reason:
+            _end_in_doubt(each)
+            return each
+        for lease in each.leases:
             lease.commit() if lease.purpose is Purpose.WRITE else lease.release()
-        return flight
+        return each
 
-    def _end_in_doubt(self, flight: Flight) -> None:
-        failed, doubtful = sorted(flight.failed), flight.in_doubt
-        for lease in flight.leases:
-            if lease.purpose is Purpose.WRITE:
-                lease.commit(failed) if flight.ok else lease.abort()
-            elif lease not in doubtful:
-                lease.release()
+
+def _end_in_doubt(each: InFlight) -> None:
+    failed, doubtful = sorted(each.failed), each.in_doubt
+    for lease in each.leases:
+        if lease.purpose is Purpose.WRITE:
+            lease.commit(failed) if each.ok else lease.abort()
+        elif lease not in doubtful:
+            lease.release()
+        else:
+            lease.release(failed) if each.ok else lease.spoil()
+
+
+def _drop(moves: Sequence[MoveOrder]) -> None:
+    """No rank has heard of these: nothing was touched."""
+    for move in moves:
+        for lease in move.leases:
+            lease.abort() if lease.purpose is Purpose.WRITE else lease.release()
+
+
+class Waits:
+    """Which requests wait for which transfers. Several may wait for one, and one for several."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[TransferId, list[Any]] = {}
+
+    def add(self, request: Any, transfer_ids: Iterable[TransferId]) -> None:
+        """The request goes on when these transfers have ended."""
+        for transfer_id in transfer_ids:
+            self._waiting.setdefault(transfer_id, []).append(request)
+
+    def remove(self, request: Any, transfer_ids: Iterable[TransferId]) -> None:
+        """The request waits for these no longer."""
+        for transfer_id in transfer_ids:
+            others = [other for other in self._waiting[transfer_id] if other is not request]
+            if others:
+                self._waiting[transfer_id] = others
             else:
-                lease.release(failed) if flight.ok else lease.spoil()
+                del self._waiting[transfer_id]
+
+    def take(self, transfer_id: TransferId) -> list[Any]:
+        """Those that waited for a transfer that has ended, or is overdue."""
+        return self._waiting.pop(transfer_id, [])
 
 
-# ------------------------------------------------------------------------------------------------
-# How much is on its way between device and host, counted as it comes and goes.
+# -- device blocks, as an engine and a scheduler speak of them ----------------------------------
+
+NO_BLOCK = -1
+"""In a block table: the engine keeps no device block here (outside a window, say)."""
+
+BlockTable = Sequence[int] | npt.NDArray[np.integer]
+"""One group's device blocks of a request, by position."""
 
 
-class Transit:
-    """Blocks and bytes that transfers still bring or take, sent off or not. Owns four numbers.
+class Ordered(NamedTuple):
+    """One group's part of a load or store: hold ``blocks`` until ``settle`` releases them.
 
-    What is overdue no longer counts: a rank that hangs must not hold up every load and store.
+    ``positions`` are the blocks' places in the table of ``request`` (None where the engine offered
+    them), ``keys`` their names in the pool. The stores of one group and step travel together, so
+    several may name one ``transfer``.
     """
 
-    __slots__ = (
-        "_block_bytes",
-        "blocks_from_device",
-        "blocks_to_device",
-        "bytes_from_device",
-        "bytes_to_device",
-    )
+    group: int
+    blocks: SlotArray
+    transfer: TransferId
+    positions: npt.NDArray[np.integer] | range
+    keys: Keys
+    request: Any = None
 
-    def __init__(self, block_bytes: Sequence[int]) -> None:
-        self._block_bytes = tuple(block_bytes)
-        self.blocks_to_device = 0
-        self.bytes_to_device = 0
-        self.blocks_from_device = 0
-        self.bytes_from_device = 0
+
+class EngineBlocks(Protocol):
+    """What an engine tells of its device blocks, so that ended requests can be stored late.
+
+    ``request`` is the scheduler's own; the engine finds its own by the chain it gave it.
+    """
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes on their way, either way."""
-        return self.bytes_to_device + self.bytes_from_device
+    def evicts(self) -> bool:
+        """Whether the next blocks the engine gives away are some its own cache knows."""
 
-    def load(self, group: int, num_blocks: int) -> None:
-        """So many more blocks are to be loaded; fewer, where it is negative."""
-        self.blocks_to_device += num_blocks
-        self.bytes_to_device += num_blocks * self._block_bytes[group]
+    @property
+    def num_free(self) -> int:
+        """Blocks that the engine could give to a request now."""
 
-    def keep(self, num_blocks: int) -> None:
-        """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
-        self.blocks_to_device += num_blocks
+    @property
+    def num_held(self) -> int:
+        """Blocks that copies, and requests which have ended, keep from the engine."""
 
-    def store(self, group: int, num_blocks: int) -> None:
-        """So many more blocks are to be stored; fewer, where it is negative."""
-        self.blocks_from_device += num_blocks
-        self.bytes_from_device += num_blocks * self._block_bytes[group]
+    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        """A live request's tables for its first tokens; below ``from_token`` they may be blank."""
+
+    def remains(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        """The same of one that has ended: whatever the engine still has of its blocks."""
 
 
-# ------------------------------------------------------------------------------------------------
-# Which blocks of a message follow each other: runs of chains, numbered.
+def checked_blocks(
+    group: int, table: BlockTable, blocks: range, *, least: int = NO_BLOCK
+) -> npt.NDArray[np.int64]:
+    """These places of a block table, as numbers of our own; refuses what is no block number.
+
+    A copy: the engine may write its table while the blocks are still being read or filled.
+    """
+    found = integers(table[blocks.start : blocks.stop], "device blocks").copy()
+    if found.size and int(found.min()) < least:
+        or_none = f", or NO_BLOCK ({NO_BLOCK})" if least == NO_BLOCK else ""
+        raise InputError(
+            f"group {group}'s block table holds {int(found.min())}; a block is 0 or more{or_none}"
+        )
+    return found
+
+
+def require_tables(tables: Sequence[BlockTable], num_groups: int) -> None:
+    """Refuse where there is not one table for each group."""
+    if len(tables) != num_groups:
+        raise InputError(
+            f"got {len(tables)} block tables for {num_groups} groups; give one per group"
+        )
+
+
+def held_blocks(
+    tables: Sequence[BlockTable], block_tokens: Sequence[int], from_token: int
+) -> tuple[DeviceBlocks, ...]:
+    """The device blocks of these tables from a token on, by group."""
+    found = []
+    for group, (table, size) in enumerate(zip(tables, block_tokens, strict=True)):
+        blocks = np.asarray(table, dtype=np.int64)[from_token // size :]
+        found.append(DeviceBlocks(group, blocks[blocks != NO_BLOCK]))
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """As :class:`Scheduler` is asked for: checked when it is made, and the same from then on.
+
+    ``block_bytes`` are those of one device block, by group; zeros where nobody said.
+    """
+
+    groups: tuple[Group, ...]
+    num_ranks: int
+    hash_block_tokens: int | None
+    num_device_blocks: int | None
+    block_bytes: tuple[int, ...]
+    spare_tokens: int
+    joins_loads: bool
+    loads_early: bool
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise InputError(f"num_ranks must be at least 1, got {self.num_ranks}")
+        if not self.groups:
+            raise InputError("no groups given; a model has at least one")
+        if len(self.block_bytes) != len(self.groups):
+            raise InputError(
+                f"got {len(self.block_bytes)} block sizes for {len(self.groups)} groups"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The tokens of a block, by group."""
+        return tuple(group.block_tokens for group in self.groups)
+
+    @property
+    def hash_tokens(self) -> int:
+        """What one key of a request's chain covers."""
+        return self.hash_block_tokens or min(self.sizes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a host slot must hold."""
+        return max(self.block_bytes)
+
+    def bound(self, given: int | None, share: float) -> int | None:
+        """A bound as given, or this share of the device's blocks; None where neither is known."""
+        if given is not None or self.num_device_blocks is None:
+            return given
+        return max(1, int(self.num_device_blocks * share))
+
+
+# -- which blocks of a question follow each other ------------------------------------------------
 
 Flags = npt.NDArray[np.bool_]
 
@@ -462,418 +816,3 @@ class Wanted(NamedTuple):
         first = unnamed.take(following, mode="clip")  # the first from here on that it does not name
         is_in_reach = has_some & (first - here < most_in_one) & (runs[first] == runs)
         return named & ~is_in_reach
-
-
-# ------------------------------------------------------------------------------------------------
-# What was ordered and is not yet in a plan, and the step that sends it off.
-
-
-@dataclass(frozen=True, eq=False)
-class LoadOrder:
-    """A load of one group's blocks. Unlike the others it has a request that waits for it."""
-
-    transfer: Transfer
-    lease: Lease
-    request: Any
-
-
-@dataclass(frozen=True, eq=False)
-class StoreOrder:
-    """A part of a store: what one request or one look at the free queue contributed."""
-
-    group: int
-    lease: Lease
-    device_blocks: SlotArray
-    request: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class MoveOrder:
-    """A copy between host slots and a lower tier; claims slots in both, where both have slots."""
-
-    transfer: Transfer
-    leases: tuple[Lease, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class End:
-    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
-
-    tier: TierName
-    slots: SlotArray
-    leases: tuple[Lease, ...] = ()
-
-    @classmethod
-    def of(cls, tier: TierName, lease: Lease) -> End:
-        return cls(tier, lease.slots, (lease,))
-
-
-class Outbox:
-    """Holds orders until the next plan, then launches them. Owns the leases until that moment.
-
-    Requests are others': here they only tell whose an order is.
-    """
-
-    def __init__(self, flights: Flights, transit: Transit, config: Config, num_groups: int) -> None:
-        self._flights = flights
-        self._transit = transit
-        self._config = config
-        self._num_groups = num_groups
-        self._loads: list[LoadOrder] = []
-        self._stores: list[StoreOrder] = []
-        self._store_ids: dict[int, TransferId] = {}
-        self._moves: list[MoveOrder] = []
-        self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
-        self._forget: tuple[TierName, ...] = ()
-        self._step = 0
-
-    def __len__(self) -> int:
-        orders = len(self._loads) + len(self._stores) + len(self._moves)
-        return orders + len(self._questions) + len(self._forget)
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether blocks are to be stored from the device, sent off or not."""
-        return self._transit.blocks_from_device > 0
-
-    def load(
-        self,
-        request: Any,
-        group: int,
-        lease: Lease,
-        blocks: SlotArray,
-        overlap: OverlapDecision | None = None,
-    ) -> TransferId:
-        """Order one group's blocks of a hit to the device; layer after layer if read early."""
-        transfer = Transfer(
-            self._flights.new_id(),
-            HOST,
-            DEVICE,
-            lease.slots,
-            blocks,
-            group,
-            in_parts=overlap is not None and overlap.is_early,
-        )
-        self._loads.append(LoadOrder(transfer, lease, request))
-        self._transit.load(group, len(blocks))
-        return transfer.id
-
-    def store(
-        self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
-    ) -> TransferId:
-        """Order blocks into host slots. The stores of one group and step are one transfer."""
-        self._stores.append(StoreOrder(group, lease, device_blocks, request))
-        if request is not None and request.hints is not None:
-            request.num_storing += 1
-        self._transit.store(group, len(device_blocks))
-        transfer_id = self._store_ids.get(group)
-        if transfer_id is None:
-            transfer_id = self._store_ids[group] = self._flights.new_id()
-        return transfer_id
-
-    def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
-        """Order blocks from one tier to another."""
-        config = self._config
-        transfer = Transfer(
-            self._flights.new_id(),
-            src.tier,
-            dst.tier,
-            src.slots,
-            dst.slots,
-            keys=keys.array,
-            within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
-            runs=runs,
-        )
-        self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
-        return transfer.id
-
-    def ask(self, tier: TierName, keys: Keys, at: SlotArray) -> TransferId:
-        """Ask a tier which of these keys it has; a tier is asked one question a step.
-
-        ``at`` is where each stands in its chain: the next number is the next block.
-        """
-        if tier not in self._questions:
-            self._questions[tier] = (self._flights.new_id(), [])
-        question_id, asked = self._questions[tier]
-        asked.append((keys, at))
-        return question_id
-
-    def forget(self, tiers: tuple[TierName, ...]) -> list[TransferId]:
-        """These tiers forget everything, before what is ordered from now on.
-
-        What waits to be sent down would come after that, and be there for ever: it is dropped, and
-        its ids are returned.
-        """
-        self._forget = tiers
-        down = [move for move in self._moves if move.transfer.src == HOST]
-        self._moves = [move for move in self._moves if move.transfer.src != HOST]
-        _drop(down)
-        return [move.transfer.id for move in down]
-
-    def give_up(self, tier: TierName, reason: str) -> None:
-        """A tier is away: see ``Flights.give_up``."""
-        self._flights.give_up(tier, reason)
-
-    def cancel_loads(self, request: Any) -> list[LoadOrder]:
-        """Take a request's loads back; their leases are released."""
-        cancelled = [order for order in self._loads if order.request is request]
-        if cancelled:
-            self._loads = [order for order in self._loads if order.request is not request]
-        for order in cancelled:
-            order.lease.release()
-            self._transit.load(order.transfer.group, -len(order.transfer))
-        return cancelled
-
-    def drop_stores(self, request: Any) -> None:
-        """Take back what was to be stored of a request and is not sent off."""
-        dropped = [order for order in self._stores if order.request is request]
-        self._stores = [order for order in self._stores if order.request is not request]
-        for order in dropped:
-            order.lease.abort()
-            self._transit.store(order.group, -len(order.device_blocks))
-            if request.hints is not None:
-                request.num_storing -= 1
-        left = {order.group for order in self._stores}
-        self._store_ids = {g: each for g, each in self._store_ids.items() if g in left}
-
-    def launch(self, now: float) -> Plan:
-        """Everything ordered since the last call as one plan: loads, then moves, then stores.
-
-        The stores of one group travel together: one copy of many blocks beats many of a few.
-        """
-        self._step += 1
-        if not (self._loads or self._stores or self._moves or self._questions or self._forget):
-            return Plan(self._step)
-        loads, moves, stores, store_ids = self._loads, self._moves, self._stores, self._store_ids
-        # Before they are in flight: what is in both, should an interrupt come, would end twice.
-        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
-        transfers = []
-        for load in loads:
-            deadline = now + self._config.load_deadline
-            self._flights.launch(load.transfer, (load.lease,), deadline, (load.request,))
-            transfers.append(load.transfer)
-        for move in moves:
-            assert move.transfer.within is not None
-            self._flights.launch(move.transfer, move.leases, now + move.transfer.within)
-            transfers.append(move.transfer)
-        for group, transfer_id in sorted(store_ids.items()):
-            of_group = [order for order in stores if order.group == group]
-            transfers.append(self._launch_store(transfer_id, group, of_group, now))
-        if not self._questions and not self._forget:
-            return Plan(self._step, tuple(transfers))
-        questions = [self._launch_question(tier, now) for tier in self._questions]
-        forget, self._forget, self._questions = self._forget, (), {}
-        return Plan(self._step, tuple(transfers), tuple(questions), forget)
-
-    def _launch_question(self, tier: TierName, now: float) -> Question:
-        question_id, asked = self._questions[tier]
-        within = self._config.lookup_deadline
-        keys = np.concatenate([keys.array for keys, _ in asked])
-        at = np.concatenate([at for _, at in asked])
-        starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
-        question = Question(question_id, tier, keys, within, run_numbers(at, starts))
-        self._flights.launch(question, (), now + within)
-        return question
-
-    def _launch_store(
-        self, transfer_id: TransferId, group: int, orders: Sequence[StoreOrder], now: float
-    ) -> Transfer:
-        leases = tuple(order.lease for order in orders)
-        served = tuple(order.request for order in orders if order.request is not None)
-        blocks = [order.device_blocks for order in orders]
-        slots = [lease.slots for lease in leases]
-        transfer = Transfer(
-            transfer_id,
-            DEVICE,
-            HOST,
-            blocks[0] if len(blocks) == 1 else np.concatenate(blocks),
-            slots[0] if len(slots) == 1 else np.concatenate(slots),
-            group,
-        )
-        deadline = now + self._config.store_deadline
-        self._flights.launch(transfer, leases, deadline, served)
-        return transfer
-
-    def discard(self) -> None:
-        """Drop everything not sent off, as if never ordered."""
-        for load in self._loads:
-            load.lease.release()
-        _drop(self._moves)
-        for store in self._stores:
-            store.lease.abort()
-        self._loads, self._moves, self._stores = [], [], []
-        self._store_ids, self._questions, self._forget = {}, {}, ()
-
-
-def _drop(moves: Sequence[MoveOrder]) -> None:
-    """No rank has heard of these: nothing was touched."""
-    for move in moves:
-        for lease in move.leases:
-            lease.abort() if lease.purpose is Purpose.WRITE else lease.release()
-
-
-# ------------------------------------------------------------------------------------------------
-# Who waits for blocks that come up from a lower tier.
-
-
-class Waits:
-    """Which requests wait for which transfers. Several may wait for one, and one for several."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[TransferId, list[Any]] = {}
-
-    def add(self, request: Any, transfer_ids: Iterable[TransferId]) -> None:
-        """The request goes on when these transfers have ended."""
-        for transfer_id in transfer_ids:
-            self._waiting.setdefault(transfer_id, []).append(request)
-
-    def remove(self, request: Any, transfer_ids: Iterable[TransferId]) -> None:
-        """The request waits for these no longer."""
-        for transfer_id in transfer_ids:
-            others = [other for other in self._waiting[transfer_id] if other is not request]
-            if others:
-                self._waiting[transfer_id] = others
-            else:
-                del self._waiting[transfer_id]
-
-    def take(self, transfer_id: TransferId) -> list[Any]:
-        """Those who waited for a transfer that has ended, or whose time is up."""
-        return self._waiting.pop(transfer_id, [])
-
-
-# ------------------------------------------------------------------------------------------------
-# What a request's verbs answer with, and what an engine tells of its device blocks.
-
-NO_BLOCK = -1
-"""In a block table: the engine keeps no device block here (outside a window, say)."""
-
-BlockTable = Sequence[int] | npt.NDArray[np.integer]
-"""One group's device blocks of a request, by position."""
-
-
-class Ordered(NamedTuple):
-    """One group's part of a load or store: hold ``blocks`` until ``settle`` releases them.
-
-    ``positions`` are the blocks' places in the table of ``request`` (None where the engine offered
-    them), ``keys`` their names in the pool. The stores of one group and step travel together, so
-    several may name one ``transfer``.
-    """
-
-    group: int
-    blocks: SlotArray
-    transfer: TransferId
-    positions: npt.NDArray[np.integer] | range
-    keys: Keys
-    request: Any = None
-
-
-class EngineBlocks(Protocol):
-    """What an engine tells of its device blocks, so that ended requests can be stored late.
-
-    ``request`` is the scheduler's own; the engine finds its own by the chain it gave it.
-    """
-
-    @property
-    def evicts(self) -> bool:
-        """Whether the next blocks the engine gives away are some its own cache knows."""
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that the engine could give to a request now."""
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that copies, and requests which have ended, keep from the engine."""
-
-    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
-        """A live request's tables for its first tokens; below ``from_token`` they may be blank."""
-
-    def remains(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
-        """The same of one that has ended: whatever the engine still has of its blocks."""
-
-
-def checked_blocks(
-    group: int, table: BlockTable, blocks: range, *, least: int = NO_BLOCK
-) -> npt.NDArray[np.int64]:
-    """These places of a block table, as numbers of our own; refuses what is no block number.
-
-    A copy: the engine may write its table while the blocks are still being read or filled.
-    """
-    found = integers(table[blocks.start : blocks.stop], "device blocks").copy()
-    if found.size and int(found.min()) < least:
-        or_none = f", or NO_BLOCK ({NO_BLOCK})" if least == NO_BLOCK else ""
-        raise InputError(
-            f"group {group}'s block table holds {int(found.min())}; a block is 0 or more{or_none}"
-        )
-    return found
-
-
-def require_tables(tables: Sequence[BlockTable], num_groups: int) -> None:
-    """Refuse where there is not one table for each group."""
-    if len(tables) != num_groups:
-        raise InputError(
-            f"got {len(tables)} block tables for {num_groups} groups; give one per group"
-        )
-
-
-def held_blocks(
-    tables: Sequence[BlockTable], block_tokens: Sequence[int], from_token: int
-) -> tuple[DeviceBlocks, ...]:
-    """The device blocks of these tables from a token on, by group."""
-    found = []
-    for group, (table, size) in enumerate(zip(tables, block_tokens, strict=True)):
-        blocks = np.asarray(table, dtype=np.int64)[from_token // size :]
-        found.append(DeviceBlocks(group, blocks[blocks != NO_BLOCK]))
-    return tuple(found)
-
-
-# ------------------------------------------------------------------------------------------------
-# What a scheduler is told of its engine: its groups, its sizes, how it shares and loads blocks.
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineShape:
-    """As :class:`Scheduler` is asked for: checked when it is made, and the same from then on.
-
-    ``block_bytes`` are those of one device block, by group; zeros where nobody said.
-    """
-
-    groups: tuple[Group, ...]
-    num_ranks: int
-    hash_block_tokens: int | None
-    num_device_blocks: int | None
-    block_bytes: tuple[int, ...]
-    spare_tokens: int
-    joins_loads: bool
-    loads_early: bool
-
-    def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise InputError(f"num_ranks must be at least 1, got {self.num_ranks}")
-        if not self.groups:
-            raise InputError("no groups given; a model has at least one")
-        if len(self.block_bytes) != len(self.groups):
-            raise InputError(
-                f"got {len(self.block_bytes)} block sizes for {len(self.groups)} groups"
-            )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The tokens of a block, by group."""
-        return tuple(group.block_tokens for group in self.groups)
-
-    @property
-    def hash_tokens(self) -> int:
-        """What one key of a request's chain covers."""
-        return self.hash_block_tokens or min(self.sizes)
-
-    @property
-    def slot_bytes(self) -> int:
-        """What a host slot must hold."""
-        return max(self.block_bytes)
-
-    def bound(self, given: int | None, share: float) -> int | None:
-        """A bound as given, or this share of the device's blocks; None where neither is known."""
-        if given is not None or self.num_device_blocks is None:
-            return given
-        return max(1, int(self.num_device_blocks * share))

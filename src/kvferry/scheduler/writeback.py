@@ -25,7 +25,7 @@ from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import LowerTier, Runs, WriteMode
-from kvferry.scheduler.transfers import End, Outbox, run_numbers
+from kvferry.scheduler.transfers import End, Transfers, run_numbers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
 
@@ -80,7 +80,7 @@ class Move:
 class Writeback:
     """Copies blocks down. Owns the admissions, stores that wait for a parent, rests and the flush.
 
-    Orders go to the outbox. Each is noted in ``moves``, which the caller takes it from when it
+    Orders go to ``transfers``. Each is noted in ``moves``, which the caller takes it from when it
     lands. Only tiers without an ailment are written to.
     """
 
@@ -88,7 +88,7 @@ class Writeback:
         self,
         host: Pool,
         tiers: Sequence[LowerTier],
-        outbox: Outbox,
+        transfers: Transfers,
         clock: Callable[[], float],
         moves: dict[TransferId, Move],
         *,
@@ -104,7 +104,7 @@ class Writeback:
         """
         self._host = host
         self._tiers = tiers
-        self._outbox = outbox
+        self._transfers = transfers
         self._clock = clock
         self._moves = moves
         self._admissions = admissions
@@ -260,7 +260,7 @@ class Writeback:
         Promotions do not count: ``close`` would wait for a read that hangs.
         """
         is_writing = any(not (move.upward or move.late) for move in self._moves.values())
-        return self.flush_is_due or is_writing or self._outbox.is_storing
+        return self.flush_is_due or is_writing or self._transfers.is_storing
 
     def flush(self) -> None:
         """Order some of what only the host holds. Call this only while the engine is idle.
@@ -377,7 +377,7 @@ class Writeback:
             starts, _ = runs if runs is not None else self._host.runs_of(keys)
             starts = np.searchsorted(room.positions, starts)
             following = run_numbers(room.positions, starts[starts < len(going)])
-        transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going, following)
+        transfer_id = self._transfers.move(End.of(HOST, reading), room.end, going, following)
         self._note_sent(transfer_id, tier, going)
         for key in before:
             if key is not None:
@@ -405,7 +405,7 @@ class Writeback:
             return
         tier.reserve(line, parent=None, chained=True, now=now)  # from now on it is known
         runs = boundaries.cut(line, NO_SLOTS, ())
-        transfer_id = self._outbox.move(End.of(HOST, reading), tier.read(NO_SLOTS), line, runs)
+        transfer_id = self._transfers.move(End.of(HOST, reading), tier.read(NO_SLOTS), line, runs)
         self._note_sent(transfer_id, tier, line)
 
     def _note_sent(self, transfer_id: TransferId, tier: LowerTier, keys: Keys) -> None:

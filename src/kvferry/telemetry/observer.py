@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from kvferry.telemetry.recorder import ObservedRequest
 
@@ -23,10 +23,6 @@ _REST = 19
 _MOST_REST = 1.0
 _MOST_WAITING = 4096
 _CLOSE_SECONDS = 5.0
-
-
-Noted = TypeVar("Noted")
-"""What the engine hands over of a request: as little work for it as can be."""
 
 
 class Student(Protocol):
@@ -45,7 +41,7 @@ class Student(Protocol):
         """No more will come."""
 
 
-class Observer(Generic[Noted]):
+class Observer:
     """Owns a thread, begun with the first request, and the students it calls.
 
     :meth:`see` is all that the engine's thread does. What is too much is left out and counted
@@ -55,23 +51,18 @@ class Observer(Generic[Noted]):
     def __init__(
         self,
         students: Sequence[Student],
-        read: Callable[[Noted], ObservedRequest],
         *,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """``read`` makes a request of what was noted of it, on the thread.
-
-        ``pause`` is how it rests, given the seconds it has earned.
-        """
+        """``pause`` is how it rests, given the seconds it has earned."""
         self.num_missed = 0
         self._students = list(students)
-        self._read = read
-        self._waiting: deque[Noted] = deque()
+        self._waiting: deque[ObservedRequest] = deque()
         self._stop = threading.Event()
         self._pause = pause if pause is not None else self._stop.wait
         self._thread: threading.Thread | None = None
 
-    def see(self, noted: Noted) -> None:
+    def see(self, noted: ObservedRequest) -> None:
         """A request has come. Costs the caller next to nothing, and never waits."""
         waiting = self._waiting
         if len(waiting) >= _MOST_WAITING:
@@ -108,7 +99,7 @@ class Observer(Generic[Noted]):
                     self._waiting.popleft()
                     self.num_missed += 1
             began = time.thread_time()
-            request = self._read(self._waiting.popleft())
+            request = self._waiting.popleft()
             self._tell(lambda student: student.learn(request))  # noqa: B023
             worked += time.thread_time() - began
             if worked >= _BURST_SECONDS:

@@ -114,7 +114,7 @@ def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama, monkey
     (answer,) = engine.generate([first])
     second = first + answer + more
     (next_answer,) = engine.generate([second])
-    assert len(engine.side.serving.scheduler.rests) == 1, (
+    assert len(engine.side.serving.scheduler.deferred) == 1, (
         "the second turn has what the first one left"
     )
     assert engine.stats.landed == 0
@@ -142,7 +142,7 @@ def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, l
     preempted = engine.note_preemptions(monkeypatch)
     tampers[0].holds_receipts = True
     engine.generate([first], max_tokens=1)
-    while engine.side.serving.scheduler.rests:
+    while engine.side.serving.scheduler.deferred:
         engine.step()
     assert engine.side.serving.engine.num_held == 6  # of 14, and the next needs 7, then 9
     name = engine.add(second, 60)

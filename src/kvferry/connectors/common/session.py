@@ -211,7 +211,7 @@ class Serving:
         self.reports = Reports(
             self.scheduler, setup, shape=shapes[0], tiers=tiers, hash_tokens=engine.hash_tokens
         )
-        rests = self.scheduler.rests
+        rests = self.scheduler.deferred
         assert rests is not None  # the scheduler was given the engine's blocks
         self._rests = rests
         self._skipper = StepSkipper()
@@ -403,7 +403,6 @@ class Serving:
         if not self._has_settled and self._deadlines.is_due(time.monotonic()):
             self.settle(())
         self._has_settled = False
-        scheduler.count_answered()
         self.reports.mailbox.answer()
         self._unlooked.clear()
         for request_id in step.preempted:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvferry.cache.leases import Ending, Lease, Purpose
+from kvferry.config import Config
 from kvferry.errors import InputError, ReceiptError
-from kvferry.scheduler.transfers import Flights
+from kvferry.scheduler.transfers import Transfers
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -37,7 +38,7 @@ class Owner:
         self.failed.append(failed.tolist())
 
     def disown(self, lease: Lease) -> None:
-        raise AssertionError("flights never disown")
+        raise AssertionError("transfers never disown")
 
 
 def ok(transfer: int, rank: int) -> Receipt:
@@ -52,48 +53,48 @@ class Sky:
     """Flights with one lease each, whose endings are kept."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.flights = Flights(num_ranks)
+        self.transfers = Transfers(num_ranks, (0,), Config())
         self.owner = Owner()
 
     def move(self, src: TierName, dst: TierName, length: int, *purposes: Purpose) -> int:
         """A transfer below the host, with these leases."""
-        transfer_id = self.flights.new_id()
+        transfer_id = self.transfers._new_id()
         slots = as_slots(range(length))
         transfer = Transfer(transfer_id, src, dst, slots, slots)
         leases = tuple(Lease(purpose, slots, slots, self.owner) for purpose in purposes)
-        self.flights.launch(transfer, leases, 10.0)
+        self.transfers._fly(transfer, leases, 10.0)
         return int(transfer_id)
 
     def ask(self, length: int, deadline: float = 10.0) -> int:
-        question_id = self.flights.new_id()
+        question_id = self.transfers._new_id()
         question = Question(question_id, DISK, np.zeros((length, 4), dtype=np.uint64), 1.0)
-        self.flights.launch(question, (), deadline)
+        self.transfers._fly(question, (), deadline)
         return int(question_id)
 
     def launch(
         self, purpose: Purpose = Purpose.WRITE, deadline: float = 10.0, dst: TierName = HOST
     ) -> int:
-        transfer_id = self.flights.new_id()
+        transfer_id = self.transfers._new_id()
         src = DEVICE if dst == HOST else HOST
         transfer = Transfer(transfer_id, src, dst, as_slots([1]), as_slots([2]))
         lease = Lease(purpose, as_slots([2]), as_slots([0]), self.owner)
-        self.flights.launch(transfer, (lease,), deadline)
+        self.transfers._fly(transfer, (lease,), deadline)
         return int(transfer_id)
 
 
 def test_lands_when_all_ranks_answered_in_any_order() -> None:
     sky = Sky(3)
     first, second = sky.launch(), sky.launch()
-    assert sky.flights.settle([ok(second, 2), ok(first, 1), ok(first, 0)]) == []
+    assert sky.transfers.settle([ok(second, 2), ok(first, 1), ok(first, 0)]) == []
     assert sky.owner.endings == []
-    landed = sky.flights.settle([ok(first, 2), ok(second, 0)])
+    landed = sky.transfers.settle([ok(first, 2), ok(second, 0)])
     assert [flight.transfer.id for flight in landed] == [first]
     assert landed[0].ok
     assert sky.owner.endings == [Ending.COMMIT]
-    assert len(sky.flights) == 1
-    sky.flights.settle([ok(second, 1)])
-    assert sky.flights.counts.landed == 2
-    assert sky.flights.counts.moved(DEVICE, HOST) == (60, 3.0)
+    assert sky.transfers.num_in_flight == 1
+    sky.transfers.settle([ok(second, 1)])
+    assert sky.transfers.counts.landed == 2
+    assert sky.transfers.counts.bytes_moved == {(DEVICE, HOST): 60}
 
 
 @pytest.mark.parametrize(
@@ -110,29 +111,29 @@ def test_one_failing_rank_fails_it_for_all(
 ) -> None:
     sky = Sky(2)
     fine, broken = sky.launch(purpose, dst=dst), sky.launch(purpose, dst=dst)
-    sky.flights.settle([ok(fine, 0), ok(fine, 1), failed(broken, 1, "cable")])
+    sky.transfers.settle([ok(fine, 0), ok(fine, 1), failed(broken, 1, "cable")])
     assert sky.owner.endings == [good]
-    (flight,) = sky.flights.settle([ok(broken, 0)])
+    (flight,) = sky.transfers.settle([ok(broken, 0)])
     assert not flight.ok
     assert flight.reason == "rank 1: cable"
     assert sky.owner.endings == [good, bad]
-    assert sky.flights.counts.failed == 1
+    assert sky.transfers.counts.failed == 1
 
 
 def test_a_failure_without_words_still_has_a_reason() -> None:
     sky = Sky(1)
-    (flight,) = sky.flights.settle([failed(sky.launch(), 0)])
+    (flight,) = sky.transfers.settle([failed(sky.launch(), 0)])
     assert flight.reason == "rank 0: failed without a reason"
 
 
 def test_repeated_and_late_receipts_are_counted_and_dropped() -> None:
     sky = Sky(2)
     transfer = sky.launch()
-    assert sky.flights.settle([ok(transfer, 0), failed(transfer, 0, "changed my mind")]) == []
-    (flight,) = sky.flights.settle([ok(transfer, 1)])
+    assert sky.transfers.settle([ok(transfer, 0), failed(transfer, 0, "changed my mind")]) == []
+    (flight,) = sky.transfers.settle([ok(transfer, 1)])
     assert flight.ok
-    assert sky.flights.settle([ok(transfer, 0), failed(transfer, 1)]) == []
-    assert sky.flights.counts.stale_receipts == 3
+    assert sky.transfers.settle([ok(transfer, 0), failed(transfer, 1)]) == []
+    assert sky.transfers.counts.stale_receipts == 3
     assert sky.owner.endings == [Ending.COMMIT]
 
 
@@ -151,26 +152,26 @@ def test_a_receipt_that_answers_nothing_is_refused_before_any_is_taken(
     sky = Sky(2)
     transfer = sky.launch()
     with pytest.raises(ReceiptError) as error:
-        sky.flights.settle([ok(transfer, 0), ok(transfer, 1), receipt])
+        sky.transfers.settle([ok(transfer, 0), ok(transfer, 1), receipt])
     assert all(word in str(error.value) for word in words)
     assert sky.owner.endings == []
-    assert sky.flights.counts.landed == 0
-    assert len(sky.flights.settle([ok(transfer, 0), ok(transfer, 1)])) == 1
+    assert sky.transfers.counts.landed == 0
+    assert len(sky.transfers.settle([ok(transfer, 0), ok(transfer, 1)])) == 1
 
 
 def test_a_deadline_ends_the_waiting_and_not_the_claim() -> None:
     sky = Sky(2)
     transfer = sky.launch(deadline=5.0)
-    sky.flights.settle([ok(transfer, 0)])
-    assert sky.flights.expire(4.9) == []
-    (flight,) = sky.flights.expire(5.0)
+    sky.transfers.settle([ok(transfer, 0)])
+    assert sky.transfers.expire(4.9) == []
+    (flight,) = sky.transfers.expire(5.0)
     assert flight.overdue
     assert flight.reason == "no answer in time from rank 1"
     assert sky.owner.endings == []
-    assert sky.flights.expire(6.0) == [], "told once"
-    assert list(sky.flights.transfers()) == [], "nobody else waits for it"
-    assert len(sky.flights) == 1
-    (flight,) = sky.flights.settle([ok(transfer, 1)])
+    assert sky.transfers.expire(6.0) == [], "told once"
+    assert list(sky.transfers.in_flight()) == [], "nobody else waits for it"
+    assert sky.transfers.num_in_flight == 1
+    (flight,) = sky.transfers.settle([ok(transfer, 1)])
     assert not flight.ok
     assert sky.owner.endings == [Ending.ABORT]
 
@@ -181,41 +182,41 @@ def test_the_next_deadline_is_that_of_whoever_is_late_next() -> None:
     Seen red with the others' deadlines forgotten once one has passed.
     """
     sky = Sky(1)
-    assert sky.flights.next_deadline > 1e9
+    assert sky.transfers.next_deadline > 1e9
     first, third, second = (sky.launch(deadline=at) for at in (5.0, 9.0, 7.0))
     late = []
     for now in range(20):
-        if now >= sky.flights.next_deadline:
-            late += [(now, flight.transfer.id) for flight in sky.flights.expire(float(now))]
+        if now >= sky.transfers.next_deadline:
+            late += [(now, flight.transfer.id) for flight in sky.transfers.expire(float(now))]
     assert late == [(5, first), (7, second), (9, third)]
-    assert sky.flights.next_deadline > 1e9
+    assert sky.transfers.next_deadline > 1e9
     sky.launch(deadline=3.0)  # already in the past
-    assert sky.flights.next_deadline == 3.0
+    assert sky.transfers.next_deadline == 3.0
 
 
 def test_a_lost_rank_is_not_waited_for() -> None:
     sky = Sky(2)
     half, whole = sky.launch(), sky.launch()
-    sky.flights.settle([ok(half, 0)])
-    landed = sky.flights.lose_rank(Rank(1), "died")
+    sky.transfers.settle([ok(half, 0)])
+    landed = sky.transfers.lose_rank(Rank(1), "died")
     assert [(f.transfer.id, f.reason) for f in landed] == [(half, "died")]
-    (flight,) = sky.flights.settle([ok(whole, 0)])
+    (flight,) = sky.transfers.settle([ok(whole, 0)])
     assert flight.reason == "died"
     later = sky.launch()
-    (flight,) = sky.flights.settle([ok(later, 0)])
+    (flight,) = sky.transfers.settle([ok(later, 0)])
     assert flight.reason == "died"
-    assert sky.flights.settle([ok(half, 1)]) == []
+    assert sky.transfers.settle([ok(half, 1)]) == []
     assert sky.owner.endings == [Ending.ABORT] * 3
 
 
 def test_with_every_rank_lost_a_flight_lands_by_itself() -> None:
     sky = Sky(1)
-    sky.flights.lose_rank(Rank(0), "died")
+    sky.transfers.lose_rank(Rank(0), "died")
     transfer = sky.launch()
-    (flight,) = sky.flights.settle([])
+    (flight,) = sky.transfers.settle([])
     assert flight.transfer.id == transfer
     assert sky.owner.endings == [Ending.ABORT]
-    assert len(sky.flights) == 0
+    assert sky.transfers.num_in_flight == 0
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 7])
@@ -223,28 +224,28 @@ def test_a_rank_that_does_not_exist_cannot_be_lost(rank: int) -> None:
     sky = Sky(2)
     transfer = sky.launch()
     with pytest.raises(InputError, match=f"rank {rank} .* 0 to 1"):
-        sky.flights.lose_rank(Rank(rank), "typo")
-    (flight,) = sky.flights.settle([ok(transfer, 0), ok(transfer, 1)])
+        sky.transfers.lose_rank(Rank(rank), "typo")
+    (flight,) = sky.transfers.settle([ok(transfer, 0), ok(transfer, 1)])
     assert flight.ok
 
 
 def test_losing_a_rank_without_words_still_fails() -> None:
     sky = Sky(2)
     sky.launch()
-    sky.flights.settle([ok(0, 0)])
-    (flight,) = sky.flights.lose_rank(Rank(1), "")
+    sky.transfers.settle([ok(0, 0)])
+    (flight,) = sky.transfers.lose_rank(Rank(1), "")
     assert not flight.ok
     assert sky.owner.endings == [Ending.ABORT]
 
 
-def test_abandoning_ends_everything_once() -> None:
+def test_closing_ends_everything_once() -> None:
     sky = Sky(2)
     sky.launch()
     sky.launch(Purpose.READ, dst=DEVICE)
-    assert len(sky.flights.abandon("closed")) == 2
+    sky.transfers.close()
+    sky.transfers.close()
     assert sky.owner.endings == [Ending.ABORT, Ending.SPOIL]
-    assert len(sky.flights) == 0
-    assert sky.flights.abandon("closed") == []
+    assert sky.transfers.num_in_flight == 0
 
 
 # -- below the host --------------------------------------------------------------------------------
@@ -257,20 +258,20 @@ def partial(transfer: int, rank: int, *positions: int, reason: str = "worn") -> 
 def test_what_failed_on_any_rank_is_lost_and_the_rest_counts() -> None:
     sky = Sky(3)
     up = sky.move(DISK, HOST, 4, Purpose.READ, Purpose.WRITE)
-    assert sky.flights.settle([partial(up, 0, 3), ok(up, 1)]) == []
+    assert sky.transfers.settle([partial(up, 0, 3), ok(up, 1)]) == []
     assert sky.owner.endings == [], "not before every rank has answered"
-    (flight,) = sky.flights.settle([partial(up, 2, 1, 3)])
+    (flight,) = sky.transfers.settle([partial(up, 2, 1, 3)])
     assert flight.ok
     assert flight.lost.tolist() == [False, True, False, True]
     assert flight.note == "rank 0: worn"
     assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
     assert sky.owner.failed == [[1, 3], [1, 3]]
-    assert (sky.flights.counts.failed, sky.flights.counts.lost_blocks) == (0, 2)
+    assert (sky.transfers.counts.failed, sky.transfers.counts.lost_blocks) == (0, 2)
 
 
 def test_what_could_not_go_down_is_still_good_above() -> None:
     sky = Sky(1)
-    sky.flights.settle([partial(sky.move(HOST, DISK, 3, Purpose.COPY, Purpose.WRITE), 0, 1)])
+    sky.transfers.settle([partial(sky.move(HOST, DISK, 3, Purpose.COPY, Purpose.WRITE), 0, 1)])
     assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
     assert sky.owner.failed == [[], [1]]
 
@@ -278,7 +279,7 @@ def test_what_could_not_go_down_is_still_good_above() -> None:
 def test_one_rank_failing_all_fails_all() -> None:
     sky = Sky(2)
     up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
-    (flight,) = sky.flights.settle([partial(up, 0, 1), failed(up, 1, "dead")])
+    (flight,) = sky.transfers.settle([partial(up, 0, 1), failed(up, 1, "dead")])
     assert flight.reason == "rank 1: dead"
     assert flight.lost.all()
     assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT]
@@ -287,15 +288,15 @@ def test_one_rank_failing_all_fails_all() -> None:
 def test_when_every_block_failed_somewhere_it_failed() -> None:
     sky = Sky(2)
     up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
-    (flight,) = sky.flights.settle([partial(up, 0, 0), partial(up, 1, 1)])
+    (flight,) = sky.transfers.settle([partial(up, 0, 0), partial(up, 1, 1)])
     assert not flight.ok
     assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT]
 
 
 def test_a_copy_to_or_from_the_device_is_one_whole() -> None:
     sky = Sky(1)
-    sky.flights.settle([partial(sky.move(DEVICE, HOST, 3, Purpose.WRITE), 0, 1)])
-    sky.flights.settle([partial(sky.move(HOST, DEVICE, 3, Purpose.READ), 0, 1)])
+    sky.transfers.settle([partial(sky.move(DEVICE, HOST, 3, Purpose.WRITE), 0, 1)])
+    sky.transfers.settle([partial(sky.move(HOST, DEVICE, 3, Purpose.READ), 0, 1)])
     assert sky.owner.endings == [Ending.ABORT, Ending.SPOIL]
 
 
@@ -304,20 +305,20 @@ def test_positions_that_do_not_exist_are_refused(positions: tuple[int, ...]) -> 
     sky = Sky(1)
     up = sky.move(DISK, HOST, 4, Purpose.READ, Purpose.WRITE)
     with pytest.raises(ReceiptError, match="but it has 4"):
-        sky.flights.settle([partial(up, 0, *positions)])
+        sky.transfers.settle([partial(up, 0, *positions)])
     assert sky.owner.endings == []
-    assert len(sky.flights.settle([ok(up, 0)])) == 1
+    assert len(sky.transfers.settle([ok(up, 0)])) == 1
 
 
 def test_a_question_is_answered_by_all_ranks_and_counts_as_no_transfer() -> None:
     sky = Sky(2)
     question = sky.ask(3)
-    assert list(sky.flights.transfers()) == []
-    assert sky.flights.num_awaited == 1
-    assert sky.flights.settle([partial(question, 0, 0)]) == []
-    (flight,) = sky.flights.settle([partial(question, 1, 2)])
+    assert list(sky.transfers.in_flight()) == []
+    assert sky.transfers.num_awaited == 1
+    assert sky.transfers.settle([partial(question, 0, 0)]) == []
+    (flight,) = sky.transfers.settle([partial(question, 1, 2)])
     assert flight.lost.tolist() == [True, False, True]
-    counts = sky.flights.counts
+    counts = sky.transfers.counts
     assert (counts.launched, counts.landed, counts.lost_blocks) == (0, 0, 0)
     assert not counts.bytes_moved
 
@@ -325,13 +326,13 @@ def test_a_question_is_answered_by_all_ranks_and_counts_as_no_transfer() -> None
 def test_a_question_whose_time_is_up_is_over() -> None:
     sky = Sky(2)
     question = sky.ask(2, deadline=5.0)
-    sky.flights.settle([ok(question, 0)])
-    (flight,) = sky.flights.expire(5.0)
+    sky.transfers.settle([ok(question, 0)])
+    (flight,) = sky.transfers.expire(5.0)
     assert flight.lost.all()
-    assert len(sky.flights) == 0
-    assert sky.flights.counts.overdue == 0
-    assert sky.flights.settle([ok(question, 1)]) == []
-    assert sky.flights.counts.stale_receipts == 1
+    assert sky.transfers.num_in_flight == 0
+    assert sky.transfers.counts.overdue == 0
+    assert sky.transfers.settle([ok(question, 1)]) == []
+    assert sky.transfers.counts.stale_receipts == 1
 
 
 def test_giving_up_a_tier_ends_the_waiting_for_it_alone() -> None:
@@ -339,10 +340,10 @@ def test_giving_up_a_tier_ends_the_waiting_for_it_alone() -> None:
     up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
     store = sky.move(DEVICE, HOST, 2, Purpose.WRITE)
     question = sky.ask(2)
-    sky.flights.give_up(DISK, "unplugged")
-    late = sky.flights.expire(0.0)
+    sky.transfers.give_up(DISK, "unplugged")
+    late = sky.transfers.expire(0.0)
     assert [(f.transfer.id, f.reason) for f in late] == [(up, "unplugged"), (question, "unplugged")]
     assert sky.owner.endings == []
-    assert len(sky.flights) == 2
-    sky.flights.settle([ok(up, 0), ok(store, 0)])
+    assert sky.transfers.num_in_flight == 2
+    sky.transfers.settle([ok(up, 0), ok(store, 0)])
     assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT, Ending.COMMIT]

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.fakes.crafted_keys import keys as numbered
 
 from kvferry.core.keys import Keys
-from kvferry.scheduler.deferred_stores import SOON_SECONDS, WAIT_SECONDS, Rest, Rests
+from kvferry.scheduler.deferred_stores import SOON_SECONDS, WAIT_SECONDS, Deferred, DeferredStores
 from kvferry.scheduler.transfers import BlockTable
 from kvferry.types import DeviceBlocks, Key
 
@@ -52,7 +52,7 @@ class World:
     def __init__(self) -> None:
         self.now = 100.0
         self.blocks = Blocks()
-        self.rests = Rests(
+        self.rests = DeferredStores(
             self.blocks,
             least_tokens=16,
             is_full=True,
@@ -60,7 +60,7 @@ class World:
             clock=lambda: self.now,
         )
 
-    def wait(self, name: str, request: str = "") -> Rest | None:
+    def wait(self, name: str, request: str = "") -> Deferred | None:
         return self.rests.wait(request or name, 16, key(name))
 
     def hold(self, name: str, request: str = "") -> None:
@@ -207,7 +207,7 @@ class Waiting(RuleBasedStateMachine):
         self.waiting: dict[Key, str] = {}
         self.held: set[str] = set()
 
-    def take(self, taken: list[Rest]) -> None:
+    def take(self, taken: list[Deferred]) -> None:
         for rest in taken:
             if not rest.held:
                 assert self.waiting.pop(rest.key) == rest.request
