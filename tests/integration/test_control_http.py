@@ -20,7 +20,7 @@ from kvferry.telemetry import mailbox as inboxes
 from kvferry.telemetry.http import MOST_BODY_BYTES
 from kvferry.tools.cli.commands import kvferry as cli
 from kvferry.tools.cli.screen import Screen
-from kvferry.tools.top.told import read_told
+from kvferry.tools.top.answers import Explained, read_as
 from kvferry.tools.top.view import Watch
 
 TOKEN = "a-token-of-sixteen-or-more"
@@ -306,7 +306,7 @@ def test_the_command_line(polled, tmp_path):
     assert "Of 64 tokens 64 are in host memory" in run("lookup", *named).output
     assert "4 blocks pinned." in run("pin", *named, "--seconds", "1h").output
     assert json.loads(run("lookup", *named, "--json").output)["held_blocks"] == 4
-    assert "4 blocks let go." in run("unpin", *named).output
+    assert "4 blocks unpinned." in run("unpin", *named).output
     assert run("hint", *named, "--hints", '{"ended": true}').exit_code == 0
     assert "Nothing of it is held." in run("prefetch", *named).output
     env = {"KVFERRY_CONTROL_TOKEN": TOKEN}
@@ -338,7 +338,7 @@ def test_the_command_line_says_what_to_set_where_control_is_off(tmp_path):
         words = ["control", "lookup", "--key", "00" * 32, "--url", running.url]
         told = CliRunner().invoke(cli, words, env=env)
         assert told.exit_code == 1
-        assert "set control and control_token" in told.output
+        assert "with control and control_token set" in told.output
     finally:
         running.close()
 
@@ -352,15 +352,16 @@ def test_what_is_held_and_whose_is_shown():
         assert [(tenant.name, tenant.slots) for tenant in view.tenants] == [("none", {"host": 4})]
         with StringIO() as out:
             Console(file=out, width=100).print(Screen(view))
-            assert "Held for who asked: 4 on host" in out.getvalue()
+            assert "Pinned: 4 on host" in out.getvalue()
             assert "Tenant none: 4 slots" in out.getvalue()
-        told = read_told(
+        told = read_as(
+            Explained,
             {
                 "request_id": "a",
                 "hints": {"pin_seconds": 3},
                 "refused": ["2 blocks are not kept"],
-            }
+            },
         )
-        assert (told.hints, told.refused) == ('{"pin_seconds": 3}', ("2 blocks are not kept",))
+        assert (told.hints, told.refused) == ({"pin_seconds": 3}, ("2 blocks are not kept",))
     finally:
         running.close()

@@ -166,7 +166,7 @@ def test_every_bit_that_turned_is_found(run: Run, folder: Path) -> None:
     (told,) = json.loads(found.stdout)["stores"]
     assert told["checked"] == BLOCKS
     assert sorted(told["bad_places"]) == [3, 4, 11]
-    assert "3 of 16 blocks are not as they were written" in run("verify", folder).stderr
+    assert "3 of 16 blocks are damaged" in run("verify", folder).stderr
 
 
 def test_blocks_that_are_not_there_any_more_are_found(run: Run, folder: Path) -> None:

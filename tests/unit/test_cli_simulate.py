@@ -76,7 +76,7 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_simulated(
 
 
 def test_the_ending_of_a_picture_may_be_in_capitals(trace: Path, tmp_path: Path) -> None:
-    for name, begins in (("OUT.SVG", "<svg"), ("out.Html", "<!doctype html>"), ("a.htm", "<!doc")):
+    for name, begins in (("OUT.SVG", "<svg"), ("out.Html", "<!DOCTYPE html>"), ("a.htm", "<!DOC")):
         done = run(trace, "--policy", "lru", "--capacity", "10", "--plot", tmp_path / name)
         assert done.exit_code == 0, done.output
         assert (tmp_path / name).read_text().startswith(begins)

@@ -18,12 +18,11 @@ from kvferry.core.quantities import GiB, MiB
 from kvferry.hostmem.limits import Machine
 from kvferry.settings.disk import KEY_ENV
 from kvferry.tools.doctor import drive
+from kvferry.tools.doctor.checks import check_vllm
 from kvferry.tools.doctor.disk import check_disk
 from kvferry.tools.doctor.drive import DriveFacts, file_system, look_at_drive, measure
-from kvferry.tools.doctor.finding import Finding, Grade
-from kvferry.tools.doctor.machine import Environment
+from kvferry.tools.doctor.machine import Environment, Finding, Grade
 from kvferry.tools.doctor.reach import look_at_reach
-from kvferry.tools.doctor.software import check_vllm
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - {root} /dev/vda rw
@@ -70,8 +69,14 @@ def test_a_fit_drive_is_ok_in_every_line() -> None:
         ({"machine": machine("nfs4")}, {}, "disk /", Grade.WARN, "on another machine"),
         ({"machine": machine("overlay")}, {}, "disk /", Grade.WARN, "container's own layer"),
         ({}, {"disk": "/no/such"}, "disk /no/such", Grade.WARN, "would be made in /, on ext4"),
-        ({"room": lambda path: None}, {}, "disk /: space", Grade.FAIL, "cannot be looked at"),
-        ({"room": lambda path: (GiB, GiB)}, {}, "disk /: space", Grade.FAIL, "nothing can be kept"),
+        ({"room": lambda path: None}, {}, "disk /: space", Grade.FAIL, "cannot be read"),
+        (
+            {"room": lambda path: (GiB, GiB)},
+            {},
+            "disk /: space",
+            Grade.FAIL,
+            "no more blocks can be stored",
+        ),
         (
             {"room": lambda path: (90 * GiB, 40 * GiB)},
             {},

@@ -32,8 +32,8 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
-from kvferry.sim.simulation import Simulation, simulate
-from kvferry.sim.trials import Trial
+from kvferry.sim.simulation import simulate
+from kvferry.sim.trials import Simulation, Trial
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.recorder import ObservedRequest, Recorder

@@ -11,8 +11,8 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
 from kvferry.telemetry.source import plain
-from kvferry.tools.cli.explain import _tell
-from kvferry.tools.top.told import read_json, read_told
+from kvferry.tools.cli.explain import put_explained
+from kvferry.tools.top.answers import Explained, read_as, read_json
 
 
 def loaded(overlap: OverlapDecision | None) -> Desk:
@@ -36,8 +36,8 @@ def test_it_is_told(is_decided: bool) -> None:
     entry = desk.scheduler.onlooker.journal("reader")
     assert entry is not None
     served = {**plain("reader", entry, lambda copy: ""), "others": []}
-    told = read_told(read_json(json.dumps(served).encode()))
+    told = read_as(Explained, read_json(json.dumps(served).encode()))
     out = io.StringIO()
-    _tell(told, Console(file=out, width=200))
+    put_explained(told, Console(file=out, width=200))
     words = "Load and forward pass: alone: 12.0 ms to load."
     assert (words in out.getvalue()) == is_decided

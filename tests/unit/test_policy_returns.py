@@ -40,8 +40,8 @@ from kvferry.cache.policies.returns import Returns
 from kvferry.cache.policies.slot_lists import LISTED, Listed, RecentBlocks
 from kvferry.cache.pool import Pool
 from kvferry.cache.replay import PoolReplay, Tokens
-from kvferry.sim.simulation import Simulation, simulate
-from kvferry.sim.trials import Trial
+from kvferry.sim.simulation import simulate
+from kvferry.sim.trials import Simulation, Trial
 from kvferry.types import as_slots
 
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)

@@ -13,8 +13,15 @@ from tests.fakes.endpoint import stats
 from kvferry.telemetry.source import Snapshot, exposition
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.screen import Screen
+from kvferry.tools.top.answers import (
+    Copied,
+    Decision,
+    Explained,
+    Explanation,
+    Recent,
+    RecentRequest,
+)
 from kvferry.tools.top.scrape import parse
-from kvferry.tools.top.told import Copied, RecentRequest, Told, Why
 from kvferry.tools.top.view import DrivesView, View, Watch
 
 
@@ -131,7 +138,7 @@ def test_a_tier_that_is_away_is_seen_first_and_says_why(width):
     shown = lines(look(tiers=[look().tiers[0], tier]), width)
     words = re.sub(r"\s+", " ", " ".join(shown))
     assert "disk (away)" in words
-    assert "LowerTier disk cannot be used: rank 1:" in words
+    assert "Tier disk cannot be used: rank 1:" in words
     assert "no such file" in words
     assert "host (away)" not in words
     assert "\x1b" not in words
@@ -164,18 +171,18 @@ def test_one_that_serves_does_not_speak_of_idleness():
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
 def test_an_explanation_keeps_its_numbers_whole(width):
-    why = Why(123_456, 0, 120_000, 0, 120_000, "evicted", "load_faster", 0.000257, 0.2438)
+    decision = Decision("load_faster", 0.000257, 0.2438)
+    why = Explanation(123_456, 0, 120_000, "evicted", 0, 120_000, decision)
     copies = tuple(
         Copied("host", "device", n, 589_800_000, 0.178, ("kernel", "staged"), "", "because")
         for n in (1, 12_345)
     )
-    told = Told("chatcmpl-" + "0123456789" * 5, why, (), copies)
+    explained = Explained("chatcmpl-" + "0123456789" * 5, why, (), copies)
     console = Console(width=width, highlight=False, color_system=None)
     with console.capture() as capture:
-        cli_explain._tell(told, console)
-        cli_explain._list(
-            [RecentRequest("conversation-004-turn-01", "never_stored", 123_456, 7)], console
-        )
+        cli_explain.put_explained(explained, console)
+        row = RecentRequest("conversation-004-turn-01", "never_stored", 123_456, 7)
+        cli_explain.put_recent(Recent((row,)), console)
     shown = capture.get().splitlines()
     assert max(map(cell_len, shown)) <= width
     words = re.sub(r"\s+", " ", " ".join(shown))
@@ -186,12 +193,12 @@ def test_an_explanation_keeps_its_numbers_whole(width):
 
 
 def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
-    gone = ("disk: rank 0: \x1b[2J gone",)
-    why = Why(100, 0, 0, 0, 0, "tier_unavailable", "", None, None, 1, gone)
+    away = ("disk: rank 0: \x1b[2J gone",)
+    why = Explanation(100, 0, 0, "tier_unavailable", asked_blocks=1, tiers_away=away)
     console = Console(width=200, highlight=False, color_system=None)
     with console.capture() as capture:
-        cli_explain._tell(Told("r", why, (), ()), console)
-    assert "It lay on a tier that could not be used" in capture.get()
+        cli_explain.put_explained(Explained("r", why), console)
+    assert "It was on a tier that could not be used" in capture.get()
     assert "Tiers were asked for 1 block." in capture.get()
     assert "Away: disk: rank 0:" in capture.get()
     assert "\x1b" not in capture.get()

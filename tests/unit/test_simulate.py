@@ -22,9 +22,9 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError, InputError
 from kvferry.sim.bounds import Future, all_knowing
-from kvferry.sim.serving import ALL_KNOWING, SchedulerReplay, TracePart, count, run_bound
-from kvferry.sim.simulation import Simulation, simulate
-from kvferry.sim.trials import Trial
+from kvferry.sim.serving import SchedulerReplay, count, run_bound
+from kvferry.sim.simulation import simulate
+from kvferry.sim.trials import ALL_KNOWING, Simulation, TracePart, Trial
 from kvferry.telemetry.traces import TraceRequest
 from kvferry.types import SlotArray
 

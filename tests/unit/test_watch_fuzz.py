@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import pytest
 from hypothesis import example, given
@@ -21,12 +20,11 @@ from kvferry.telemetry.source import Snapshot, exposition
 from kvferry.telemetry.stats import TrafficCounts
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.screen import Screen
+from kvferry.tools.top.answers import Explained, Recent, read_as, read_json
 from kvferry.tools.top.scrape import lines, parse
-from kvferry.tools.top.told import read_json, read_rows, read_told
 from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
-T = TypeVar("T")
 NAMES = [name for metric in catalog() for name in metric.series]
 
 JSON = st.recursive(
@@ -136,22 +134,13 @@ def test_any_json_is_an_error_or_can_be_shown(data):
     except ValueError:
         return
     json.dumps(answer, allow_nan=False)
-    rows = or_none(read_rows, answer)
-    if rows is not None:
-        cli_explain._list(rows, console)
-    told = or_none(read_told, answer)
-    if told is not None:
-        cli_explain._tell(told, console)
-
-
-def or_none(read: Callable[[Mapping[str, Any]], T], answer: Mapping[str, Any]) -> T | None:
-    try:
-        return read(answer)
-    except ValueError:
-        return None
+    with suppress(ValueError):
+        cli_explain.put_recent(read_as(Recent, answer), console)
+    with suppress(ValueError):
+        cli_explain.put_explained(read_as(Explained, answer), console)
 
 
 def test_deep_json_is_an_error():
     for body in (b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900):
-        with pytest.raises(ValueError, match=r"too deep|should be a list"):
-            read_rows(read_json(body) | {"requests": 5})
+        with pytest.raises(ValueError, match=r"too deep|wrong type"):
+            read_as(Recent, read_json(body) | {"requests": 5})

@@ -1,8 +1,8 @@
-"""What a request does to a pool, without bytes: look, use what is there, store the rest."""
+"""The effect of a request on a pool, without bytes: lookup, hit, store."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence
 from kvferry.cache.pool import Pool
@@ -14,7 +14,7 @@ TierHits = tuple[int, ...]
 
 
 class Tokens(NamedTuple):
-    """How long a request and its answer are."""
+    """The lengths of a request and its answer."""
 
     prompt: int = 0
     answer: int = 0
@@ -23,35 +23,8 @@ class Tokens(NamedTuple):
 NO_TOKENS = Tokens()
 
 
-class Replay(Protocol):
-    """What serves the requests of a trace, one after another, without bytes."""
-
-    @property
-    def evicted(self) -> int:
-        """Blocks that made room for others so far, on all tiers."""
-
-    @property
-    def stored(self) -> int:
-        """Blocks that were given a place in host memory so far."""
-
-    def serve(
-        self,
-        keys: Keys,
-        num_storable: int,
-        at: float,
-        evidence: Evidence | None,
-        tokens: Tokens = NO_TOKENS,
-    ) -> TierHits:
-        """A request with these blocks came ``at`` so many seconds; returns what it found.
-
-        Leading blocks, by the tier that has them. The first ``num_storable`` of its blocks are
-        stored; ``evidence`` is told once they are. Policies that hear of requests are told the
-        ``tokens`` of this one.
-        """
-
-
 class PoolReplay:
-    """Host memory alone: a pool, and nothing that takes time. Owns the pool and its clock."""
+    """Host memory alone. Owns a pool and its clock; stores take no time."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicyMaker) -> None:
         self._now = 0.0
@@ -59,10 +32,12 @@ class PoolReplay:
 
     @property
     def evicted(self) -> int:
+        """Blocks evicted so far."""
         return self.pool.counts.evicted
 
     @property
     def stored(self) -> int:
+        """Blocks stored in host memory so far."""
         return self.pool.num_reserved
 
     def serve(
@@ -73,6 +48,18 @@ class PoolReplay:
         evidence: Evidence | None,
         tokens: Tokens = NO_TOKENS,
     ) -> TierHits:
+        """Serve a request that came at this second.
+
+        Args:
+            keys: The keys of its blocks.
+            num_storable: Store so many of its leading blocks.
+            at: The time in seconds.
+            evidence: Its hints, which count once it is stored.
+            tokens: Its length and that of its answer, for policies that use them.
+
+        Returns:
+            Its leading blocks that were found, by tier.
+        """
         self._now = at
         reading = self.pool.pin(keys)
         found = reading.slots if reading is not None else NO_SLOTS

@@ -1,8 +1,7 @@
-"""The most that any policy could hit, knowing the future: Belady's rule, with the right to refuse.
+"""The most hits that any policy could have: Belady's rule, with the right to refuse a block.
 
-A block is worth keeping by when it is used next. All blocks that are next used by the same request
-are one group: which of them stay is up to their order in that request, the end goes first. So what
-is kept for a request is a beginning of it, and how many blocks is all that need be known.
+The value of a block depends on its next use. Blocks that the same request uses next form a group,
+which loses its last blocks first. So the state is one number for each request: its kept blocks.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from kvferry.telemetry.traces import TraceRequest
 Ints = npt.NDArray[np.int64]
 
 _MOSTLY = 0.5
-"""A request goes on with an earlier one if it has more than this of that one's blocks."""
+"""A request continues an earlier one if it has more than this share of that one's blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Future:
-    """Who used each block before whom. Owns arrays; about 55 bytes for each block of the trace.
+    """The previous use of each block, in arrays of about 55 bytes for each block of the trace.
 
-    ``starts`` has where each request's blocks begin, and the end. ``before`` is, for each block,
-    the last earlier request that has it, -1 where there is none: along a request it never grows.
+    ``starts`` has the first block of each request, and the end. ``before`` is the last earlier
+    request with the same block, or -1. It never grows along a request.
     """
 
     starts: Ints
@@ -36,7 +35,7 @@ class Future:
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> Future:
-        """Looks at every request once."""
+        """Read every request once."""
         numbers, counts, times = [], [], []
         for request in requests:
             stored = len(request.numbers) if keep_partial else request.num_full
@@ -59,15 +58,16 @@ class Future:
         return len(self.times)
 
     def later_uses(self) -> tuple[Ints, Ints, Ints]:
-        """How many blocks each request leaves to which later one: ``(starts, later, counts)``.
+        """The number of blocks of each request that a later one uses next.
 
-        Those of request r are at ``starts[r]`` to ``starts[r + 1]``. A block counts for the next
-        request that uses it, no further.
+        Returns:
+            ``(starts, later, counts)``. The entries of request r are at ``starts[r]`` to
+            ``starts[r + 1]``.
         """
         owner = np.repeat(np.arange(self.num_requests), np.diff(self.starts))
         known = np.flatnonzero(self.before >= 0)
         earlier, later = self.before[known].astype(np.int64), owner[known]
-        # Along a request these lie in runs, since what is deeper was never used later.
+        # Along a request these lie in runs, because deeper blocks were never used later.
         edges = np.flatnonzero((np.diff(earlier) != 0) | (np.diff(later) != 0)) + 1
         firsts = np.concatenate(([0], edges)) if len(known) else edges
         counts = np.diff(np.concatenate((firsts, [len(known)])))
@@ -77,10 +77,10 @@ class Future:
         return starts, later[order], counts[order]
 
     def continuations(self) -> tuple[Ints, Ints]:
-        """For each request its conversation's number, and the request that goes on with it or -1.
+        """For each request, its conversation's number and the request that continues it, or -1.
 
-        A request goes on with the last one that has its deepest known block, if it has most of that
-        one's blocks too; otherwise it begins a conversation.
+        A request continues the last one with its deepest known block, if it has most of that one's
+        blocks. Otherwise it begins a conversation.
         """
         conversation = np.arange(self.num_requests)
         continues = np.full(self.num_requests, -1, dtype=np.int64)
@@ -99,18 +99,8 @@ class Future:
         return conversation, continues
 
 
-# ------------------------------------------------------------------------------------------------
-# The most that any policy could hit, knowing the future: Belady's rule, with the right to refuse.
-#
-# A block is worth keeping by when it is used next. All blocks that are next used by the same
-# request
-# are one group: which of them stay is up to their order in that request, the end goes first. So
-# what
-# is kept for a request is a beginning of it, and how many blocks is all that need be known.
-
-
 def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
-    """For each request, how many of its leading blocks were there."""
+    """The number of leading blocks that each request finds."""
     starts, later, counts = (each.tolist() for each in future.later_uses())
     kept = [0] * future.num_requests
     hits = np.zeros(future.num_requests, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""One pass over a trace: every request to every trial, and the counts of each."""
+"""One pass over a trace that serves every request to every trial."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,30 +13,26 @@ import numpy.typing as npt
 from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence, policy_named
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
-from kvferry.cache.replay import NO_TOKENS, PoolReplay, Replay, Tokens
+from kvferry.cache.replay import NO_TOKENS, PoolReplay, Tokens
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.hints import Hints
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.sim.bounds import Future, all_knowing
-from kvferry.sim.trials import Capacity, Score, Tally, Trial
+from kvferry.sim.trials import HALVES, Capacity, Score, Simulation, Tally, TracePart, Trial
 from kvferry.telemetry.traces import TraceReader, TraceRequest
 from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
-if TYPE_CHECKING:
-    from kvferry.sim.simulation import Simulation
-
-
 _MOST_STEPS = 1000
-"""A request that waits longer than this for what comes up from below computes it."""
+"""A request computes its blocks if their promotion takes more steps."""
 
 
 class SchedulerReplay:
     """Host memory and the tiers below it. Owns a scheduler, its pools and their clock.
 
-    Blocks go down and come up as in a server, where nothing takes time: what is spilled in a step
-    lies below in the next, and a promotion brings as much as the host has room for.
+    Transfers take no time: a block spilled in one step is on its tier in the next, and a promotion
+    brings as many blocks as the host has room for.
     """
 
     def __init__(
@@ -115,7 +110,7 @@ class SchedulerReplay:
         return tuple(found.tolist())
 
     def _where(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The nearest tier that has each block; 0 is the host, and stands for those nowhere."""
+        """The nearest tier of each block. 0 is the host, and stands for missing blocks too."""
         where = np.zeros(len(keys), dtype=np.int64)
         missing = ~self.host.cached(keys)
         for at, tier in enumerate(self.tiers, 1):
@@ -131,32 +126,12 @@ class SchedulerReplay:
         )
 
 
-# ------------------------------------------------------------------------------------------------
-# One pass over a trace: every request to every trial, and the counts of each.
-
-ALL_KNOWING = "all-knowing"
-"""What the bound is called where policies have their names."""
-
-HALVES = ("first half", "second half")
-_TELL_EVERY = 256
-
-
-@dataclass(frozen=True)
-class TracePart:
-    """Which requests of a trace are meant: from and to, in shares of its requests or in seconds.
-
-    Those before and after are as if they were not there.
-    """
-
-    start_share: float = 0.0
-    end_share: float = 1.0
-    start_seconds: float = 0.0
-    end_seconds: float = float("inf")
+_REPORT_EVERY = 256
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A trace, read once: how much there is of it, and what was wrong with it."""
+    """The size of a trace, and the complaints about its lines."""
 
     format: str
     block_tokens: int
@@ -171,7 +146,7 @@ class Counted:
 
 
 Foretold = tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]
-"""For each request: nothing (0), that it is over (1), that it goes on (2); and within what time."""
+"""For each request no hint (0), it ended (1) or it continues (2), and the seconds until then."""
 
 
 def _reader(asked: Simulation) -> TraceReader:
@@ -186,7 +161,7 @@ def _chosen(reader: TraceReader, span: TracePart, num_all: int) -> Iterator[Trac
 
 
 def count(asked: Simulation) -> Counted:
-    """Read the whole trace, to know how much there is of it and that it can be read."""
+    """Read the whole trace and count it."""
     reader = _reader(asked)
     num_all = sum(1 for _ in reader)
     num_requests = num_blocks = num_tokens = 0
@@ -212,12 +187,12 @@ def count(asked: Simulation) -> Counted:
 
 
 def foretell(asked: Simulation, counted: Counted) -> Foretold:
-    """Hints for a share of the conversations, picked by chance: over, or going on and when."""
+    """Hints for a random share of the conversations."""
     future = Future.of(_chosen(_reader(asked), asked.span, counted.num_all))
     conversation, next_request = future.continuations()
-    told = np.array([_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()])
+    hinted = np.array([_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()])
     continues = next_request >= 0
-    kinds = np.where(told, np.where(continues, 2, 1), 0).astype(np.int8)
+    kinds = np.where(hinted, np.where(continues, 2, 1), 0).astype(np.int8)
     within = np.where(continues, future.times[next_request] - future.times, 0)
     return kinds, within.astype(np.float32)
 
@@ -228,7 +203,7 @@ def _drawn(seed: int, conversation: int) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _replay(trial: Trial, block_tokens: int) -> Replay:
+def _replay(trial: Trial, block_tokens: int) -> PoolReplay | SchedulerReplay:
     policy = policy_named(trial.policy)
     if len(trial.capacity) == 1:
         return PoolReplay(trial.capacity[0], policy)
@@ -246,72 +221,63 @@ def run_trials(
     trials: Sequence[Trial],
     counted: Counted,
     foretold: Foretold | None,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> list[Score]:
-    """Serve every request of the trace to every one of these trials."""
+    """Serve every request of the trace to each trial. ``report`` receives the number served."""
     replays = [_replay(trial, counted.block_tokens) for trial in trials]
-    scores = [Score(trial, Tally(), _parts(asked)) for trial in trials]
-    num_served = 0
+    scores = _scores(asked, trials)
+    at = -1
     for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
         evidence = _evidence(request, at, foretold)
         tokens = Tokens(request.input_tokens, request.output_tokens)
-        half = HALVES[2 * at >= counted.num_requests]
+        share = at / counted.num_requests
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()
             hits = replay.serve(keys, storable, request.at, evidence, tokens)
             score.seconds += time.thread_time() - began
-            saved = min(sum(hits) * counted.block_tokens, request.input_tokens)
-            for tally in (score.whole, score.parts.get(half)):
-                if tally is not None:
-                    tally.add(num_blocks, request.input_tokens, hits, saved)
-            num_served += 1
-        if at % _TELL_EVERY == 0:
-            tell(num_served)
-    tell(num_served)
+            score.add(share, num_blocks, request.input_tokens, hits, counted.block_tokens)
+        if at % _REPORT_EVERY == 0:
+            report((at + 1) * len(trials))
+    report((at + 1) * len(trials))
     for replay, score in zip(replays, scores, strict=True):
         score.stored, score.evicted = replay.stored, replay.evicted
     return scores
 
 
-def _parts(asked: Simulation) -> dict[str, Tally]:
-    return {name: Tally() for name in HALVES} if asked.halves else {}
+def _scores(asked: Simulation, trials: Sequence[Trial]) -> list[Score]:
+    halves = HALVES if asked.halves else ()
+    return [Score(trial, parts={name: Tally() for name in halves}) for trial in trials]
 
 
 def _evidence(request: TraceRequest, at: int, foretold: Foretold | None) -> Evidence | None:
-    """What a policy is told of a request: by the trace's future, else by the trace itself."""
+    """The hints of a request: from the trace's future, else from the trace itself."""
     if foretold is not None and foretold[0].item(at):
         continues = foretold[0].item(at) == 2
         within = foretold[1].item(at) if continues else None
         return Evidence(ended=not continues, continues=continues, within=within)
-    said: Hints | None = request.hints
-    if said is None or not (said.ended or said.continues):
+    hints: Hints | None = request.hints
+    if hints is None or not (hints.ended or hints.continues):
         return None
-    return Evidence(ended=said.ended, continues=said.continues, within=said.within)
+    return Evidence(ended=hints.ended, continues=hints.continues, within=hints.within)
 
 
 def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:
-    """What one who knows the future would have hit, at each capacity."""
-    chosen = _chosen(_reader(asked), asked.span, counted.num_all)
+    """The hits of a policy that knows the future, at each capacity."""
     sizes: list[tuple[int, int]] = []
 
     def noted() -> Iterator[TraceRequest]:
-        for request in chosen:
+        for request in _chosen(_reader(asked), asked.span, counted.num_all):
             sizes.append((len(request.numbers), request.input_tokens))
             yield request
 
     future = Future.of(noted(), keep_partial=asked.keep_partial)
-    scores = []
-    for trial in bounds:
+    scores = _scores(asked, bounds)
+    for score in scores:
         began = time.perf_counter()
-        score = Score(trial, Tally(), _parts(asked))
-        for at, hits in enumerate(all_knowing(future, sum(trial.capacity)).tolist()):
-            num_blocks, tokens = sizes[at]
-            saved = min(hits * counted.block_tokens, tokens)
-            for tally in (score.whole, score.parts.get(HALVES[2 * at >= counted.num_requests])):
-                if tally is not None:
-                    tally.add(num_blocks, tokens, (hits,), saved)
+        for at, hits in enumerate(all_knowing(future, sum(score.trial.capacity)).tolist()):
+            share = at / counted.num_requests
+            score.add(share, *sizes[at], (hits,), counted.block_tokens)
         score.seconds = time.perf_counter() - began
-        scores.append(score)
     return scores

@@ -1,4 +1,4 @@
-"""Runs trials over a trace: all see the same requests, and several processes share the work."""
+"""Runs trials over a trace, shared among processes. All trials see the same requests."""
 
 from __future__ import annotations
 
@@ -7,58 +7,26 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Promise
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InputError
-from kvferry.sim.serving import (
-    ALL_KNOWING,
-    Counted,
-    Foretold,
-    TracePart,
-    count,
-    foretell,
-    run_bound,
-    run_trials,
-)
-from kvferry.sim.trials import Score, Trial
+from kvferry.sim.serving import Counted, Foretold, count, foretell, run_bound, run_trials
+from kvferry.sim.trials import ALL_KNOWING, Score, Simulation, Trial
 
 Progress = Callable[[float], None]
-"""Told how much of the work is done, 0 to 1."""
+"""Receives the share of the work that is done, 0 to 1."""
 
-_LOOK_SECONDS = 0.2
+_PROGRESS_SECONDS = 0.2
 _shared: Any = None
-"""In a process of ours: how much each has done."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """What to try, on which trace, and how. Plain data: it travels to other processes.
-
-    Partial last blocks are asked for and never stored, unless ``keep_partial``. Of a ``hints``
-    share of the conversations the policy is told whether they go on, from the trace's future.
-    ``span`` cuts the trace; ``halves`` counts each half of what is left by itself, too.
-    """
-
-    paths: tuple[Path, ...]
-    trials: tuple[Trial, ...]
-    block_tokens: int | None = None
-    strict: bool = False
-    keep_partial: bool = False
-    hints: float = 0.0
-    seed: int = 0
-    span: TracePart = field(default_factory=TracePart)
-    halves: bool = False
-    bound: bool = True
-    jobs: int = 0
+"""In a child process: the requests served by each process."""
 
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """What came of it: the trace as it was read, a score for each trial, and the bound's."""
+    """The trace, a score for each trial, and a score of the bound for each capacity."""
 
     trace: Counted
     scores: tuple[Score, ...]
@@ -66,7 +34,7 @@ class Simulated:
 
 
 def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simulated:
-    """Run every trial. InputError where the trace is none, or nothing is left of it."""
+    """Run every trial. Raises InputError if the trace has no request to simulate."""
     if not asked.trials:
         raise InputError("nothing to try: name a policy and a capacity")
     counted = count(asked)
@@ -88,7 +56,7 @@ def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simu
 
 
 def _bounds(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """One for each capacity: all tiers together, as if they were one."""
+    """One trial for each capacity, with all tiers as one."""
     sums = dict.fromkeys(sum(trial.capacity) for trial in trials)
     return tuple(Trial(ALL_KNOWING, (capacity,)) for capacity in sums)
 
@@ -101,7 +69,7 @@ def _together(
     jobs: int,
     progress: Progress,
 ) -> tuple[list[Score], list[Score]]:
-    """The trials dealt out to processes, each of which reads the trace by itself."""
+    """Deal the trials out to processes. Each reads the trace by itself."""
     context = get_context("spawn")
     hands = [asked.trials[at::jobs] for at in range(jobs) if asked.trials[at::jobs]]
     done = context.Array("q", len(hands), lock=False)
@@ -114,37 +82,32 @@ def _together(
         try:
             waiting = {*parts, *([best] if best is not None else [])}
             while waiting:
-                waiting = wait(waiting, _LOOK_SECONDS).not_done
+                waiting = wait(waiting, _PROGRESS_SECONDS).not_done
                 progress(sum(done) / total)
                 broken = [each for each in parts if each.done() and each.exception()]
                 if broken:
                     broken[0].result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            _end(pool)
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
             raise
         scores = list(chain.from_iterable(part.result() for part in parts))
         return scores, best.result() if best is not None else []
 
 
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Nobody wants the result any more (Ctrl-C, a fault): end the processes that we started."""
-    for process in list((pool._processes or {}).values()):
-        process.terminate()
-
-
 def _begin(done: Any) -> None:
+    """Prepare a child process. It ends with its parent, however that ends."""
     global _shared
     _shared = done
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def end_with_parent() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
 
-def _end_with_parent() -> None:
-    """Whoever wanted the result was killed: nobody would ever end this process otherwise."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _work(
@@ -154,7 +117,7 @@ def _work(
     foretold: Foretold | None,
     at: int,
 ) -> list[Score]:
-    def tell(num: int) -> None:
-        _shared[at] = num
+    def report(num_served: int) -> None:
+        _shared[at] = num_served
 
-    return run_trials(asked, trials, counted, foretold, tell)
+    return run_trials(asked, trials, counted, foretold, report)

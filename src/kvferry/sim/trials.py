@@ -1,8 +1,9 @@
-"""What is tried and what came of it: a policy at a capacity is a trial, its figures a score."""
+"""The trials of a simulation and their scores. A trial is a policy at a capacity."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvferry.settings.policies import DEFAULT_TIER_POLICY
@@ -10,13 +11,15 @@ from kvferry.settings.policies import DEFAULT_TIER_POLICY
 Capacity = tuple[int, ...]
 """Blocks of each tier, host memory first."""
 
+ALL_KNOWING = "all-knowing"
+"""The policy name of the bound."""
+
+HALVES = ("first half", "second half")
+
 
 @dataclass(frozen=True)
 class Trial:
-    """One policy at one capacity.
-
-    ``write`` is how blocks reach the tiers below the host, which have a policy of their own.
-    """
+    """One policy at one capacity. ``write`` is how blocks reach the tiers below the host."""
 
     policy: str
     capacity: Capacity
@@ -24,12 +27,44 @@ class Trial:
     tier_policy: str = DEFAULT_TIER_POLICY
 
 
+@dataclass(frozen=True)
+class TracePart:
+    """The part of a trace to simulate, in shares of its requests or in seconds."""
+
+    start_share: float = 0.0
+    end_share: float = 1.0
+    start_seconds: float = 0.0
+    end_seconds: float = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The trials, their trace and the rules. Plain data, so that it travels to other processes.
+
+    Partial last blocks are looked up, and stored only with ``keep_partial``. For a ``hints`` share
+    of the conversations the policy learns from the trace's future whether they continue. ``halves``
+    also counts each half of the requests.
+    """
+
+    paths: tuple[Path, ...]
+    trials: tuple[Trial, ...]
+    block_tokens: int | None = None
+    strict: bool = False
+    keep_partial: bool = False
+    hints: float = 0.0
+    seed: int = 0
+    span: TracePart = field(default_factory=TracePart)
+    halves: bool = False
+    bound: bool = True
+    jobs: int = 0
+
+
 @dataclass(eq=False)
 class Tally:
-    """What was counted over some requests. Owns only sums.
+    """Counts over some requests.
 
-    ``hits`` are blocks found, by the tier they were found on, nearest first: found, and all blocks
-    before them in their request as well.
+    ``hits`` are the blocks found on each tier, nearest first. A block counts if all blocks before
+    it in its request were found too.
     """
 
     requests: int = 0
@@ -39,24 +74,23 @@ class Tally:
     hits: list[int] = field(default_factory=list)
 
     def add(self, blocks: int, tokens: int, hits: Capacity, hit_tokens: int) -> None:
-        """One request: what it asked for, and what was found of it on each tier."""
+        """Count one request."""
         self.requests += 1
         self.blocks += blocks
         self.tokens += tokens
         self.hit_tokens += hit_tokens
+        self.hits += [0] * (len(hits) - len(self.hits))
         for tier, count in enumerate(hits):
-            if tier == len(self.hits):
-                self.hits.append(0)
             self.hits[tier] += count
 
     @property
     def hit_ratio(self) -> float:
-        """Blocks found of all blocks that were asked for."""
+        """Blocks found of all blocks looked up."""
         return sum(self.hits) / self.blocks if self.blocks else 0.0
 
     @property
     def token_ratio(self) -> float:
-        """Prompt tokens that need not be computed, of all of them."""
+        """Share of the prompt tokens that need no compute."""
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
     def as_data(self) -> dict[str, Any]:
@@ -74,14 +108,23 @@ class Tally:
 
 @dataclass(eq=False)
 class Score:
-    """The figures of one trial: of all requests, and of each part of the trace by itself."""
+    """The figures of one trial: of all requests, and of each half of them if asked for."""
 
     trial: Trial
-    whole: Tally
-    parts: dict[str, Tally]
+    whole: Tally = field(default_factory=Tally)
+    parts: dict[str, Tally] = field(default_factory=dict)
     stored: int = 0
     evicted: int = 0
     seconds: float = 0.0
+
+    def add(
+        self, share: float, blocks: int, tokens: int, hits: Capacity, block_tokens: int
+    ) -> None:
+        """Count one request at this share of the trace."""
+        saved = min(sum(hits) * block_tokens, tokens)
+        self.whole.add(blocks, tokens, hits, saved)
+        if self.parts:
+            self.parts[HALVES[share >= 0.5]].add(blocks, tokens, hits, saved)
 
     def as_data(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and foreign text for people to read."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Mapping
 
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARS = "▁▂▃▄▅▆▇█"
+_IDLE = {
+    "refused": "this model or these settings are not served; vLLM's log has the reason",
+    "failed": "something went wrong in kvferry and vLLM goes on without; its log has the error",
+}
+
+
+def clip(text: object, most: int = 200) -> str:
+    """Foreign text on one line, without control characters, at most so long."""
+    words = clean(text)
+    return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
 def clean(text: object) -> str:
-    """What someone else wrote, on one line and without what a terminal would obey."""
+    """Foreign text on one line, without the characters that control a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
-
-
-def said(text: object, most: int = 200) -> str:
-    """The same, and not longer than a message can bear."""
-    words = clean(text)
-    return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
 def counted(count: int, word: str) -> str:
@@ -41,33 +45,23 @@ def show_seconds(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last values as a line of bars, the highest of them a full one."""
+    """The last values as a line of bars. The highest value is a full bar."""
     values = values[-width:] if width else []
     top = max(values, default=0.0)
     if top <= 0:
         return _BARS[0] * len(values)
-    steps = len(_BARS) - 1
-    return "".join(_BARS[round(steps * max(0.0, value) / top)] for value in values)
-
-
-_IDLE = {
-    "refused": "this model or these settings are not served; vLLM's log has the reason",
-    "failed": "something went wrong in kvferry and vLLM goes on without; its log has the error",
-}
+    return "".join(_BARS[round((len(_BARS) - 1) * max(0.0, value) / top)] for value in values)
 
 
 def why_idle(reason: str) -> str:
-    """Why nothing is served, in words."""
+    """Why nothing is served."""
     return _IDLE.get(reason, reason)
 
 
 def memory_words(name: str, curve: Mapping[str, float]) -> str:
-    """What twice the memory of a tier would buy, in a sentence; empty while that is not known."""
+    """The gain of twice the memory of a tier, or an empty text if it is unknown."""
     if "1" not in curve or "2" not in curve:
         return ""
     memory = "host memory" if name == "host" else name
-    now, twice = curve["1"], curve["2"]
-    return (
-        f"twice the {memory}: about {show_share(twice)} instead of {show_share(now)} of prompt "
-        "tokens"
-    )
+    shares = f"about {show_share(curve['2'])} instead of {show_share(curve['1'])}"
+    return f"twice the {memory}: {shares} of prompt tokens"

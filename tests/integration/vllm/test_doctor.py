@@ -10,9 +10,8 @@ from importlib.metadata import version
 import pytest
 
 from kvferry.connectors.vllm.versions import seeds_are_fixed
-from kvferry.tools.doctor.examine import examine
-from kvferry.tools.doctor.finding import Grade
-from kvferry.tools.doctor.machine import Environment
+from kvferry.tools.doctor.checks import examine
+from kvferry.tools.doctor.machine import Environment, Grade
 
 FIRST_HASH = """
 from vllm.utils.hashing import sha256

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 import click
 
 from kvferry.config import Config
+from kvferry.core.quantities import KiB, MiB
 from kvferry.errors import DriverError
-from kvferry.tools.cli.output import show
+from kvferry.tools.cli.output import as_json_option, show
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.job import Direction
@@ -20,9 +21,12 @@ from kvferry.transfer.planner.measure import SEGMENTS_PER_BLOCK, CopyRig
 from kvferry.transfer.planner.measure import calibrate as measure
 from kvferry.transfer.planner.profile import load_profile, profile_file, save_profile
 
+EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * MiB, 1))
+"""Segment size and blocks of the transfers whose choice is explained."""
+
 
 def open_card(command: str, device: int) -> CudaDriver:
-    """The CUDA driver on ``device``; a click error names what ``command`` lacks."""
+    """The CUDA driver of a device. Raises a click error that names what ``command`` lacks."""
     try:
         driver = CudaDriver.open(device)
     except (OSError, DriverError) as error:
@@ -40,21 +44,12 @@ def open_card(command: str, device: int) -> CudaDriver:
     return driver
 
 
-# ------------------------------------------------------------------------------------------------
-# ``kvferry calibrate``: time the copy paths on this machine and keep the profile.
-
-KiB = 1 << 10
-
-EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * KiB * KiB, 1))
-"""Segment size and blocks of the transfers whose choice is explained."""
-
-
 @click.command("calibrate")
-@click.option("--device", default=0, show_default=True, help="Which GPU.")
-@click.option("--force", is_flag=True, help="Measure again though there is a profile.")
-@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+@click.option("--device", default=0, show_default=True, help="The number of the GPU.")
+@click.option("--force", is_flag=True, help="Measure again even if there is a profile.")
+@as_json_option
 def calibrate(device: int, force: bool, as_json: bool) -> None:
-    """Time the copy paths on this machine: a second or two, kept for every later run."""
+    """Time the copy paths on this machine. It takes a second or two and is kept for later runs."""
     driver = open_card("kvferry calibrate", device)
     path_set = open_paths(driver, ring_bytes=Config().staging_ring)
     file = profile_file(driver.identity(), path_set.paths)
@@ -80,7 +75,7 @@ def calibrate(device: int, force: bool, as_json: bool) -> None:
 
 def _explain(driver: Driver, planner: Planner) -> None:
     with driver.current():
-        rig = CopyRig(driver, num_bytes=128 << 20)
+        rig = CopyRig(driver, num_bytes=128 * MiB)
         try:
             for segment_bytes, num_blocks in EXAMPLES:
                 layout = rig.layout(segment_bytes, SEGMENTS_PER_BLOCK)

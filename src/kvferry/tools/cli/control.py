@@ -12,51 +12,51 @@ import click
 
 from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableError
 from kvferry.settings.files import read_secret
-from kvferry.tools.cli.output import unbroken
-from kvferry.tools.top.scrape import DEFAULT_URL, base_url, post
-from kvferry.tools.top.told import read_json
-from kvferry.tools.words import counted, said
+from kvferry.tools.cli.output import as_json_option, unbroken, url_option
+from kvferry.tools.top.answers import read_json
+from kvferry.tools.top.scrape import base_url, post
+from kvferry.tools.words import clip, counted
 
 TOKEN_ENV = "KVFERRY_CONTROL_TOKEN"
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
-_DID = {"pin": "pinned", "unpin": "let go", "drop": "dropped"}
+_DID = {"pin": "pinned", "unpin": "unpinned", "drop": "dropped"}
 
 
 @click.command()
 @click.argument("action", type=click.Choice(ACTIONS), metavar="ACTION")
 @click.option("--request", "request_id", help="A request's name, or the id in its answer.")
-@click.option("--tokens", type=click.Path(), help="A file of token ids; - reads them from here.")
+@click.option("--tokens", type=click.Path(), help="A file of token ids; - is standard input.")
 @click.option("--key", "keys", multiple=True, help="A key in hexadecimal, the first block's first.")
 @click.option("--salt", default="", help="The salt that goes with --tokens.")
-@click.option("--seconds", help="How long to pin, or to keep what was prefetched, such as 1h.")
-@click.option("--hints", help="Hints as JSON, such as '{\"over\": true}'.")
-@click.option(
-    "--url", default=DEFAULT_URL, show_default=True, help="The engine's kvferry endpoint."
-)
+@click.option("--seconds", help="How long to pin, or to keep prefetched blocks, such as 1h.")
+@click.option("--hints", help="Hints as JSON, such as '{\"ended\": true}'.")
+@url_option
 @click.option("--token-file", type=click.Path(), help=f"The file of the token, or {TOKEN_ENV}.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the endpoint answered.")
+@as_json_option
 def control(action: str, url: str, token_file: str | None, as_json: bool, **given: Any) -> None:
-    """Do something with the blocks of a request: lookup, hint, pin, unpin, prefetch or drop.
+    """Change the blocks of a request: lookup, hint, pin, unpin, prefetch or drop.
 
-    Say which blocks by --request, --tokens or --key. The server must let you: its settings control
-    and control_token. Pins and keeps are bounded by its pin_share, and forgotten when it ends.
+    Name the blocks by --request, --tokens or --key. The server must allow it with its settings
+    control and control_token. Its setting pin_share bounds the pins, which end with the server.
 
-    The exit code is 1 where nothing answers or the order is refused.
+    The exit code is 1 if there is no answer or the order is refused.
     """
     try:
         order = _order(action, given)
-        token = _token(token_file)
-        answer = read_json(post(f"{base_url(url)}/control/{action}", order, token))
+        answer = read_json(post(f"{base_url(url)}/control/{action}", order, _token(token_file)))
     except UnreachableError as error:
-        raise click.ClickException(f"{error}{_advice(error)}") from error
+        advice = ""
+        if getattr(error, "code", None) == 501:
+            advice = ". It takes no orders: start its server with control and control_token set"
+        raise click.ClickException(f"{error}{advice}") from error
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
     except ValueError as error:
-        raise click.ClickException(f"{url} answered something else: {said(error)}") from error
+        raise click.ClickException(f"{url} did not answer as expected: {clip(error)}") from error
     if as_json:
         click.echo(json.dumps(answer))
     else:
-        _tell(action, answer)
+        _put_answer(action, answer)
 
 
 def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -65,18 +65,15 @@ def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
         order["request_id"] = given["request_id"]
     if given["tokens"]:
         order["tokens"] = _read_tokens(given["tokens"])
-        if given["salt"]:
-            order["salt"] = given["salt"]
     if given["keys"]:
         order["keys"] = list(given["keys"])
-    if len(order.keys() - {"salt"}) != 1:
-        raise InputError("say which blocks by one of --request, --tokens or --key")
+    if len(order) != 1:
+        raise InputError("name the blocks by one of --request, --tokens or --key")
     if given["salt"] and not given["tokens"]:
         raise InputError("--salt goes with --tokens: keys and requests have theirs already")
     if action == "hint" and not given["hints"]:
-        raise InputError("say what by --hints, such as '{\"over\": true}'")
-    if given["seconds"]:
-        order["seconds"] = given["seconds"]
+        raise InputError("give the hints by --hints, such as '{\"ended\": true}'")
+    order |= {name: given[name] for name in ("salt", "seconds") if given[name]}
     if given["hints"]:
         try:
             order["hints"] = json.loads(given["hints"])
@@ -86,7 +83,7 @@ def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tokens(name: str) -> list[int]:
-    """Numbers, with commas and brackets or without."""
+    """Read numbers, with commas and brackets or without."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
         return [int(word) for word in text.replace(",", " ").strip().strip("[]").split()]
@@ -105,34 +102,29 @@ def _token(file: str | None) -> str:
     return read_secret("control_token", given)
 
 
-def _advice(error: Exception) -> str:
-    code = getattr(error, "code", None)
-    if code == 501:
-        return ". It takes no orders: set control and control_token where the server is started"
-    return ""
-
-
-def _tell(action: str, answer: dict[str, Any]) -> None:
+def _put_answer(action: str, answer: dict[str, Any]) -> None:
     console = unbroken()
-    names = answer.get("request_ids")
+
+    def count(name: str) -> int:
+        value = answer.get(name)
+        return value if isinstance(value, int) else 0
+
+    names, refused = answer.get("request_ids"), answer.get("refused")
     if isinstance(names, list) and len(names) > 1:
-        console.print(f"This answer took {len(names)} requests; all of them are meant.")
-    tokens, host, lower = (_count(answer, n) for n in ("tokens", "host_tokens", "lower_tokens"))
-    console.print(f"Of {tokens} tokens {host} are in host memory, {lower} more lie below it.")
-    unknown, held = _count(answer, "unknown_blocks"), _count(answer, "held_blocks")
-    if unknown:
-        console.print(f"Tiers would have to be asked for {counted(unknown, 'block')}.")
+        console.print(f"This answer took {len(names)} requests. The order is for all of them.")
+    console.print(
+        f"Of {count('tokens')} tokens {count('host_tokens')} are in host memory, "
+        f"{count('lower_tokens')} more are on lower tiers."
+    )
+    if count("unknown_blocks"):
+        unknown = counted(count("unknown_blocks"), "block")
+        console.print(f"It is unknown whether lower tiers have {unknown}.")
     if action in _DID:
-        console.print(f"{counted(_count(answer, 'blocks'), 'block')} {_DID[action]}.")
+        console.print(f"{counted(count('blocks'), 'block')} {_DID[action]}.")
     if answer.get("is_under_way"):
-        console.print("The rest is on its way up.")
-    words = f"{counted(held, 'block')} of it held, on all tiers together."
-    console.print(words if held else "Nothing of it is held.")
-    refused = answer.get("refused")
+        console.print("The rest is being promoted.")
+    held = count("held_blocks")
+    pinned = f"{counted(held, 'block')} of it pinned, on all tiers together."
+    console.print(pinned if held else "No block of it is pinned.")
     for words in refused if isinstance(refused, list) else ():
-        console.print(f"Not done: {said(words)}", markup=False)
-
-
-def _count(answer: dict[str, Any], name: str) -> int:
-    value = answer.get(name)
-    return value if isinstance(value, int) else 0
+        console.print(f"Not done: {clip(words)}", markup=False)

@@ -1,4 +1,4 @@
-"""``kvferry disk``: the stores on disk: what there is, whether it is sound, and its end."""
+"""``kvferry disk``: list, verify and remove the stores on disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from kvferry.config import Config
@@ -27,7 +26,7 @@ from kvferry.tiers.disk.store import (
     purge_store,
     verify_store,
 )
-from kvferry.tools.cli.output import unbroken
+from kvferry.tools.cli.output import as_json_option, grid, unbroken
 from kvferry.tools.words import clean, counted
 
 NOT_RIGHT = 1
@@ -36,30 +35,29 @@ _MOST_BAD_SHOWN = 8
 ROOTS = click.argument(
     "paths", nargs=-1, metavar="[PATH]...", type=click.Path(file_okay=False, path_type=Path)
 )
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group()
 def disk() -> None:
-    """Look after what kvferry keeps on disk.
+    """List, verify and remove the stores on disk.
 
-    A store is a directory that one rank of one server made for one model: its blocks, and a journal
-    that says which they are. PATH is such a store, or a directory that holds some; without one it
-    is what the setting disk names (KVFERRY_DISK, or the file that KVFERRY_CONFIG names).
+    A store is a directory with the blocks of one model, written by one rank, and their journal.
+    PATH is a store or a directory of stores. Without PATH it is the setting disk (KVFERRY_DISK, or
+    the file of KVFERRY_CONFIG).
     """
 
 
 @disk.command("ls")
 @ROOTS
-@AS_JSON
+@as_json_option
 def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
-    """List the stores: whose, how large, how full, last used, open in which process.
+    """List the stores with model, rank, size, use, and the process that has them open.
 
     \b
-    kvferry disk ls                 those of the setting disk
-    kvferry disk ls /mnt/nvme       those in a directory
+    kvferry disk ls                 the stores of the setting disk
+    kvferry disk ls /mnt/nvme       the stores in a directory
     """
-    with _told():
+    with _one_line_errors():
         found = [summary for root in _roots(paths) for summary in list_stores(root)]
         wanted = set(_stores(paths))
         found = [summary for summary in found if summary.folder.path in wanted]
@@ -77,22 +75,21 @@ def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
 @click.option(
     "--key-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The key of stores that are encrypted; without it the one that the settings name.",
+    help="The file with the key of encrypted stores, else the key of the settings.",
 )
-@AS_JSON
+@as_json_option
 @click.pass_context
 def verify(
     ctx: click.Context, paths: tuple[Path, ...], key_file: Path | None, as_json: bool
 ) -> None:
-    """Read every block and hold it against its checksum. Changes nothing.
+    """Read every block and compare it with its checksum. Changes nothing.
 
-    A block that is not as it was written is never served: a server finds that out when it reads it,
-    and computes. This finds out before, and says whether a drive loses bytes. A store that a server
-    has open cannot be verified: stop it first.
+    A server never serves a damaged block: it verifies each block that it reads. This command finds
+    damage earlier. A store that a server has open cannot be verified: stop the server first.
 
     The exit code is 0 if every block of every store is as it was written, else 1.
     """
-    with _told():
+    with _one_line_errors():
         stores, key = _stores(paths), _key(key_file)
     rows = []
     for store in stores:
@@ -104,7 +101,7 @@ def verify(
             row |= {"sound": False, "error": str(error)}
         rows.append(row)
         if not as_json:
-            _tell(row)
+            _put_verified(row)
     if as_json:
         click.echo(json.dumps({"stores": rows}))
     elif not stores:
@@ -115,28 +112,27 @@ def verify(
 
 @disk.command()
 @ROOTS
-@click.option("--all", "everything", is_flag=True, help="Every store of the setting disk.")
+@click.option("--all", "everything", is_flag=True, help="Remove every store of the setting disk.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@AS_JSON
+@as_json_option
 @click.pass_context
 def purge(
     ctx: click.Context, paths: tuple[Path, ...], everything: bool, yes: bool, as_json: bool
 ) -> None:
     """Remove stores, for good.
 
-    Name them, or say --all. What a server has open is refused, by name; the others are removed
-    first. Their bytes go back to the file system; what an SSD still holds of them nobody can read
-    if they were encrypted.
+    Name them, or give --all. A store that a server has open is refused after the others are
+    removed. An SSD may still hold the bytes of a removed store: encrypt stores against that.
 
     \b
     kvferry disk purge /mnt/nvme/kvferry-1f0c...-r0of1-d0of1
     kvferry disk purge --all --yes
 
-    The exit code is 0 if all that was named is gone, else 1.
+    The exit code is 0 if all named stores are gone, else 1.
     """
     if not paths and not everything:
-        raise click.UsageError("name stores, or say --all", ctx)
-    with _told():
+        raise click.UsageError("name stores, or give --all", ctx)
+    with _one_line_errors():
         stores = _stores(paths)
         folders = [folder for root in _roots(paths) for folder in stores_under(root)]
         size = sum(folder.num_bytes for folder in folders if folder.path in set(stores))
@@ -158,9 +154,6 @@ def purge(
         ctx.exit(NOT_RIGHT)
 
 
-# -- which ----------------------------------------------------------------------------------------
-
-
 def _settings() -> DiskSettings:
     settings = Config.load().disk_settings
     if settings is None:
@@ -172,7 +165,7 @@ def _settings() -> DiskSettings:
 
 
 def _roots(paths: Sequence[Path]) -> list[Path]:
-    """The directories that hold what was named."""
+    """The directories of the named stores."""
     if not paths:
         return [Path(directory) for directory in _settings().directories]
     roots = []
@@ -186,38 +179,33 @@ def _roots(paths: Sequence[Path]) -> list[Path]:
 
 
 def _stores(paths: Sequence[Path]) -> list[Path]:
-    """The stores that were named, or that lie in the directories that were."""
+    """The named stores, and all stores in the named directories."""
     named = {path.absolute() for path in paths}
     found = []
     for root in _roots(paths):
         here = [folder.path for folder in stores_under(root)]
-        chosen = here if not named or root in named else [path for path in here if path in named]
-        found += chosen
+        found += here if not named or root in named else [path for path in here if path in named]
     return found
 
 
 def _key(file: Path | None) -> bytes | None:
     if file is not None:
         return DiskSettings((), 1, key_file=str(file.absolute())).read_key()
-    settings = Config.load().disk_settings or DiskSettings((), 1)
-    return settings.read_key()
+    return (Config.load().disk_settings or DiskSettings((), 1)).read_key()
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What is refused is said in a line."""
+def _one_line_errors() -> Iterator[None]:
+    """Turn an error into one line."""
     try:
         yield
     except (KvferryError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
 
-# -- what is said ---------------------------------------------------------------------------------
-
-
 def _plain(summary: StoreSummary) -> dict[str, Any]:
     folder = summary.folder
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "path": str(folder.path),
         "bytes": folder.num_bytes,
         "blocks": summary.num_blocks,
@@ -227,7 +215,7 @@ def _plain(summary: StoreSummary) -> dict[str, Any]:
     }
     if folder.superblock is not None:
         mine = folder.superblock.identity
-        told |= {
+        values |= {
             "label": mine.label,
             "places": folder.superblock.num_places,
             "block_bytes": mine.block_bytes,
@@ -237,7 +225,7 @@ def _plain(summary: StoreSummary) -> dict[str, Any]:
             "num_drives": mine.num_stripes,
             "encrypted": mine.is_sealed,
         }
-    return told
+    return values
 
 
 def _show(found: Sequence[StoreSummary]) -> None:
@@ -247,9 +235,9 @@ def _show(found: Sequence[StoreSummary]) -> None:
         roots.setdefault(summary.folder.path.parent, []).append(summary)
     for root, here in roots.items():
         console.print(Text(clean(root), style="bold"))
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
-        for name in ("For", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State"):
-            table.add_column(name, justify="right" if name in ("Size", "Blocks") else "left")
+        left = ("Rank", "Drive", "Last used", "Store", "State")
+        names = ("For", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State")
+        table = grid(*names, left=left, style="bold dim", no_wrap=False)
         for summary in here:
             style = "yellow" if summary.folder.trouble else None
             table.add_row(*_cells(summary), style=style)
@@ -278,8 +266,8 @@ def _state(folder: StoreFolder) -> str:
     if folder.trouble:
         return f"cannot be used: {folder.trouble}"
     sealed = folder.superblock is not None and folder.superblock.identity.is_sealed
-    said = f"open in {folder.holder}" if folder.is_open else "closed"
-    return f"{said}, encrypted" if sealed else said
+    state = f"open in {folder.holder}" if folder.is_open else "closed"
+    return f"{state}, encrypted" if sealed else state
 
 
 def _verified(report: VerifyReport) -> dict[str, Any]:
@@ -292,7 +280,7 @@ def _verified(report: VerifyReport) -> dict[str, Any]:
     }
 
 
-def _tell(row: dict[str, Any]) -> None:
+def _put_verified(row: dict[str, Any]) -> None:
     name = clean(row["store"])
     if "error" in row:
         click.echo(f"{name}: could not be verified: {clean(row['error'])}", err=True)
@@ -301,13 +289,10 @@ def _tell(row: dict[str, Any]) -> None:
         click.echo(f"{name}: {counted(row['blocks'], 'block')}, all as they were written")
         return
     bad = row["bad_places"]
-    some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + (
-        " ..." if len(bad) > _MOST_BAD_SHOWN else ""
-    )
+    some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + " ..." * (len(bad) > _MOST_BAD_SHOWN)
     click.echo(
-        f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are not as they were written "
-        f"(places {some or 'none'}); journal: {row['journal']}. They are never served; look at "
-        "the drive",
+        f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are damaged (places "
+        f"{some or 'none'}); journal: {row['journal']}. They are never served. Check the drive",
         err=True,
     )
 
@@ -322,17 +307,8 @@ def _purged(store: Path) -> dict[str, Any]:
 @contextmanager
 def _progress(store: Path, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
-    if hidden or not console.is_terminal:
-        yield lambda done, total: None
-        return
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    is_hidden = hidden or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(clean(store.name), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""``kvferry explain``: why a request hit or missed, and how its blocks travelled."""
+"""``kvferry explain``: why a request hit or missed, and the path of its copies."""
 
 from __future__ import annotations
 
@@ -6,40 +6,33 @@ import json
 
 import click
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from kvferry.errors import KvferryError
-from kvferry.scheduler.journal import Reason
-from kvferry.tools.cli.output import TerminalRoom, unbroken
+from kvferry.tools.cli.output import as_json_option, grid, put_table, unbroken, url_option
 from kvferry.tools.top import scrape
-from kvferry.tools.top.scrape import DEFAULT_URL
-from kvferry.tools.top.told import Copied, RecentRequest, Told, Why, read_rows, read_told
-from kvferry.tools.words import clean, counted, said, show_bytes, show_seconds
+from kvferry.tools.top.answers import Explained, Explanation, Recent, read_as
+from kvferry.tools.words import clean, clip, counted, show_bytes, show_seconds
 
 _MOST_NAME = 500
 
-REASONS: dict[str, str] = {
-    Reason.NOTHING_MISSED.value: "Everything asked for was on the device or in host memory.",
-    Reason.EVICTED.value: "It was stored, and dropped later because the room was needed. More host "
-    "memory would have kept it longer.",
-    Reason.NEVER_STORED.value: "Nobody computed and stored this before, or it found no room.",
-    Reason.BELOW_THRESHOLD.value: "Too few requests asked for it to be stored (store_threshold).",
-    Reason.IN_FLIGHT.value: "Its bytes were still on their way in.",
-    Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
-    Reason.NOT_PROMOTED.value: "It lay below the host and was not brought up in time.",
-    Reason.TIER_UNAVAILABLE.value: "It lay on a tier that could not be used at that time.",
-    Reason.LOAD_SLOWER.value: "It was there, in host memory or below, but computing it was judged "
-    "faster than loading it.",
-    Reason.HINT.value: "A hint said that nothing is to be loaded for this request.",
+REASONS = {
+    "nothing_missed": "All tokens were on the device or in host memory.",
+    "evicted": "It was stored and evicted later. More host memory would have kept it longer.",
+    "never_stored": "No request stored it before, or it found no room.",
+    "below_threshold": "Too few requests asked for it to be stored (store_threshold).",
+    "in_flight": "Its transfer to host memory had not ended.",
+    "other_namespace": "It was stored before a reset or a change of weights.",
+    "not_promoted": "It was on a lower tier and was not promoted in time.",
+    "tier_unavailable": "It was on a tier that could not be used at that time.",
+    "load_slower": "It was stored, but computing it was expected to be faster than loading it.",
+    "hint": "A hint of the request forbade loads.",
 }
-
 VERDICTS = {
     "load_always": "load: load_policy says always",
     "compute_always": "compute: load_policy says never",
-    "load_unmeasured": "load: nothing is measured yet, and loading is the better bet",
-    "load_to_measure": "load: the link was last measured long ago, so it is tried again",
+    "load_unmeasured": "load: there is no measurement yet",
+    "load_to_measure": "load: the last measurement of the link is too old",
     "load_faster": "load: expected to be faster",
     "compute_faster": "compute: expected to be faster",
 }
@@ -47,136 +40,109 @@ VERDICTS = {
 
 @click.command()
 @click.argument("request_id", metavar="[REQUEST]", required=False)
-@click.option(
-    "--url", default=DEFAULT_URL, show_default=True, help="The engine's kvferry endpoint."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print what the endpoint answered.")
+@url_option
+@as_json_option
 def explain(request_id: str | None, url: str, as_json: bool) -> None:
-    """Say why a request hit or missed, and by which path each of its copies went, and why.
+    """Say why a request hit or missed, and the path of each of its copies.
 
-    REQUEST is the engine's name for it, the id in the server's answer, or the X-Request-Id that was
-    sent with it. Without REQUEST it lists the latest requests. An engine remembers about a thousand
-    of them.
+    REQUEST is the engine's name for it, the id in the server's answer, or its X-Request-Id. Without
+    REQUEST it lists the latest requests. An engine remembers about a thousand.
 
-    The exit code is 1 where nothing answers, or the request is not remembered.
+    The exit code is 1 if there is no answer, or the request is not remembered.
     """
     try:
         answer = scrape.explain(url, request_id)
         if as_json:
             click.echo(json.dumps(answer))
         elif request_id is None:
-            _list(read_rows(answer), unbroken())
+            put_recent(read_as(Recent, answer), unbroken())
         else:
-            _tell(read_told(answer), unbroken())
+            put_explained(read_as(Explained, answer), unbroken())
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
     except ValueError as error:
         raise click.ClickException(str(scrape.not_explained(url, error))) from error
 
 
-def _list(rows: list[RecentRequest], console: Console) -> None:
-    if not rows:
-        console.print("No request has come by yet.")
+def put_recent(recent: Recent, console: Console) -> None:
+    """Print the latest requests."""
+    if not recent.requests:
+        console.print("There is no request yet.")
         return
-    table = _table("Request", "Asked", "From host", "First thing missing")
+    table = grid("Request", "Asked", "From host", "First miss", left=["First miss"])
     lines = []
-    for row in rows:
-        name, reason = said(row.request_id, _MOST_NAME), said(row.reason or "–").replace("_", " ")
+    for row in recent.requests:
+        name, reason = clip(row.request_id, _MOST_NAME), clip(row.reason or "–").replace("_", " ")
         asked, found = _count(row.asked_tokens), _count(row.host_tokens)
         table.add_row(Text(name), asked, found, Text(reason))
-        lines.append((name, f"{asked} asked, {found} from host; first missing: {reason}"))
-    _print(table, lines, console)
+        lines.append((name, f"{asked} asked, {found} from host; first miss: {reason}"))
+    put_table(table, lines, console)
 
 
-def _tell(told: Told, console: Console) -> None:
-    console.print(Text(f"Request {said(told.request_id, _MOST_NAME)}", style="bold"))
-    if told.why is None:
-        console.print("It was never looked up; it only stored, or was fetched ahead.")
+def put_explained(explained: Explained, console: Console) -> None:
+    """Print the explanation of one request."""
+
+    def put(words: str, style: str = "") -> None:
+        console.print(Text(clip(words, _MOST_NAME), style=style))
+
+    put(f"Request {explained.request_id}", "bold")
+    if explained.explanation is None:
+        put("It had no lookup: it only stored, or was prefetched.")
     else:
-        _tell_why(told.why, console)
-    if told.hints not in ("", "{}"):
-        console.print(Text(f"Hints: {said(told.hints, _MOST_NAME)}"))
-    for words in told.refused:
-        console.print(Text(f"Not done: {said(words, _MOST_NAME)}", style="yellow"))
-    if told.overlap:
-        console.print(Text(f"Load and forward pass: {said(told.overlap, _MOST_NAME)}."))
-    if told.others:
-        names = ", ".join(said(name, _MOST_NAME) for name in told.others)
-        console.print(Text(f"Also of that name: {names}", style="dim"))
-    if not told.copies:
-        console.print("Nothing was copied for it yet.")
+        _put_explanation(explained.explanation, console)
+    if explained.hints:
+        put(f"Hints: {json.dumps(explained.hints)}")
+    for words in explained.refused:
+        put(f"Not done: {words}", "yellow")
+    if explained.overlap:
+        put(f"Load and forward pass: {explained.overlap}.")
+    if explained.others:
+        put(f"Also of that name: {', '.join(explained.others)}", "dim")
+    if not explained.copies:
+        put("Nothing was copied for it yet.")
         return
-    table = _table("Copy", "Blocks", "Bytes", "Time", "Speed", "Path", "")
+    table = grid("Copy", "Blocks", "Bytes", "Time", "Speed", "Path", "", left=["Path", ""])
     lines = []
-    for copy in told.copies:
-        route, blocks, size, time, speed, path, failed = _copy(copy)
-        table.add_row(Text(route), blocks, size, time, speed, Text(path), Text(failed))
-        moved = f"{counted(copy.num_blocks, 'block')}, {size} in {time}, {speed}, {path} {failed}"
-        lines.append((route, moved.rstrip()))
-    _print(table, lines, console)
-    for words in dict.fromkeys(copy.why for copy in told.copies if copy.why):
+    for copy in explained.copies:
+        route = clip(f"{copy.src} → {copy.dst}", _MOST_NAME)
+        size, seconds = show_bytes(copy.num_bytes), show_seconds(copy.seconds)
+        speed = f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–"
+        path = clip(", ".join(copy.paths) or "–")
+        failed = clip(copy.reason and f"failed: {copy.reason}")
+        cells = (f"{copy.num_blocks}", size, seconds, speed, Text(path), Text(failed))
+        table.add_row(Text(route), *cells)
+        words = (
+            f"{counted(copy.num_blocks, 'block')}, {size} in {seconds}, {speed}, {path} {failed}"
+        )
+        lines.append((route, words.rstrip()))
+    put_table(table, lines, console)
+    for words in dict.fromkeys(copy.why for copy in explained.copies if copy.why):
         for line in words.splitlines():
             console.print(Text(clean(line), style="dim"))
 
 
-def _tell_why(why: Why, console: Console) -> None:
-    lower = f", {why.lower_tokens} lay below the host" if why.lower_tokens else ""
-    computed = why.asked_tokens - why.device_tokens - why.host_tokens
+def _put_explanation(why: Explanation, console: Console) -> None:
+    lower = f", {why.lower_tokens} were on lower tiers" if why.lower_tokens else ""
+    neither = max(0, why.asked_tokens - why.device_tokens - why.host_tokens)
     console.print(
         f"Asked for {why.asked_tokens} tokens: {why.device_tokens} were on the device, "
-        f"{why.host_tokens} in host memory, {max(0, computed)} in neither{lower}.",
+        f"{why.host_tokens} in host memory, {neither} in neither{lower}."
     )
-    missing = why.first_missing
-    at = f"First missing: token {missing}. " if missing is not None else ""
+    at = f"First missing: token {why.first_missing}. " if why.first_missing is not None else ""
     words = f"{REASONS[why.reason]} " if why.reason in REASONS else ""
-    console.print(Text(f"{at}{words}({said(why.reason)})"))
+    console.print(Text(f"{at}{words}({clip(why.reason)})"))
     if why.asked_blocks:
         console.print(f"Tiers were asked for {counted(why.asked_blocks, 'block')}.")
     for tier in why.tiers_away:
-        console.print(Text(f"Away: {said(tier, _MOST_NAME)}", style="red"))
-    if why.verdict:
-        verdict = VERDICTS.get(why.verdict, said(why.verdict))
-        console.print(Text(f"Decision: {verdict}{_times(why)}."))
-
-
-def _times(why: Why) -> str:
-    if why.load_seconds is None or why.compute_seconds is None:
-        return ""
-    load, compute = show_seconds(why.load_seconds), show_seconds(why.compute_seconds)
-    return f", {load} to load against {compute} to compute"
-
-
-def _copy(copy: Copied) -> tuple[str, ...]:
-    speed = f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–"
-    return (
-        said(f"{copy.src} → {copy.dst}", _MOST_NAME),
-        f"{copy.num_blocks}",
-        show_bytes(copy.num_bytes),
-        show_seconds(copy.seconds),
-        speed,
-        said(", ".join(copy.paths) or "–"),
-        said(f"failed: {copy.reason}") if copy.reason else "",
-    )
-
-
-def _print(table: Table, lines: list[tuple[str, str]], console: Console) -> None:
-    """The table, or the same in lines where it is too wide: a number is never cut."""
-    if TerminalRoom(console, console.options).beside(table) >= 0:
-        console.print(table)
-        return
-    for name, words in lines:
-        console.print(Text(name))
-        console.print(Padding(Text(words), (0, 0, 0, 2)))
+        console.print(Text(f"Away: {clip(tier, _MOST_NAME)}", style="red"))
+    decision = why.decision
+    if decision.verdict:
+        words = VERDICTS.get(decision.verdict, clip(decision.verdict))
+        if decision.load_seconds is not None and decision.compute_seconds is not None:
+            load, compute = map(show_seconds, (decision.load_seconds, decision.compute_seconds))
+            words += f", {load} to load against {compute} to compute"
+        console.print(Text(f"Decision: {words}."))
 
 
 def _count(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        is_word = name in ("", "Path", "First thing missing")
-        table.add_column(name, justify="left" if is_word else "right", no_wrap=True)
-    return table

@@ -16,10 +16,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.tools.top.scrape import DEFAULT_URL
+
 STDOUT = Path("-")
 _PIPE_WIDTH = 1000
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+url_option = click.option(
+    "--url", default=DEFAULT_URL, show_default=True, help="The engine's kvferry endpoint."
+)
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,12 +90,18 @@ def unbroken() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
-def grid(first: str, *others: str, left: Iterable[str] = ("",), style: str = "bold") -> Table:
+def grid(
+    first: str,
+    *others: str,
+    left: Iterable[str] = ("",),
+    style: str = "bold",
+    no_wrap: bool = True,
+) -> Table:
     """A table without lines. Its columns are right-aligned, except the first and ``left``."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style)
-    table.add_column(first, min_width=len(first), no_wrap=True)
+    table.add_column(first, min_width=len(first), no_wrap=no_wrap)
     for name in others:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=no_wrap)
     return table
 
 

@@ -24,43 +24,40 @@ from kvferry.tools.top.view import View, Watch
     type=click.FloatRange(min=0.1),
     default=1.0,
     metavar="SECONDS",
-    help="Time between looks.",
+    help="Time between two readings.",
 )
-@click.option("--once", is_flag=True, help="Look for one interval, print, and end.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one document per look.")
-@click.option("--web", is_flag=True, help="Serve the view as a web page instead, and as JSON.")
+@click.option("--once", is_flag=True, help="Measure for one interval, print, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one document per reading.")
+@click.option("--web", is_flag=True, help="Serve the view as a web page and as JSON instead.")
 @click.option("--host", default=LOOPBACK, help="With --web: the address to serve on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9476, help="With --web: the port.")
 def top(
     url: str, interval: float, once: bool, as_json: bool, web: bool, host: str, port: int
 ) -> None:
-    """See what a running kvferry does, now.
+    """Watch a running kvferry.
 
-    URL is the metrics endpoint of an engine that uses kvferry (metrics_port, or
-    ferry.serve_metrics()), or that of a vLLM server with the kvferry connector.
+    URL is the metrics endpoint of an engine with kvferry (metrics_port, or ferry.serve_metrics()),
+    or of a vLLM server with the kvferry connector.
 
-    The exit code is 1 where nothing answers there.
+    The exit code is 1 if the endpoint does not answer.
     """
     if web and (as_json or once):
-        which = "--json" if as_json else "--once"
         raise click.UsageError(
-            f"{which} prints and --web serves: leave one of them out. "
+            f"{'--json' if as_json else '--once'} prints and --web serves: leave one of them out. "
             "The page's server has the view as JSON under /view.json."
         )
     try:
-        url = base_url(url)
-        watch = Watch(url)
+        watch = Watch(base_url(url))
         if web:
             _serve(watch, host, port, interval)
-        elif once:
-            view = _once(watch, interval)
-            _print(view, as_json)
-        else:
-            _follow(watch, interval, as_json)
+        view = _once(watch, interval)
+        if not once:
+            _follow(watch, view, interval, as_json)
+        _print(view, as_json)
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        pass  # how one leaves it
+        pass  # the usual end
 
 
 def _once(watch: Watch, interval: float) -> View:
@@ -76,10 +73,9 @@ def _print(view: View, as_json: bool) -> None:
         Console(highlight=False).print(Screen(view))
 
 
-def _follow(watch: Watch, interval: float, as_json: bool) -> NoReturn:
-    """Look until interrupted. An engine that restarts is waited for."""
+def _follow(watch: Watch, view: View, interval: float, as_json: bool) -> NoReturn:
+    """Show every reading until Ctrl-C. On a terminal it waits for an engine that restarts."""
     console = Console(highlight=False)
-    view = _once(watch, interval)
     if as_json or not console.is_terminal:
         while True:
             _print(view, as_json)
@@ -96,7 +92,7 @@ def _follow(watch: Watch, interval: float, as_json: bool) -> NoReturn:
             live.update(Screen(view, error), refresh=True)
 
 
-def _serve(watch: Watch, host: str, port: int, interval: float) -> None:
+def _serve(watch: Watch, host: str, port: int, interval: float) -> NoReturn:
     from kvferry.tools.top.server import PageServer
 
     with PageServer(watch, host=host, port=port, interval=interval) as server:

@@ -1,4 +1,4 @@
-"""The disk below host memory: its directories, their drives, the key."""
+"""The checks of the tiers below host memory: the disk, its drives and key, and other tiers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from kvferry.settings.tiers import DISK, REMOTE, TierSpec
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
 from kvferry.tools.doctor.drive import MOST_BYTES, DriveFacts, file_system, nearest_directory
-from kvferry.tools.doctor.finding import Finding, fail, ok, warn
-from kvferry.tools.doctor.machine import Environment
+from kvferry.tools.doctor.machine import Environment, Finding, fail, ok, warn
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _FAR = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre", "glusterfs")
 _SLOW = 500 * MiB
-"""Bytes per second. Computing is often faster than reading at less."""
+"""Bytes per second. Computing is often faster than a slower drive."""
+
+_BLOCK_BYTES = 4096
+"""A small block. Only the engine knows its own size."""
+
+_CLOSE_SECONDS = 1.0
 
 
 def check_disk(env: Environment, config: Config) -> Iterator[Finding]:
-    """Nothing where no disk is set."""
+    """Check each directory of the disk, its key, and its processes."""
     settings = config.disk_settings
     if settings is None:
         return
@@ -51,18 +55,18 @@ def _kind(name: str, directory: str, here: str, kind: str) -> Finding:
         return warn(
             name,
             f"it does not exist yet; it would be made in {here}, on {kind}",
-            "mount the drive and make the directory, or nothing, if that is where it should be",
+            "mount the drive and make the directory, or do nothing if this place is right",
         )
     if kind in _IN_MEMORY:
         return warn(
             name,
-            f"{kind} is memory: what is written there takes memory and is gone with the machine",
+            f"{kind} is memory: its blocks take memory and end with the machine",
             "name a directory on a drive",
         )
     if kind in _FAR:
         return warn(
             name,
-            f"{kind} is on another machine: locks and sync may promise more than it keeps",
+            f"{kind} is on another machine: its locks and syncs may be unreliable",
             "name a directory on a local drive",
         )
     if kind == "overlay":
@@ -77,15 +81,15 @@ def _kind(name: str, directory: str, here: str, kind: str) -> Finding:
 def _space(name: str, settings: DiskSettings, room: tuple[int, int] | None) -> Finding:
     name = f"{name}: space"
     if room is None:
-        return fail(name, "it cannot be looked at", "see that the directory can be read")
+        return fail(name, "it cannot be read", "make the directory readable")
     share = settings.size // len(settings.directories)
     usable = room[1] - settings.keep_free
     words = f"{rounded_size(room[1])} free of {rounded_size(room[0])}"
     if usable <= 0:
         return fail(
             name,
-            f"{words}, and disk_keep_free leaves {rounded_size(settings.keep_free)} of it: nothing "
-            "can be kept here unless it is there already",
+            f"{words}, and disk_keep_free is {rounded_size(settings.keep_free)}: no more blocks "
+            "can be stored here",
             "make room, or lower disk_keep_free",
         )
     if usable < share:
@@ -105,7 +109,7 @@ def _speed(name: str, here: str, facts: DriveFacts) -> Finding:
         return fail(
             name,
             f"a file in {here} could not be written and read: {facts.error}",
-            "let the user of the engine write there; look at the drive (dmesg)",
+            "let the user of the engine write there; check the drive (dmesg)",
         )
     assert facts.read_rate is not None
     assert facts.write_rate is not None
@@ -116,8 +120,8 @@ def _speed(name: str, here: str, facts: DriveFacts) -> Finding:
     if not facts.is_direct:
         return warn(
             name,
-            f"{words}, through the page cache: this file system does not let it be passed by",
-            "fine for trying it out; to serve, use ext4 or xfs on a local drive",
+            f"{words}, through the page cache: this file system has no direct I/O",
+            "fine for a trial; to serve, use ext4 or xfs on a local drive",
         )
     if facts.read_rate < _SLOW:
         return warn(
@@ -134,7 +138,7 @@ def _key(env: Environment, settings: DiskSettings) -> Finding:
     except ConfigError as error:
         return fail("disk encryption", str(error), "correct the key, or leave it out")
     if key is None:
-        return ok("disk encryption", "off: what people asked can be read from the drive")
+        return ok("disk encryption", "off: prompts can be read from the drive")
     if env.package("cryptography") is None:
         return fail(
             "disk encryption",
@@ -172,18 +176,6 @@ def _processes(env: Environment) -> Finding:
     return ok("disk processes", "they reach the engine's memory by process_vm_readv")
 
 
-# ------------------------------------------------------------------------------------------------
-# The tiers below host memory: whether each of them can be opened here.
-
-_BLOCK_BYTES = 4096
-"""A small block: an engine's own are larger, which only the engine knows."""
-
-_NOBODYS = bytes(32)
-"""The namespace in which a shared store is tried out: no blocks are there."""
-
-_CLOSE_SECONDS = 1.0
-
-
 def check_tiers(config: Config) -> Iterator[Finding]:
     """Open each tier that the settings name, and close it again."""
     for spec in config.all_tiers:
@@ -197,7 +189,7 @@ def _check(spec: TierSpec, config: Config) -> Finding:
         spec.name,
         _BLOCK_BYTES,
         options=spec.options,
-        shared_namespace=_NOBODYS,
+        shared_namespace=bytes(32),  # no server uses it
         remote=config.remote_settings,
     )
     setting = REMOTE if spec.kind == REMOTE else "tiers"
@@ -208,6 +200,6 @@ def _check(spec: TierSpec, config: Config) -> Finding:
     ailment, num_places = tier.ailment, tier.num_places
     tier.close(_CLOSE_SECONDS)
     if ailment:
-        return warn(name, f"{spec}: cannot be used now: {ailment}", "see to it, or leave it out")
+        return warn(name, f"{spec}: cannot be used now: {ailment}", "repair it, or leave it out")
     kind = "finds blocks by their keys" if num_places is None else "has places for blocks"
     return ok(name, f"{spec}: can be opened, {kind}")

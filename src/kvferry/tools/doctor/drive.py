@@ -1,10 +1,7 @@
-"""What the drive under a directory gives: its file system, and short raw reads and writes.
+"""The speed of the drive under a directory, by short raw writes and reads.
 
-::
-
-    python -m kvferry.doctor.drive DIRECTORY    measured in a process of its own: a drive may hang
-
-At most ``MOST_BYTES`` are written, for at most ``MOST_SECONDS``, to a file that has no name.
+A child process measures it, because a drive may hang. It writes at most ``MOST_BYTES`` for at most
+``MOST_SECONDS`` to a file without a name.
 """
 
 from __future__ import annotations
@@ -12,10 +9,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,7 +28,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class DriveFacts:
-    """What was found; rates in bytes per second, None where nothing was measured."""
+    """Rates in bytes per second, None if they were not measured."""
 
     error: str = ""
     is_direct: bool = False
@@ -42,21 +37,19 @@ class DriveFacts:
 
 
 def look_at_drive(directory: str) -> DriveFacts:
-    """Measure in a child, with a bound on all of it."""
-    command = [sys.executable, "-m", "kvferry.tools.doctor.drive", directory]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        try:
-            out, _ = child.communicate(timeout=HANGS_AFTER)
-            return DriveFacts(**json.loads(out))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            return DriveFacts(error=f"it has not answered for {HANGS_AFTER:.0f} seconds")
-        except (ValueError, TypeError):
-            return DriveFacts(error="it could not be measured")
+    """Measure in a child process, with a deadline."""
+    from kvferry.tiers.ipc.process import run_module  # not needed in the child
+
+    try:
+        return DriveFacts(**json.loads(run_module(__name__, directory.encode(), HANGS_AFTER)))
+    except TimeoutError:
+        return DriveFacts(error=f"it has not answered for {HANGS_AFTER:.0f} seconds")
+    except (OSError, ValueError, TypeError) as error:
+        return DriveFacts(error=f"it could not be measured: {error}")
 
 
 def nearest_directory(path: str) -> str:
-    """The path, or what of it exists."""
+    """The path, or its nearest parent that exists."""
     found = Path(path)
     while not found.is_dir() and found != found.parent:
         found = found.parent
@@ -64,7 +57,7 @@ def nearest_directory(path: str) -> str:
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The kind of file system a path is on, from the text of ``/proc/self/mountinfo``."""
+    """The file system of a path, from the text of ``/proc/self/mountinfo``."""
     best, kind = "", ""
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
@@ -79,25 +72,32 @@ def file_system(path: str, mounts: str) -> str:
 
 
 def measure(directory: str) -> DriveFacts:
-    """Write, then read what was written, past the page cache where the file system can."""
+    """Write, then read the same bytes, past the page cache if the file system can."""
+    is_direct = False
     try:
         fd, is_direct = _open_nameless(directory)
-    except OSError as error:
-        return DriveFacts(error=error.strerror or str(error))
-    try:
-        piece = mmap.mmap(-1, _PIECE)
-        piece[:] = os.urandom(_PIECE)
-        began = time.perf_counter()
-        size = _until(lambda at: os.pwrite(fd, piece, at), MOST_BYTES)
-        os.fdatasync(fd)
-        write_rate = size / (time.perf_counter() - began)
-        if not is_direct:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return DriveFacts("", is_direct, _read_rate(fd, size), write_rate)
+        try:
+            size, write_rate = _write(fd)
+            if not is_direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return DriveFacts("", is_direct, _read_rate(fd, size), write_rate)
+        finally:
+            os.close(fd)
     except OSError as error:
         return DriveFacts(error=error.strerror or str(error), is_direct=is_direct)
-    finally:
-        os.close(fd)
+
+
+def _write(fd: int) -> tuple[int, float]:
+    """Write whole pieces until the bytes or the time are used up. Returns size and rate."""
+    piece = mmap.mmap(-1, _PIECE)
+    piece[:] = os.urandom(_PIECE)
+    size, began = 0, time.perf_counter()
+    while size < MOST_BYTES and (not size or time.perf_counter() - began < MOST_SECONDS):
+        if os.pwrite(fd, piece, size) != _PIECE:
+            raise OSError("a write was cut short")
+        size += _PIECE
+    os.fdatasync(fd)
+    return size, size / (time.perf_counter() - began)
 
 
 def _read_rate(fd: int, size: int) -> float:
@@ -117,18 +117,8 @@ def _read_rate(fd: int, size: int) -> float:
     return total / (time.perf_counter() - began)
 
 
-def _until(write: Callable[[int], int], most: int) -> int:
-    """Whole pieces, one after the other, until the bytes or the time are used up."""
-    at, end = 0, time.perf_counter() + MOST_SECONDS
-    while at < most and (at == 0 or time.perf_counter() < end):
-        if write(at) != _PIECE:
-            raise OSError("a write was cut short")
-        at += _PIECE
-    return at
-
-
 def _open_nameless(directory: str) -> tuple[int, bool]:
-    """A file nobody sees and that is gone when it is closed; whether it is past the page cache."""
+    """Open a file without a name. Returns it and whether it bypasses the page cache."""
     for direct in (os.O_DIRECT, 0):
         with suppress(OSError):
             fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | direct, 0o600)
@@ -148,5 +138,10 @@ def _takes_pages(fd: int) -> bool:
         return False
 
 
+def main() -> None:
+    """Run in the child: measure the directory on standard input."""
+    print(json.dumps(asdict(measure(sys.stdin.read()))))
+
+
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(sys.argv[1]))))
+    main()

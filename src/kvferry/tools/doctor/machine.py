@@ -1,21 +1,19 @@
-"""Everything the checks know about the machine comes through here, so a test can be any machine."""
+"""The findings of the checks, and the machine behind one interface, so that a test can fake it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import metadata
 
 from kvferry.config import Config
-from kvferry.core.quantities import GiB, MiB, format_size
-from kvferry.errors import ConfigError
-from kvferry.hostmem.limits import Machine, size_for
-from kvferry.settings.kinds import AUTO
+from kvferry.core.quantities import MiB
+from kvferry.hostmem.limits import Machine
 from kvferry.tools.doctor.drive import DriveFacts, look_at_drive
-from kvferry.tools.doctor.finding import Finding, fail, ok, warn
 from kvferry.tools.doctor.reach import look_at_reach
 from kvferry.transfer.driver.base import BatchForm, DeviceIdentity, Driver, Priority
 from kvferry.transfer.driver.opening import open_driver
@@ -25,12 +23,43 @@ _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24
 
 
+class Grade(Enum):
+    """The weight of a finding."""
+
+    OK = "ok"
+    WARN = "warn"  # it works, but slower or with less than it could
+    FAIL = "fail"  # it will not work as configured
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. A finding that is not ok has a remedy."""
+
+    name: str
+    grade: Grade
+    words: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if self.grade is not Grade.OK and not self.remedy:
+            raise ValueError(f"finding {self.name!r} is {self.grade.value} and names no remedy")
+
+
+def ok(name: str, words: str) -> Finding:
+    return Finding(name, Grade.OK, words)
+
+
+def warn(name: str, words: str, remedy: str) -> Finding:
+    return Finding(name, Grade.WARN, words, remedy)
+
+
+def fail(name: str, words: str, remedy: str) -> Finding:
+    return Finding(name, Grade.FAIL, words, remedy)
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """One card as its driver describes it. ``speed`` and ``width`` are the link's under load.
-
-    None where the kernel does not say (guests often hide it).
-    """
+    """One card. ``speed`` and ``width`` are the link's under load, None if a guest hides them."""
 
     identity: DeviceIdentity
     batch_form: BatchForm
@@ -43,12 +72,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Environment:
-    """How the machine is asked. Owns nothing; every answer is read anew.
+    """Functions that examine the machine anew at each call.
 
-    ``gpu`` raises OSError or DriverError where there is none. ``package`` answers a package's
-    version, ``plugins`` the names under an entry point, ``room`` the total and free bytes of a
-    file system, each None where there is none. ``drive`` measures the drive under a directory,
-    ``reach`` says by which way a child reaches our memory (empty: by none).
+    ``gpu`` raises OSError or DriverError without a card. ``package`` returns a package's version,
+    ``plugins`` the names under an entry point, ``room`` the total and free bytes of a file system.
+    ``drive`` measures the drive of a directory, ``reach`` names the way from a child process to
+    this one's memory, empty if there is none.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -76,7 +105,7 @@ class Environment:
 
 
 def look_at_gpu(device: int) -> Gpu:
-    """Open the driver, wake the link with a few copies, and read what it rose to."""
+    """Open the driver, wake the link with a few copies, and read its speed."""
     driver = open_driver(device)
     try:
         identity = driver.identity()
@@ -84,7 +113,7 @@ def look_at_gpu(device: int) -> Gpu:
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
         with driver.current():
             speed, width, max_speed, max_width = _copying(
-                driver, lambda: [_said(f"{folder}/{name}") for name in names]
+                driver, lambda: [_read_value(f"{folder}/{name}") for name in names]
             )
         return Gpu(
             identity=identity,
@@ -100,7 +129,7 @@ def look_at_gpu(device: int) -> Gpu:
 
 
 def _copying(driver: Driver, look: Callable[[], list[str | None]]) -> list[str | None]:
-    """Look while copies run: an idle card lowers its link, which says nothing about its health."""
+    """Read the link while copies run, because an idle card lowers it."""
     stream = driver.create_stream(Priority.LOW)
     host = driver.alloc_host(_WAKE_BYTES)
     device = driver.alloc_device(_WAKE_BYTES)
@@ -118,7 +147,7 @@ def _copying(driver: Driver, look: Callable[[], list[str | None]]) -> list[str |
 
 
 def find_cards() -> tuple[str, ...]:
-    """Device files of GPUs, whether or not a driver can be loaded for them."""
+    """Device files of GPUs, with or without a driver."""
     try:
         names = os.listdir("/dev")
     except OSError:
@@ -146,7 +175,7 @@ def room_of(path: str) -> tuple[int, int] | None:
     return usage.total, usage.free
 
 
-def _said(path: str) -> str | None:
+def _read_value(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read().strip()
@@ -159,97 +188,3 @@ def _sysfs_name(bus_id: str) -> str:
     """The driver may write the domain with eight digits, the kernel uses four."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
-
-
-# ------------------------------------------------------------------------------------------------
-# Host memory: how much there is, what limits it, and how fast it can be made ready.
-
-_THP = "/sys/kernel/mm/transparent_hugepage/enabled"
-_LEAST_SHM = 1 * GiB
-
-
-def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
-    """Whether what the settings ask for can be had."""
-    num_ranks = env.machine.num_ranks_here()
-    size: int | None = None
-    try:
-        size = size_for(config.host, env.machine, num_ranks=num_ranks)
-    except ConfigError as error:
-        words, _, remedy = str(error).partition(" Remedy: ")
-        yield fail("host memory", words, remedy or "give a size that fits, such as host = 8GiB")
-    else:
-        auto = " (auto)" if config.host is AUTO else ""
-        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
-        if env.machine.limits():
-            yield ok("host memory", f"{_shown(size)}{auto}{each} fits")
-        else:
-            yield warn(
-                "host memory",
-                f"{_shown(size)}{each} are asked for, and nothing here says how much there is",
-                "let the process read /proc/meminfo and its cgroup, or make sure of it yourself",
-            )
-    yield from _container(env)
-    asked = config.host if isinstance(config.host, int) else size
-    yield _memlock(env, config, asked)
-    yield _shm(env)
-    yield _huge_pages(env)
-
-
-def _container(env: Environment) -> Iterator[Finding]:
-    for limit in env.machine.limits():
-        if limit.name.startswith("the container"):
-            yield ok("container", f"{_shown(limit.left)} left of {_shown(limit.total)}")
-            return
-
-
-def _memlock(env: Environment, config: Config, asked: int | None) -> Finding:
-    """``asked`` is None where it was left to us, and we could not tell either."""
-    limit = env.machine.memlock()
-    if limit is None:
-        return ok("locked memory", "no limit")
-    if config.host_pin == "never":
-        return ok("locked memory", f"at most {_shown(limit)}; none is asked for")
-    if asked is not None and limit >= asked:
-        return ok("locked memory", f"at most {_shown(limit)}, which is enough")
-    size = "nobody knows how much" if asked is None else _shown(asked)
-    # Not a failure even where pinning is required: CUDA does not count what it pins.
-    return warn(
-        "locked memory",
-        f"at most {_shown(limit)} may be locked, {size} are asked for; CUDA does not count "
-        "what it pins, other drivers may",
-        "if pinning fails: ulimit -l unlimited; docker run --ulimit memlock=-1; systemd "
-        "LimitMEMLOCK=infinity; in Kubernetes add the capability IPC_LOCK",
-    )
-
-
-def _shm(env: Environment) -> Finding:
-    room = env.room("/dev/shm")
-    remedy = "docker run --shm-size=2g (or --ipc=host); in Kubernetes mount an emptyDir with "
-    remedy += "medium: Memory at /dev/shm"
-    if room is None:
-        return fail("/dev/shm", "cannot be used: engines with several processes need it", remedy)
-    total, free = room
-    if free < _LEAST_SHM:
-        return warn(
-            "/dev/shm",
-            f"{_shown(free)} free of {_shown(total)}: engines with several processes need more",
-            remedy,
-        )
-    return ok("/dev/shm", f"{_shown(free)} free of {_shown(total)}")
-
-
-def _huge_pages(env: Environment) -> Finding:
-    text = env.read(_THP)
-    if text is None:
-        return ok("huge pages", "this kernel does not say")
-    if "[never]" in text:
-        return warn(
-            "huge pages",
-            "off: host memory takes about twice as long to become ready",
-            f"echo madvise > {_THP}",
-        )
-    return ok("huge pages", text[text.find("[") + 1 : text.find("]")])
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / GiB:.1f} GiB" if num_bytes >= GiB else format_size(num_bytes)

@@ -1,7 +1,7 @@
-"""The live page: the same view as in a terminal, for people who would rather look.
+"""The live page: the view of ``kvferry top`` in a browser.
 
-Read-only, offline, no build step: three files from this package and one JSON document. The page
-draws text as text, and a content security policy lets it talk to this server alone.
+It is read-only and offline: some files of this package and one JSON document. The page draws text
+as text, and a content security policy lets it talk to this server alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FILES = {
 
 
 class PageServer(Closing):
-    """Serves a watch to any number of browsers. Owns its server; ends in close.
+    """Serves a watch to any number of browsers. Owns its HTTP server.
 
-    The endpoint is looked at when a browser asks, at most once an interval, however many ask.
+    It reads the endpoint when a browser asks, at most once an interval.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PageServer(Closing):
         return self._pages.get(path)
 
     def _look(self) -> dict[str, object]:
-        """The latest view; where it is old, one of those who ask looks, and nobody else waits."""
+        """The latest view. If it is old, one request reads the endpoint and no other waits."""
         if not self._looking.acquire(blocking=False):
             return self._latest  # an endpoint may take seconds to fail
         try:

@@ -1,4 +1,4 @@
-"""What to show of a running kvferry: rates between looks, and a little history."""
+"""The view of a running kvferry: rates between readings, and a short history."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from kvferry.errors import UnreachableError
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
+from kvferry.tools.top.answers import Recent, read_as
 from kvferry.tools.top.scrape import Reading, UnexplainedError, explain, read
-from kvferry.tools.top.told import read_away, read_rows
 
 HISTORY = 60
-"""Looks remembered for sparklines."""
+"""Readings kept for sparklines."""
 
 MOST_TIERS = MOST_ROUTES = 16
-"""More than a kvferry has; what an endpoint makes up beyond that is not shown."""
+"""More than a kvferry has. A hostile endpoint may report more."""
 
 _MOST_RECENT = 20
 _MOST_TENANTS = 8
@@ -35,7 +35,7 @@ TROUBLES = {
 
 @dataclass(frozen=True)
 class DrivesView:
-    """The drives of one tier: what they did, what failed by why, what is not durable yet."""
+    """The drives of one tier. ``failed`` counts blocks by reason."""
 
     read_bytes: int
     written_bytes: int
@@ -50,11 +50,11 @@ class DrivesView:
 
 @dataclass(frozen=True)
 class TierView:
-    """One tier: its slots by state, and bytes where the size of a slot is known.
+    """One tier: its slots by state, and their bytes if the size of a slot is known.
 
-    A tier that finds blocks by their keys has no slots; it was ``asked`` for blocks and ``found``
-    some. One that ``is_away`` cannot be used now. One with places began with ``restored`` blocks of
-    an earlier life. ``held`` slots stay because somebody asked for that.
+    A tier that finds blocks by their keys has no slots, but blocks ``asked`` for and ``found``. A
+    tier that ``is_away`` cannot be used now. ``restored`` blocks are of an earlier process.
+    ``held`` slots are pinned.
     """
 
     name: str
@@ -71,7 +71,7 @@ class TierView:
     restored: int | None = None
     drives: DrivesView | None = None
     curve: dict[str, float] = field(default_factory=dict)
-    """By how many times its memory: the share of prompt tokens it and those above it would have."""
+    """Hit rate of this tier and the tiers above by multiples of its memory."""
     held: int = 0
 
     @property
@@ -85,7 +85,7 @@ class TierView:
 
 @dataclass(frozen=True)
 class TenantView:
-    """One tenant: its slots by tier, its blocks that made room for others, what it was served."""
+    """One tenant: its slots by tier, its evicted blocks, its requests and their hit rate."""
 
     name: str
     slots: dict[str, int]
@@ -96,7 +96,7 @@ class TenantView:
 
 @dataclass(frozen=True)
 class RouteView:
-    """Traffic between two tiers: bytes per second now and before, by which paths, how fast."""
+    """Traffic between two tiers, and its bytes by copy path."""
 
     src: str
     dst: str
@@ -109,7 +109,7 @@ class RouteView:
 
 @dataclass(frozen=True)
 class View:
-    """All that one screen shows. Rates are over the time since the look before."""
+    """The content of one screen. Rates are over the time since the previous reading."""
 
     url: str
     at: float
@@ -143,7 +143,7 @@ class View:
 
 
 class Watch:
-    """Looks at one endpoint again and again. Owns the history that rates and sparklines need."""
+    """Reads one endpoint repeatedly. Owns the history for rates and sparklines."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Watch:
         self._readings: deque[Reading] = deque(maxlen=HISTORY + 1)
 
     def look(self) -> View:
-        """Look once more; UnreachableError where nobody answers."""
+        """Read the endpoint once more. Raises UnreachableError if it does not answer."""
         reading = self._look(self.url)
         if self._readings and _restarted(self._readings[-1], reading):
             self._readings.clear()
@@ -166,44 +166,42 @@ class Watch:
         return self._view(reading, *self._explained())
 
     def _explained(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The latest requests, and why tiers are away.
-
-        vLLM's own endpoint knows neither, and is not asked twice.
-        """
-        if self._explain is None:
-            return [], {}
+        """The latest requests, and why tiers are away. vLLM's own endpoint is asked once only."""
+        recent = Recent()
         try:
-            told = self._explain(self.url)
-            return [asdict(row) for row in read_rows(told)[:_MOST_RECENT]], read_away(told)
+            if self._explain is not None:
+                recent = read_as(Recent, self._explain(self.url))
         except UnexplainedError:
             self._explain = None
         except (UnreachableError, ValueError):
-            pass  # the figures are good without
-        return [], {}
+            pass  # the figures are good without them
+        return [asdict(row) for row in recent.requests[:_MOST_RECENT]], dict(recent.tiers_away)
 
     def _view(self, now: Reading, recent: list[dict[str, Any]], away: dict[str, str]) -> View:
         before = self._readings[-2] if len(self._readings) > 1 else now
+        idle = now.by_label(names.IDLE)
         asked = _grown(names.LOOKUP_TOKENS, before, now)
         hit = _grown(names.HIT_TOKENS, before, now)
+        routes = sorted({(src, dst) for src, dst, _ in now.by_label(names.MOVED_BYTES)})
         return View(
             url=self.url,
             at=now.at,
             seconds=now.at - before.at,
             version=now.version,
-            idle=_idle(now),
+            idle=next((why for (why,), value in idle.items() if value > 0), ""),
             queries=_count(now, names.LOOKUPS),
             queries_per_second=_per_second(_grown(names.LOOKUPS, before, now), before, now),
             hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.LOOKUP_TOKENS)),
             hit_rate_now=_share(hit, asked),
             hit_history=[
                 _share(_grown(names.HIT_TOKENS, a, b), _grown(names.LOOKUP_TOKENS, a, b))
-                for a, b in self._pairs()
+                for a, b in pairwise(self._readings)
             ],
             full_hits=_count(now, names.FULL_HITS),
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
             tiers=_tiers(before, now, away),
-            routes=[self._route(src, dst, before, now) for src, dst in _routes(now)],
+            routes=[self._route(src, dst, before, now) for src, dst in routes[:MOST_ROUTES]],
             in_flight=_count(now, names.IN_FLIGHT),
             queued=_count(now, names.QUEUED),
             bytes_in_flight=_count(now, names.BYTES_IN_FLIGHT),
@@ -230,17 +228,8 @@ class Watch:
                 for (a, b, path), value in now.by_label(names.MOVED_BYTES).items()
                 if (a, b) == (src, dst)
             },
-            history=[_speed(a, b, src, dst) for a, b in self._pairs()],
+            history=[_speed(a, b, src, dst) for a, b in pairwise(self._readings)],
         )
-
-    def _pairs(self) -> list[tuple[Reading, Reading]]:
-        return list(pairwise(self._readings))
-
-
-def _idle(now: Reading) -> str:
-    """Why nothing is served; empty where something is."""
-    values = now.by_label(names.IDLE).items()
-    return next((labels[0] for labels, value in values if labels and value > 0), "")
 
 
 def _restarted(before: Reading, now: Reading) -> bool:
@@ -260,7 +249,7 @@ def _maybe(value: float | None) -> int | None:
 
 
 def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
-    """By the only label of a metric, the largest first; what never happened is left out."""
+    """Counts by the only label of a metric, the largest first, without zeros."""
     found = {labels[0]: int(value) for labels, value in reading.by_label(metric).items() if value}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -286,11 +275,6 @@ def _speed(before: Reading, now: Reading, src: str, dst: str) -> float:
     return _per_second(max(0.0, _moved(now, src, dst) - _moved(before, src, dst)), before, now)
 
 
-def _routes(reading: Reading) -> list[tuple[str, str]]:
-    routes = {(src, dst) for src, dst, _ in reading.by_label(names.MOVED_BYTES)}
-    return sorted(routes)[:MOST_ROUTES]
-
-
 def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
     moved = now.by_label(names.DRIVE_BYTES)
     if (tier, "read") not in moved:
@@ -312,9 +296,7 @@ def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
         written_bytes=int(moved.get((tier, "write"), 0)),
         read_rate=rates["read"],
         write_rate=rates["write"],
-        failed={
-            why: int(failed[tier, why]) for why in names.DRIVE_ERRORS if failed.get((tier, why))
-        },
+        failed={why: int(failed[tier, why]) for why in names.DRIVE_ERRORS if failed.get((tier, why))},
         pending=int(one(names.PENDING_BLOCKS)),
         durable_lag=one(names.DURABLE_LAG),
         num_away=int(one(names.DRIVES_UNAVAILABLE)),
@@ -323,7 +305,7 @@ def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
 
 
 def _tenants(reading: Reading) -> list[TenantView]:
-    """Those that have anything, who has most first."""
+    """The tenants with slots or requests, the largest first."""
     queries = reading.by_label(names.TENANT_LOOKUPS)
     evicted: dict[str, int] = {}
     asked, hits = reading.by_label(names.TENANT_TOKENS), reading.by_label(names.TENANT_HITS)
@@ -352,8 +334,7 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
     asked, found = reading.by_label(names.LOOKUP_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
     held = reading.by_label(names.PINNED_SLOTS)
-    away = reading.by_label(names.TIER_UNAVAILABLE)
-    restored = reading.by_label(names.RESTORED_BLOCKS)
+    away, restored = reading.by_label(names.TIER_UNAVAILABLE), reading.by_label(names.RESTORED_BLOCKS)
     curve = reading.by_label(names.MEMORY_CURVE)
     every = dict.fromkeys([rank_tier for rank_tier, _ in slots] + [tier for (tier,) in away])
     rank_tiers = list(every)[:MOST_TIERS]

@@ -1,0 +1,381 @@
+"""The checks of the doctor: functions that return findings. ``examine`` runs them all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from kvferry.config import Config
+from kvferry.connectors.vllm import CONNECTOR_NAME
+from kvferry.connectors.vllm.versions import Standing, refusal, seeds_are_fixed, standing
+from kvferry.core.quantities import GiB, format_size
+from kvferry.errors import ConfigError, DriverError
+from kvferry.hostmem.limits import size_for
+from kvferry.hostmem.numa import find_placement, parse_list
+from kvferry.settings.copy_paths import path_names
+from kvferry.settings.kinds import AUTO
+from kvferry.tools.doctor.disk import check_disk, check_tiers
+from kvferry.tools.doctor.machine import Environment, Finding, Gpu, fail, ok, warn
+from kvferry.transfer.driver.base import BatchForm
+
+_OLDEST, _NEWEST = (3, 10), (3, 14)
+_PLUGINS = "vllm.general_plugins"
+_RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
+"""By gigatransfers per second and lane."""
+_THP = "/sys/kernel/mm/transparent_hugepage/enabled"
+_LEAST_SHM = 1 * GiB
+
+
+def examine(env: Environment) -> list[Finding]:
+    """Run all checks. A check that breaks is a finding, not the end."""
+    settings, config = check_settings(env)
+    findings = [check_python(env), settings]
+    checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
+        ("gpu", lambda: check_gpu(env)),
+        ("host memory", lambda: check_memory(env, config)),
+        ("disk", lambda: check_disk(env, config)),
+        ("tiers", lambda: check_tiers(config)),
+        ("vllm", lambda: check_vllm(env, config)),
+    )
+    for name, check in checks:
+        try:
+            findings.extend(check())
+        except Exception as error:  # a strange machine must not hide the other findings
+            remedy = "report this with the output of kvferry doctor --json"
+            findings.append(
+                warn(name, f"could not be checked: {type(error).__name__}: {error}", remedy)
+            )
+    return findings
+
+
+def check_python(env: Environment) -> Finding:
+    version = ".".join(map(str, env.python))
+    if not _OLDEST <= env.python <= _NEWEST:
+        return fail("python", f"{version} is not supported", "use Python 3.10 to 3.14")
+    return ok("python", version)
+
+
+def check_settings(env: Environment) -> tuple[Finding, Config]:
+    """Read the settings. Returns the defaults if they are refused."""
+    try:
+        config = env.config(env.env)
+    except ConfigError as error:
+        remedy = "correct the file or the variable; kvferry config shows them all"
+        return fail("settings", str(error), remedy), Config()
+    return ok("settings", "all can be read; kvferry config shows them"), config
+
+
+def check_vllm(env: Environment, config: Config) -> Iterator[Finding]:
+    """Whether vLLM would load the connector, and whether the connector knows this vLLM."""
+    version = env.package("vllm")
+    if version is None:
+        yield ok("vllm", "not installed; the library works without")
+        return
+    yield _version(version)
+    yield _connector(env)
+    yield _hash_seed(env, version, config)
+
+
+def _version(version: str) -> Finding:
+    known = standing(version)
+    if known is Standing.REFUSED:
+        words, _, remedy = refusal(version).partition("; ")
+        return fail("vllm", words, remedy)
+    if known is Standing.NEWER:
+        return warn(
+            "vllm",
+            f"{version} is newer than the tested versions: kvferry serves if vLLM's hooks for "
+            "connectors are unchanged, which it checks when vLLM starts",
+            'look for "kvferry is in service" in vLLM\'s log',
+        )
+    return ok("vllm", version)
+
+
+def _connector(env: Environment) -> Finding:
+    if CONNECTOR_NAME not in env.plugins(_PLUGINS):
+        return fail(
+            "connector",
+            "kvferry is not among vLLM's plugins: its entry point is not installed",
+            "install kvferry with pip into vLLM's environment; with a source tree on PYTHONPATH, "
+            'set "kv_connector": "KvferryConnector" and "kv_connector_module_path": '
+            '"kvferry.connectors.vllm.connector"',
+        )
+    allowed = env.env.get("VLLM_PLUGINS")
+    if allowed is not None and CONNECTOR_NAME not in allowed.split(","):
+        return fail(
+            "connector",
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading kvferry",
+            f"unset VLLM_PLUGINS, or add {CONNECTOR_NAME} to it",
+        )
+    return ok("connector", "vLLM finds it")
+
+
+def _hash_seed(env: Environment, version: str, config: Config) -> Finding:
+    """vLLM takes any text as seed, and without one makes its own: see its ``NONE_HASH``."""
+    seed = env.env.get("PYTHONHASHSEED")
+    if seed is not None:
+        return ok("hash seed", f"PYTHONHASHSEED={seed}, for every process alike")
+    if seeds_are_fixed(version):
+        return ok(
+            "hash seed",
+            "not needed: this vLLM names blocks alike in every process, unless you chose xxhash "
+            "for --prefix-caching-hash-algo",
+        )
+    if config.disk:
+        return fail(
+            "hash seed",
+            "PYTHONHASHSEED is not set, so this vLLM names the same blocks differently in every "
+            "process: after a restart it finds no block on disk",
+            "export PYTHONHASHSEED=0 for the server",
+        )
+    return warn(
+        "hash seed",
+        "PYTHONHASHSEED is not set, so this vLLM names the same blocks differently in every "
+        "process: routers that follow the events of several servers find no equal blocks",
+        "export PYTHONHASHSEED=0 for every server; a single one works without",
+    )
+
+
+def check_gpu(env: Environment) -> Iterator[Finding]:
+    """Check the card, its driver and link, and the packages that copy on it."""
+    try:
+        gpu = env.gpu()
+    except (OSError, DriverError) as error:
+        yield _without(env, str(error))
+        return
+    yield ok("gpu", gpu.identity.name)
+    yield ok("driver", _driver_words(env, gpu))
+    yield from _batch(gpu)
+    yield _link(gpu)
+    yield _numa(env, gpu)
+    yield _torch(env)
+    yield _triton(env, gpu)
+    yield _profile(env, gpu)
+
+
+def _without(env: Environment, error: str) -> Finding:
+    cards = env.cards()
+    if cards:
+        return fail(
+            "gpu",
+            f"{', '.join(cards)} is there, but its driver cannot be used: {error}",
+            "in a container, start it with the GPU's runtime (docker run --gpus all, Kubernetes "
+            "resources.limits nvidia.com/gpu); else install the driver that belongs to the card",
+        )
+    return warn(
+        "gpu",
+        f"none found ({error})",
+        "nothing to do for the demo or the library on CPU tensors; to serve a model, run this on "
+        "the machine with the GPU",
+    )
+
+
+def _driver_words(env: Environment, gpu: Gpu) -> str:
+    version = gpu.identity.driver_version
+    if not gpu.is_cuda:
+        return f"HIP {version}"
+    release = _RELEASE.search(env.read("/proc/driver/nvidia/version") or "")
+    words = f"for CUDA up to {version // 1000}.{version % 1000 // 10}"
+    return f"{release[1]}, {words}" if release else words
+
+
+def _batch(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.batch_form is not BatchForm.ABSENT:
+        form = "eight" if gpu.batch_form is BatchForm.WITHOUT_FAIL_INDEX else "nine"
+        yield ok("batch copy", f"found, the form with {form} arguments")
+        return
+    yield warn(
+        "batch copy",
+        "this driver has no cuMemcpyBatchAsync: the dma path copies segment by segment",
+        "update the driver to one for CUDA 12.8 or newer (570 on Linux); kernel and staged paths "
+        "work without",
+    )
+
+
+def _link(gpu: Gpu) -> Finding:
+    if not (gpu.speed and gpu.width and gpu.max_speed and gpu.max_width):
+        return ok("link", "the kernel does not say (usual in guests); bench/copy_paths.py measures")
+    now, most = _link_words(gpu.speed, gpu.width), _link_words(gpu.max_speed, gpu.max_width)
+    if _number(gpu.width) < _number(gpu.max_width):
+        return warn(
+            "link",
+            f"{now}, but the card supports {most}: copies take "
+            f"{_number(gpu.max_width) / _number(gpu.width):.0f} times as long",
+            "reseat the card, or move it to a slot with all lanes; look for slot bifurcation in "
+            "the firmware's settings",
+        )
+    if _number(gpu.speed) < _number(gpu.max_speed):
+        return warn(
+            "link",
+            f"{now} while copying, but the card supports {most}",
+            "look for a limit on the link's generation in the firmware's settings, for a riser or "
+            "switch of an older generation, and for corrected errors in dmesg",
+        )
+    return ok("link", f"{now}, its maximum")
+
+
+def _link_words(speed: str, width: str) -> str:
+    generation = _GENERATIONS.get(_number(speed))
+    return f"PCIe generation {generation} x{width}" if generation else f"{speed} x{width}"
+
+
+def _numa(env: Environment, gpu: Gpu) -> Finding:
+    placement = find_placement(gpu.identity.pci_bus_id, env.read)
+    if placement.node is None or not placement.cpus:
+        return ok("numa", placement.words)
+    here = env.processors()
+    if here & placement.cpus:
+        return ok("numa", placement.words)
+    distance = _distance(env, placement.node, here)
+    far = f" (distance {distance}, its own is 10)" if distance else ""
+    return warn(
+        "numa",
+        f"this process runs on no processor of the GPU's node {placement.node}{far}: every copy "
+        "crosses nodes",
+        f"start the engine near its GPU: numactl --cpunodebind={placement.node} "
+        f"--membind={placement.node}, or a Kubernetes topology manager policy of single-numa-node",
+    )
+
+
+def _distance(env: Environment, node: int, processors: frozenset[int]) -> int:
+    """The largest distance from a node's memory to these processors, or 0 if it is unknown."""
+    nodes = parse_list(env.read("/sys/devices/system/node/online") or "")
+    distances = (env.read(f"/sys/devices/system/node/node{node}/distance") or "").split()
+    far = 0
+    for other, words in zip(nodes, distances, strict=False):  # offline nodes have no column
+        cpus = parse_list(env.read(f"/sys/devices/system/node/node{other}/cpulist") or "")
+        if words.isdigit() and processors & frozenset(cpus):
+            far = max(far, int(words))
+    return far
+
+
+def _torch(env: Environment) -> Finding:
+    version = env.package("torch")
+    if version is None:
+        return fail("torch", "not installed", "pip install 'kvferry[gpu]'")
+    if "+cpu" in version:
+        return fail(
+            "torch",
+            f"{version} is a build without GPU support",
+            "install the build for your driver, see https://pytorch.org/get-started",
+        )
+    return ok("torch", version)
+
+
+def _triton(env: Environment, gpu: Gpu) -> Finding:
+    version = env.package("triton")
+    if version is None and gpu.is_cuda:
+        return warn(
+            "triton",
+            "not installed: no kernel and staged paths, small segments copy at a fraction of the "
+            "link's speed",
+            "pip install 'kvferry[gpu]'",
+        )
+    return ok("triton", version or "not used on this kind of card")
+
+
+def _profile(env: Environment, gpu: Gpu) -> Finding:
+    with_kernels = gpu.is_cuda and env.package("triton") is not None
+    if env.has_profile(gpu.identity, path_names(with_kernels=with_kernels)):
+        return ok("calibration", "this machine has been measured")
+    return warn(
+        "calibration",
+        "this machine has not been measured: the first start takes a second or two longer",
+        "kvferry calibrate, on an idle GPU",
+    )
+
+
+def _number(text: str) -> float:
+    """The number at the start of a text, as in "32.0 GT/s PCIe", else 0."""
+    try:
+        return float(text.split()[0])
+    except (ValueError, IndexError):
+        return 0.0
+
+
+def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
+    """Check the size of host memory against the machine's limits."""
+    num_ranks = env.machine.num_ranks_here()
+    size: int | None = None
+    try:
+        size = size_for(config.host, env.machine, num_ranks=num_ranks)
+    except ConfigError as error:
+        words, _, remedy = str(error).partition(" Remedy: ")
+        yield fail("host memory", words, remedy or "give a size that fits, such as host = 8GiB")
+    else:
+        auto = " (auto)" if config.host is AUTO else ""
+        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        if env.machine.limits():
+            yield ok("host memory", f"{_shown(size)}{auto}{each} fits")
+        else:
+            yield warn(
+                "host memory",
+                f"{_shown(size)}{each} are needed, and the machine's memory is unknown here",
+                "let the process read /proc/meminfo and its cgroup, or make sure of it yourself",
+            )
+    yield from _container(env)
+    asked = config.host if isinstance(config.host, int) else size
+    yield _memlock(env, config, asked)
+    yield _shm(env)
+    yield _huge_pages(env)
+
+
+def _container(env: Environment) -> Iterator[Finding]:
+    for limit in env.machine.limits():
+        if limit.name.startswith("the container"):
+            yield ok("container", f"{_shown(limit.left)} left of {_shown(limit.total)}")
+            return
+
+
+def _memlock(env: Environment, config: Config, asked: int | None) -> Finding:
+    """Check the limit of locked memory. ``asked`` is None if the size is unknown."""
+    limit = env.machine.memlock()
+    if limit is None:
+        return ok("locked memory", "no limit")
+    if config.host_pin == "never":
+        return ok("locked memory", f"at most {_shown(limit)}; none is needed")
+    if asked is not None and limit >= asked:
+        return ok("locked memory", f"at most {_shown(limit)}, which is enough")
+    size = "an unknown size" if asked is None else _shown(asked)
+    # Not a failure even if pinning is required: CUDA does not count pinned memory.
+    return warn(
+        "locked memory",
+        f"at most {_shown(limit)} may be locked, and {size} is needed; CUDA does not count "
+        "pinned memory, other drivers may",
+        "if pinning fails: ulimit -l unlimited; docker run --ulimit memlock=-1; systemd "
+        "LimitMEMLOCK=infinity; in Kubernetes add the capability IPC_LOCK",
+    )
+
+
+def _shm(env: Environment) -> Finding:
+    room = env.room("/dev/shm")
+    remedy = "docker run --shm-size=2g (or --ipc=host); in Kubernetes mount an emptyDir with "
+    remedy += "medium: Memory at /dev/shm"
+    if room is None:
+        return fail("/dev/shm", "cannot be used: engines with several processes need it", remedy)
+    total, free = room
+    if free < _LEAST_SHM:
+        return warn(
+            "/dev/shm",
+            f"{_shown(free)} free of {_shown(total)}: engines with several processes need more",
+            remedy,
+        )
+    return ok("/dev/shm", f"{_shown(free)} free of {_shown(total)}")
+
+
+def _huge_pages(env: Environment) -> Finding:
+    text = env.read(_THP)
+    if text is None:
+        return ok("huge pages", "unknown: this kernel does not report them")
+    if "[never]" in text:
+        return warn(
+            "huge pages",
+            "off: host memory takes about twice as long to become ready",
+            f"echo madvise > {_THP}",
+        )
+    return ok("huge pages", text[text.find("[") + 1 : text.find("]")])
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / GiB:.1f} GiB" if num_bytes >= GiB else format_size(num_bytes)
