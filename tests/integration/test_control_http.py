@@ -308,7 +308,7 @@ def test_the_command_line(polled, tmp_path):
     assert json.loads(run("lookup", *named, "--json").output)["held_blocks"] == 4
     assert "4 blocks unpinned." in run("unpin", *named).output
     assert run("hint", *named, "--hints", '{"ended": true}').exit_code == 0
-    assert "Nothing of it is held." in run("prefetch", *named).output
+    assert "No block of it is pinned." in run("prefetch", *named).output
     env = {"KVFERRY_CONTROL_TOKEN": TOKEN}
     key = polled.ferry.keys(TOKENS)[0].hex()
     assert run("lookup", "--key", key, env=env).exit_code == 0

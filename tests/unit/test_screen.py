@@ -14,10 +14,10 @@ from kvferry.telemetry.source import Snapshot, exposition
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.screen import Screen
 from kvferry.tools.top.answers import (
+    AnswerDecision,
+    AnswerExplanation,
     Copied,
-    Decision,
     Explained,
-    Explanation,
     Recent,
     RecentRequest,
 )
@@ -171,8 +171,8 @@ def test_one_that_serves_does_not_speak_of_idleness():
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
 def test_an_explanation_keeps_its_numbers_whole(width):
-    decision = Decision("load_faster", 0.000257, 0.2438)
-    why = Explanation(123_456, 0, 120_000, "evicted", 0, 120_000, decision)
+    decision = AnswerDecision("load_faster", 0.000257, 0.2438)
+    why = AnswerExplanation(123_456, 0, 120_000, "evicted", 0, 120_000, decision)
     copies = tuple(
         Copied("host", "device", n, 589_800_000, 0.178, ("kernel", "staged"), "", "because")
         for n in (1, 12_345)
@@ -194,7 +194,7 @@ def test_an_explanation_keeps_its_numbers_whole(width):
 
 def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
     away = ("disk: rank 0: \x1b[2J gone",)
-    why = Explanation(100, 0, 0, "tier_unavailable", asked_blocks=1, tiers_away=away)
+    why = AnswerExplanation(100, 0, 0, "tier_unavailable", asked_blocks=1, tiers_away=away)
     console = Console(width=200, highlight=False, color_system=None)
     with console.capture() as capture:
         cli_explain.put_explained(Explained("r", why), console)

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvferry.errors import KvferryError
 from kvferry.tools.cli.output import as_json_option, grid, put_table, unbroken, url_option
 from kvferry.tools.top import scrape
-from kvferry.tools.top.answers import Explained, Explanation, Recent, read_as
+from kvferry.tools.top.answers import AnswerExplanation, Explained, Recent, read_as
 from kvferry.tools.words import clean, clip, counted, show_bytes, show_seconds
 
 _MOST_NAME = 500
@@ -121,7 +121,7 @@ def put_explained(explained: Explained, console: Console) -> None:
             console.print(Text(clean(line), style="dim"))
 
 
-def _put_explanation(why: Explanation, console: Console) -> None:
+def _put_explanation(why: AnswerExplanation, console: Console) -> None:
     lower = f", {why.lower_tokens} were on lower tiers" if why.lower_tokens else ""
     neither = max(0, why.asked_tokens - why.device_tokens - why.host_tokens)
     console.print(
@@ -141,7 +141,7 @@ def _put_explanation(why: Explanation, console: Console) -> None:
         if decision.load_seconds is not None and decision.compute_seconds is not None:
             load, compute = map(show_seconds, (decision.load_seconds, decision.compute_seconds))
             words += f", {load} to load against {compute} to compute"
-        console.print(Text(f"Decision: {words}."))
+        console.print(Text(f"AnswerDecision: {words}."))
 
 
 def _count(value: int | None) -> str:

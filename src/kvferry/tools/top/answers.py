@@ -22,7 +22,7 @@ _LARGEST = 1 << 63
 
 
 @dataclass(frozen=True)
-class Decision:
+class AnswerDecision:
     """The choice between load and compute, and the expected times."""
 
     verdict: str = ""
@@ -31,7 +31,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class AnswerExplanation:
     """The hits of a request and its first miss."""
 
     asked_tokens: int
@@ -40,7 +40,7 @@ class Explanation:
     reason: str
     lower_tokens: int = 0
     first_missing: int | None = None
-    decision: Decision = Decision()
+    decision: AnswerDecision = AnswerDecision()
     asked_blocks: int = 0
     tiers_away: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ class Explained:
     """The answer about one request."""
 
     request_id: str
-    explanation: Explanation | None = None
+    explanation: AnswerExplanation | None = None
     others: tuple[str, ...] = ()
     copies: tuple[Copied, ...] = ()
     hints: dict[str, Any] = field(default_factory=dict)
