@@ -120,8 +120,8 @@ def test_without_the_token_nothing_is_done(polled, token, status, words):
 @pytest.mark.parametrize(
     ("action", "body", "words"),
     [
-        ("pin", {}, "say which blocks"),
-        ("pin", {"tokens": TOKENS, "keys": []}, "say which blocks"),
+        ("pin", {}, "name the blocks"),
+        ("pin", {"tokens": TOKENS, "keys": []}, "name the blocks"),
         ("pin", {"tokens": TOKENS, "second": 3}, "pin has no 'second'"),
         ("pin", {"tokens": TOKENS, "seconds": -1}, "seconds: must be above zero"),
         ("lookup", {"tokens": TOKENS, "seconds": 1}, "lookup has no 'seconds'"),
@@ -318,7 +318,7 @@ def test_the_command_line(polled, tmp_path):
     wrong = run("drop", "--tokens", str(tokens), env={"KVFERRY_CONTROL_TOKEN": "x" * 20})
     assert "403" in wrong.output
     for words, message in (
-        (("pin",), "say which blocks"),
+        (("pin",), "name the blocks"),
         (("pin", "--tokens", str(tmp_path / "none")), "cannot read"),
         (("hint", *named, "--hints", "{"), "no JSON"),
         (("hint", *named), "say what by --hints"),

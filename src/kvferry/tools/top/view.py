@@ -296,7 +296,9 @@ def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
         written_bytes=int(moved.get((tier, "write"), 0)),
         read_rate=rates["read"],
         write_rate=rates["write"],
-        failed={why: int(failed[tier, why]) for why in names.DRIVE_ERRORS if failed.get((tier, why))},
+        failed={
+            why: int(failed[tier, why]) for why in names.DRIVE_ERRORS if failed.get((tier, why))
+        },
         pending=int(one(names.PENDING_BLOCKS)),
         durable_lag=one(names.DURABLE_LAG),
         num_away=int(one(names.DRIVES_UNAVAILABLE)),
@@ -334,7 +336,10 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
     asked, found = reading.by_label(names.LOOKUP_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
     held = reading.by_label(names.PINNED_SLOTS)
-    away, restored = reading.by_label(names.TIER_UNAVAILABLE), reading.by_label(names.RESTORED_BLOCKS)
+    away, restored = (
+        reading.by_label(names.TIER_UNAVAILABLE),
+        reading.by_label(names.RESTORED_BLOCKS),
+    )
     curve = reading.by_label(names.MEMORY_CURVE)
     every = dict.fromkeys([rank_tier for rank_tier, _ in slots] + [tier for (tier,) in away])
     rank_tiers = list(every)[:MOST_TIERS]
