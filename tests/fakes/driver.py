@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from kvferry.transfer.driver.base import (
     Addresses,
     BatchForm,
     DeviceIdentity,
+    Driver,
     Priority,
     SourceOrder,
 )
@@ -33,7 +34,7 @@ INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE = 1, 2, 201, 400
 ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_SUPPORTED = 700, 712, 801
 
 
-class FakeDriver:
+class FakeDriver(Driver):
     """Stands in for all of ``Driver``. ``timeline`` decides what runs when."""
 
     def __init__(
@@ -55,7 +56,7 @@ class FakeDriver:
         self._lock = self.timeline.lock
         self._handles = itertools.count(0x1000, 0x10)
         self._events: dict[int, FakeEvent] = {}
-        self._device: dict[int, Any] = {}  # address -> the memory, kept alive
+        self._device_memory: dict[int, Any] = {}  # address -> the memory, kept alive
         self._host: dict[int, Any] = {}
         self._ranges: dict[int, int] = {}  # reachable memory: start -> end
         self._registered: set[int] = set()
@@ -95,7 +96,7 @@ class FakeDriver:
             for what, count in {
                 "streams": len(self.timeline.streams) - 1,
                 "events": len(self._events),
-                "device memory": len(self._device),
+                "device memory": len(self._device_memory),
                 "host memory": len(self._host),
                 "registrations": len(self._registered),
             }.items()
@@ -114,14 +115,18 @@ class FakeDriver:
         finally:
             self._inside.depth = depth
 
-    def beside_captures(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        yield
 
     def identity(self) -> DeviceIdentity:
         return DeviceIdentity("fake", 13000, "0000:00:00.0", "unknown")
 
     def close(self) -> None:
         pass
+
+    def error_words(self, code: int) -> tuple[str, str]:
+        raise NotImplementedError
 
     # -- streams -----------------------------------------------------------------------------
 
@@ -229,10 +234,10 @@ class FakeDriver:
     # -- memory ------------------------------------------------------------------------------
 
     def alloc_device(self, num_bytes: int) -> int:
-        return self._alloc("alloc_device", self._device, num_bytes)
+        return self._alloc("alloc_device", self._device_memory, num_bytes)
 
     def free_device(self, address: int) -> None:
-        self._free("free_device", self._device, address)
+        self._free("free_device", self._device_memory, address)
 
     def alloc_host(self, num_bytes: int) -> int:
         return self._alloc("alloc_host", self._host, num_bytes)

@@ -20,8 +20,7 @@ from ctypes import (
 from typing import Any
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
-from kvferry.transfer.driver.native import NativeDriver
+from kvferry.transfer.driver.base import Addresses, BatchForm, Driver, SourceOrder
 
 
 class MemcpyLocation(ctypes.Structure):
@@ -69,7 +68,7 @@ class PushedContext:
     Push and pop, not set: the caller's thread may be working on another device.
     """
 
-    def __init__(self, driver: NativeDriver, context: int) -> None:
+    def __init__(self, driver: Driver, context: int) -> None:
         self._driver = driver
         self._context = context
         self._push = driver.bind("cuCtxPushCurrent_v2", c_void_p)
@@ -85,32 +84,8 @@ class PushedContext:
         self._pop(self._popped)
 
 
-class CudaDriver(NativeDriver):
+class CudaDriver(Driver):
     """Owns a reference to the device's primary context, the one torch uses too."""
-
-    NAMES = {  # noqa: RUF012
-        "driver_version": "cuDriverGetVersion",
-        "device_name": "cuDeviceGetName",
-        "pci_bus_id": "cuDeviceGetPCIBusId",
-        "priority_range": "cuCtxGetStreamPriorityRange",
-        "stream_create": "cuStreamCreateWithPriority",
-        "stream_destroy": "cuStreamDestroy_v2",
-        "stream_query": "cuStreamQuery",
-        "stream_synchronize": "cuStreamSynchronize",
-        "stream_wait_event": "cuStreamWaitEvent",
-        "event_create": "cuEventCreate",
-        "event_destroy": "cuEventDestroy_v2",
-        "event_record": "cuEventRecord",
-        "event_query": "cuEventQuery",
-        "event_elapsed": "cuEventElapsedTime",
-        "alloc_device": "cuMemAlloc_v2",
-        "free_device": "cuMemFree_v2",
-        "alloc_host": "cuMemHostAlloc",
-        "free_host": "cuMemFreeHost",
-        "register_host": "cuMemHostRegister_v2",
-        "unregister_host": "cuMemHostUnregister",
-        "exchange_capture_mode": "cuThreadExchangeStreamCaptureMode",
-    }
 
     def __init__(self, library: Any, device: int = 0) -> None:
         super().__init__(library, device)

@@ -9,41 +9,18 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
+from kvferry.transfer.driver.base import HIP, Addresses, BatchForm, Driver, SourceOrder
 from kvferry.transfer.driver.cuda import BATCH_WITH_FAIL_INDEX, MemcpyAttributes
-from kvferry.transfer.driver.native import NativeDriver
 
 MEMCPY_DEFAULT = 4
 ATTRIBUTES_SINCE = 71300000
 """ROCm 7.13: older runtimes refuse a batch that carries attributes, and read in stream order."""
 
 
-class HipDriver(NativeDriver):
+class HipDriver(Driver):
     """Owns nothing on the device: HIP keeps the primary context by itself."""
 
-    NAMES = {  # noqa: RUF012
-        "driver_version": "hipDriverGetVersion",
-        "device_name": "hipDeviceGetName",
-        "pci_bus_id": "hipDeviceGetPCIBusId",
-        "priority_range": "hipDeviceGetStreamPriorityRange",
-        "stream_create": "hipStreamCreateWithPriority",
-        "stream_destroy": "hipStreamDestroy",
-        "stream_query": "hipStreamQuery",
-        "stream_synchronize": "hipStreamSynchronize",
-        "stream_wait_event": "hipStreamWaitEvent",
-        "event_create": "hipEventCreateWithFlags",
-        "event_destroy": "hipEventDestroy",
-        "event_record": "hipEventRecord",
-        "event_query": "hipEventQuery",
-        "event_elapsed": "hipEventElapsedTime",
-        "alloc_device": "hipMalloc",
-        "free_device": "hipFree",
-        "alloc_host": "hipHostMalloc",
-        "free_host": "hipHostFree",
-        "register_host": "hipHostRegister",
-        "unregister_host": "hipHostUnregister",
-        "exchange_capture_mode": "hipThreadExchangeStreamCaptureMode",
-    }
+    library_number = HIP
 
     # The runtime faults, without an error, on batches larger than this.
     max_batch: int | None = 8192
