@@ -29,7 +29,7 @@ import numpy as np
 
 import kvferry
 from kvferry.telemetry.endpoint import Endpoint
-from kvferry.telemetry.http import MOST_CONNECTIONS
+from kvferry.telemetry.http import MAX_CONNECTIONS
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
 from kvferry.tools.demo.workload import Chat, serve
@@ -231,7 +231,7 @@ def main() -> None:
     more = besieged.percentile(99) - alone.percentile(99)
     print(f"p99 with clients: {1e3 * more:+.3f} ms; may be {1e3 * LIMIT:+.1f} ms")
     is_bounded = (
-        besieged.files - alone.files <= MOST_CONNECTIONS + 4
+        besieged.files - alone.files <= MAX_CONNECTIONS + 4
         and besieged.threads <= alone.threads + 1
     )
     if more > LIMIT or not is_bounded:

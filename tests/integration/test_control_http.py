@@ -17,7 +17,7 @@ from rich.console import Console
 
 import kvferry
 from kvferry.telemetry import mailbox as inboxes
-from kvferry.telemetry.http import MOST_BODY_BYTES
+from kvferry.telemetry.http import MAX_BODY_BYTES
 from kvferry.tools.cli.commands import kvferry as cli
 from kvferry.tools.cli.screen import Screen
 from kvferry.tools.top.answers import Explained, read_as
@@ -238,11 +238,11 @@ def head(length: object, token: str = TOKEN, extra: str = "") -> bytes:
 
 
 def test_a_big_body_is_refused_before_it_is_read(polled):
-    assert b"413" in send(polled.url, head(MOST_BODY_BYTES + 1))
+    assert b"413" in send(polled.url, head(MAX_BODY_BYTES + 1))
     assert b"411" in send(polled.url, head("-5"))
     assert b"411" in send(polled.url, head(5, extra="Transfer-Encoding: chunked\r\n"))
     # Who has no token is told so at its head: nothing of its body is kept.
-    assert b"403" in send(polled.url, head(MOST_BODY_BYTES, token="wrong-but-long-enough"))
+    assert b"403" in send(polled.url, head(MAX_BODY_BYTES, token="wrong-but-long-enough"))
     almost = json.dumps({"tokens": [0] * (1 << 20)}).encode()
     assert order(polled.url, "lookup", None, raw=almost)[0] == 200
 

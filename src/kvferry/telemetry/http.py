@@ -1,36 +1,37 @@
 """A small HTTP server: GET and HEAD, a table of answers that change nothing, and orders if wanted.
 
-It lives in an engine's process, so it takes little of it whoever comes: one thread for all
-connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
+It lives in an engine's process, so it takes little of it however many clients come: one thread for
+all connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
 after every bit of work, because the interpreter is the engine's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
-import queue
 import re
-import selectors
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from enum import Enum
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
-MOST_HEAD_BYTES = 16 << 10
-MOST_BODY_BYTES = 8 << 20
+MAX_HEAD_BYTES = 16 << 10
+MAX_BODY_BYTES = 8 << 20
 """Of an order: a million token ids."""
 
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
@@ -62,14 +63,14 @@ class HttpRequest:
 
 @dataclass(frozen=True, eq=False)
 class HttpOrder:
-    """A POST from somebody who may: never the same as another."""
+    """A POST from a client that may: never the same as another."""
 
     path: tuple[str, ...]
     body: bytes
 
 
 class Orders(Protocol):
-    """Who takes orders. Without one, a server takes none."""
+    """Takes what is posted. Without one, a server refuses every POST."""
 
     def refuse(self, path: tuple[str, ...], token: str | None, *, is_local: bool) -> Reply | None:
         """Why this client may not order that; None if it may. Before its order is even read."""
@@ -78,7 +79,7 @@ class Orders(Protocol):
         """Do it, and say what was done."""
 
     def close(self) -> None:
-        """Nothing more is done: who waits for it is told."""
+        """Nothing more is done: clients that wait are told."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ def read_request(
 ) -> HttpRequest | HttpOrder | Reply | None:
     """What a client asks for, or why it gets nothing; None while it has not said all.
 
-    ``local_only`` refuses whoever calls us by another name than a loopback one: a page from
+    ``local_only`` refuses a request for another name than a loopback one: it is of a page from
     elsewhere whose name was pointed here (DNS rebinding). ``is_local`` clients are on this machine.
     """
-    end = _HEAD_END.search(received[:MOST_HEAD_BYTES])
+    end = _HEAD_END.search(received[:MAX_HEAD_BYTES])
     if end is None:
-        if len(received) < MOST_HEAD_BYTES:
+        if len(received) < MAX_HEAD_BYTES:
             return None
         return _refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
     first, *headers = received[: end.start()].decode("latin-1").replace("\r\n", "\n").split("\n")
@@ -153,7 +154,7 @@ def _order(
     if "transfer-encoding" in fields or len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]):
         return _refused(HTTPStatus.LENGTH_REQUIRED)
     length = int(lengths[0])
-    if length > MOST_BODY_BYTES:
+    if length > MAX_BODY_BYTES:
         return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     if len(received) < start + length:
         return None
@@ -193,10 +194,27 @@ def _refused(status: HTTPStatus) -> Reply:
     return Reply.refusal(status, status.phrase)
 
 
-# ------------------------------------------------------------------------------------------------
-# One client of our HTTP server, from its first byte to our last. Nothing here waits.
-
+MAX_CONNECTIONS = 64
+MAX_PORT = 65535
+_NUM_ANSWERING = 4
+_MAX_ORDERS = 8
+_BACKLOG = 128
 _CHUNK = 64 << 10
+_PATIENCE_SECONDS = 5.0
+_LEAVING_SECONDS = 1.0
+_NO_DESCRIPTOR_SECONDS = 0.5
+_QUIET_SECONDS = 60.0
+_GRACE_SECONDS = 0.25
+"""So long a client may take before its place is given to another: requests come in one piece."""
+_LAST_SECONDS = 0.25
+"""So long clients have at the end to take an answer that was being worked out."""
+
+_REST = 5
+"""Times as long as it has worked the connections' thread rests, once that is worth a sleep."""
+_MIN_REST_SECONDS = 0.002
+
+Answer = Callable[[tuple[str, ...]], Reply | None]
+"""From the parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``); None: no such page."""
 
 
 class ConnectionState(Enum):
@@ -205,112 +223,29 @@ class ConnectionState(Enum):
     READING = "reading"  # the rest of its request
     ANSWERING = "answering"  # an answer that is being worked out
     WRITING = "writing"  # room to write more of the reply
-    LEAVING = "leaving"  # the client to close, which has been told everything
+    LEAVING = "leaving"  # the client to close, which has all of its reply
 
 
 class Connection:
-    """Owns one client's socket and what was read from it or is still to be written.
+    """One client: its socket, what it waits for, and since when."""
 
-    ``deadline`` is for the whole of the state it is in, however slowly bytes come or go. Every
-    method raises OSError where the client has gone.
-    """
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.socket = sock
-        self.state = ConnectionState.READING
-        self.deadline = deadline
-        self._received = bytearray()
-        self._unsent = memoryview(b"")
+        self.task: asyncio.Task[None]
+        self.enter(ConnectionState.READING)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the client is on this machine."""
-        return is_loopback(str(self.socket.getpeername()[0]))
-
-    def receive(self) -> bytearray:
-        """All that was said so far."""
-        with suppress(BlockingIOError):
-            chunk = self.socket.recv(_CHUNK)
-            if not chunk:
-                raise ConnectionResetError("the client left before it had asked")
-            self._received += chunk
-        return self._received
-
-    def answering(self) -> None:
-        """The request is whole."""
-        self.state, self._received = ConnectionState.ANSWERING, bytearray()
-
-    def reply(self, data: bytes, deadline: float) -> None:
-        """Begin to write this."""
-        self.state, self.deadline, self._unsent = (
-            ConnectionState.WRITING,
-            deadline,
-            memoryview(data),
-        )
-
-    def send(self) -> bool:
-        """Write what there is room for; whether that was the last of it."""
-        with suppress(BlockingIOError):
-            while self._unsent:
-                self._unsent = self._unsent[self.socket.send(self._unsent[:_CHUNK]) :]
-        return not self._unsent
-
-    def leave(self, deadline: float) -> None:
-        """All is written. Closed at once, unread bytes of the client would take our reply along."""
-        self.state, self.deadline = ConnectionState.LEAVING, deadline
-        self.socket.shutdown(socket.SHUT_WR)
-
-    def has_left(self) -> bool:
-        """Whether the client has closed its end; what else it says is of no interest."""
-        try:
-            return not self.socket.recv(_CHUNK)
-        except BlockingIOError:
-            return False
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-# ------------------------------------------------------------------------------------------------
-# A small HTTP server: GET and HEAD, a table of answers that change nothing, and orders if wanted.
-#
-# It lives in an engine's process, so it takes little of it whoever comes: one thread for all
-# connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
-# after every bit of work, because the interpreter is the engine's.
-
-__all__ = ["LOOPBACK", "MOST_CONNECTIONS", "Answer", "HttpServer", "Reply"]
-
-log = logging.getLogger(__name__)
-
-MOST_CONNECTIONS = 64
-MOST_PORT = 65535
-_MOST_ANSWERING = 4
-_MOST_ORDERS = 8
-_BACKLOG = 128
-_PATIENCE_SECONDS = 5.0
-_LEAVING_SECONDS = 1.0
-_NO_DESCRIPTOR_SECONDS = 0.5
-_QUIET_SECONDS = 60.0
-_GRACE_SECONDS = 0.25
-"""So long a client may take before its place is given to another: requests come in one piece."""
-
-_IDLE_SECONDS = 60.0
-_REST = 5
-"""Times as long as it has worked the connections' thread rests, once that is worth a sleep."""
-
-_LEAST_REST_SECONDS = 0.002
-
-Answer = Callable[[tuple[str, ...]], Reply | None]
-"""From the parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``); None: no such page."""
+    def enter(self, state: ConnectionState) -> None:
+        self.state = state
+        self.since = time.monotonic()
 
 
 class HttpServer:
     """Owns a listening socket, its connections, and the threads that serve them; ends in close.
 
-    At most MOST_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
-    to say what it wants, or waits. Who asks the same at the same time gets the same answer. Bound
-    to loopback it answers only those who call it by a loopback name.
+    At most MAX_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
+    to send its request or to leave, or waits. Clients that ask the same at the same time get the
+    same answer. Bound to loopback, it answers only requests for a loopback name.
     """
 
     def __init__(
@@ -324,42 +259,30 @@ class HttpServer:
     ) -> None:
         """``patience`` is for a whole request, and again for a whole reply.
 
-        Whoever takes ``orders`` gets what is posted, one at a time, on a thread of its own: one
-        that waits for the engine keeps no answer from anybody.
+        ``orders`` gets what is posted, one at a time, on a thread of its own: an order that waits
+        for the engine delays no answer.
         """
         self.host = host.removeprefix("[").removesuffix("]")
         self._listener = _listen(self.host, port)
         self.port = int(self._listener.getsockname()[1])
         self._answer = answer
         self._orders = orders
-        self._ordered: queue.Queue[tuple[HttpOrder, Connection] | None] = queue.Queue(_MOST_ORDERS)
+        self._num_orders = 0
         self._patience = patience
         self._local_only = is_loopback(self.host)
-        self._selector = selectors.DefaultSelector()
-        self._wakes, self._wake = socket.socketpair()
         self._connections: set[Connection] = set()
-        self._asked: queue.SimpleQueue[HttpRequest | None] = queue.SimpleQueue()
-        self._asking: dict[HttpRequest, list[Connection]] = {}  # that no thread has begun to answer
+        self._asking: dict[HttpRequest, asyncio.Future[bytes]] = {}  # not begun by any thread
         self._asking_lock = threading.Lock()
-        self._answered: deque[tuple[list[Connection], bytes]] = deque()
-        self._accept_at = 0.0  # later than now while descriptors are short
-        self._say_again_at = 0.0
+        self._log_again_at = 0.0
         self._worked = 0.0
-        self._closing = self._has_answered = False
-        self._threads = [self._thread(self._serve, "")] + [
-            self._thread(self._work, f"-{number}") for number in range(_MOST_ANSWERING)
-        ]
-        if orders is not None:
-            self._threads.append(self._thread(self._obey, "-orders"))
-        for thread in self._threads:
-            thread.start()
-
-    def _rouse(self) -> None:
-        with suppress(OSError):  # it has ended meanwhile, or has enough to wake up for
-            self._wake.send(b"x")
-
-    def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        return threading.Thread(target=target, name=f"kvferry-http-{self.port}{name}", daemon=True)
+        self._is_closing = False
+        name = f"kvferry-http-{self.port}"
+        self._answering = ThreadPoolExecutor(_NUM_ANSWERING, name)
+        self._ordering = ThreadPoolExecutor(1, f"{name}-orders")
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def url(self) -> str:
@@ -373,228 +296,178 @@ class HttpServer:
 
     def close(self) -> None:
         """End every connection and stop listening. Safe to call twice."""
-        if self._closing:
+        if self._is_closing:
             return
-        self._closing = True
-        for _ in range(_MOST_ANSWERING):
-            self._asked.put(None)
-        if self._orders is not None:
-            with suppress(queue.Empty):
-                while True:  # what nobody has begun with is not done any more
-                    self._ordered.get_nowait()
-            self._ordered.put(None)
-        serving, *answering = self._threads
-        for thread in answering:
-            thread.join()
-        self._has_answered = True  # and what they said is told before the last connection ends
-        self._rouse()
-        serving.join()
-        self._wake.close()
+        self._is_closing = True
+        self._ordering.shutdown(cancel_futures=True)  # what was not begun is not done any more
+        self._answering.shutdown()
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
 
-    # -- answers, on a few threads ------------------------------------------------------------
+    # -- connections, all on one thread -------------------------------------------------------
 
-    def _work(self) -> None:
-        while request := self._asked.get():
-            with self._asking_lock:  # who asks from now on gets a later answer
-                connections = self._asking.pop(request)
-            reply = self._reply(request)
-            self._answered.append((connections, reply.encoded(with_body=request.wants_body)))
-            self._rouse()
-
-    def _obey(self) -> None:
-        while ordered := self._ordered.get():
-            order, connection = ordered
-            reply = self._reply(order)
-            self._answered.append(([connection], reply.encoded()))
-            self._rouse()
-
-    def _reply(self, request: HttpRequest | HttpOrder) -> Reply:
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
         try:
-            if isinstance(request, HttpOrder):
-                assert self._orders is not None
-                return self._orders.carry_out(request.path, request.body)
-            reply = self._answer(request.path)
-        except Exception as error:  # whoever asked must get an answer
-            log.warning("/%s could not be answered", "/".join(request.path), exc_info=True)
+            self._loop.run_until_complete(self._serve())
+        finally:
+            for connection in self._connections:
+                connection.socket.close()
+            self._listener.close()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        accepting = asyncio.ensure_future(self._accept())
+        await self._end.wait()
+        accepting.cancel()
+        tasks = [connection.task for connection in self._connections]
+        last = [c.task for c in self._connections if c.state is not ConnectionState.READING]
+        if last:
+            await asyncio.wait(last, timeout=_LAST_SECONDS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(accepting, *tasks, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        """Let clients in while there is room and descriptors; else they wait in the backlog."""
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(self._listener)
+            except ConnectionError:
+                continue  # the client has gone again
+            except OSError as error:  # EMFILE: it would fail as long as there is no descriptor
+                self._log_shortage(error)
+                await asyncio.sleep(_NO_DESCRIPTOR_SECONDS)
+                continue
+            connection = Connection(sock)
+            while len(self._connections) >= MAX_CONNECTIONS and not await self._evict():
+                await asyncio.sleep(_GRACE_SECONDS)
+            connection.enter(ConnectionState.READING)
+            self._connections.add(connection)
+            connection.task = self._loop.create_task(self._converse(connection))
+            self._rest()
+
+    async def _evict(self) -> bool:
+        """End a connection that has its reply, or the one that has been slowest to ask, if any."""
+        leaving = [c for c in self._connections if c.state is ConnectionState.LEAVING]
+        latest = time.monotonic() - _GRACE_SECONDS
+        slow = leaving or [
+            c for c in self._connections if c.state is ConnectionState.READING and c.since <= latest
+        ]
+        if not slow:
+            return False
+        slowest = min(slow, key=lambda each: each.since)
+        slowest.task.cancel()
+        await asyncio.wait([slowest.task])
+        return True
+
+    def _log_shortage(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now >= self._log_again_at:
+            self._log_again_at = now + _QUIET_SECONDS
+            log.warning("port %d lets no client in for now: %s", self.port, error)
+
+    def _rest(self) -> None:
+        """However many clients come, most of the time is the engine's."""
+        seconds = _REST * (time.thread_time() - self._worked)
+        if seconds >= _MIN_REST_SECONDS:
+            time.sleep(seconds)
+            self._worked = time.thread_time()
+
+    async def _converse(self, connection: Connection) -> None:
+        """One client, from its first byte to its last."""
+        sock, loop, patience = connection.socket, self._loop, self._patience
+        try:
+            reply = await asyncio.wait_for(self._read(connection), patience)
+            if not isinstance(reply, bytes):
+                connection.enter(ConnectionState.ANSWERING)
+                reply = await reply
+            connection.enter(ConnectionState.WRITING)
+            await asyncio.wait_for(loop.sock_sendall(sock, reply), patience)
+            # Closed at once, unread bytes of the client would take our reply along.
+            connection.enter(ConnectionState.LEAVING)
+            sock.shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(self._drain(sock), _LEAVING_SECONDS)
+        except (OSError, asyncio.TimeoutError):
+            pass  # the client has gone, or takes too long
+        finally:
+            self._connections.discard(connection)
+            sock.close()
+
+    async def _drain(self, sock: socket.socket) -> None:
+        while await self._loop.sock_recv(sock, _CHUNK):
+            self._rest()
+
+    async def _read(self, connection: Connection) -> bytes | Coroutine[Any, Any, bytes]:
+        """Read a request; returns what works its answer out, or the answer."""
+        received = bytearray()
+        is_local = is_loopback(str(connection.socket.getpeername()[0]))
+        while True:
+            chunk = await self._loop.sock_recv(connection.socket, _CHUNK)
+            if not chunk:
+                raise ConnectionResetError("the client left before it had asked")
+            received += chunk
+            asked = read_request(
+                received, local_only=self._local_only, orders=self._orders, is_local=is_local
+            )
+            self._rest()
+            if isinstance(asked, Reply):
+                return asked.encoded()
+            if isinstance(asked, HttpRequest):
+                return self._answer_to(asked)
+            if asked is not None:
+                return self._carry_out(asked)
+
+    # -- answers, on other threads --------------------------------------------------------------
+
+    async def _answer_to(self, request: HttpRequest) -> bytes:
+        """The answer that a thread is about to work out, for all clients that ask for it now."""
+        with self._asking_lock:
+            future = self._asking.get(request)
+            if future is None:
+                future = self._loop.run_in_executor(self._answering, self._work_out, request)
+                self._asking[request] = future
+        return await asyncio.shield(future)
+
+    def _work_out(self, request: HttpRequest) -> bytes:
+        with self._asking_lock:  # clients that ask from now on get a later answer
+            self._asking.pop(request, None)
+        reply = self._guarded(request.path, lambda: self._answer(request.path))
+        return reply.encoded(with_body=request.wants_body)
+
+    async def _carry_out(self, order: HttpOrder) -> bytes:
+        """Orders are carried out in turn; too many that wait are refused."""
+        orders = self._orders
+        assert orders is not None
+        if self._num_orders > _MAX_ORDERS:
+            words = f"{_MAX_ORDERS} orders wait already; nothing was done, try again later"
+            return Reply.refusal(HTTPStatus.SERVICE_UNAVAILABLE, words).encoded()
+        self._num_orders += 1
+        try:
+            reply = await self._loop.run_in_executor(
+                self._ordering,
+                lambda: self._guarded(order.path, lambda: orders.carry_out(order.path, order.body)),
+            )
+        finally:
+            self._num_orders -= 1
+        return reply.encoded()
+
+    def _guarded(self, path: tuple[str, ...], work: Callable[[], Reply | None]) -> Reply:
+        """Every client gets an answer, even if working it out raises."""
+        try:
+            reply = work()
+        except Exception as error:
+            log.warning("/%s could not be answered", "/".join(path), exc_info=True)
             words = f"{type(error).__name__}: {error}"
             return Reply.refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words)
         return reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
 
-    # -- connections, all on one thread -------------------------------------------------------
-
-    def _serve(self) -> None:
-        self._wakes.setblocking(False)
-        self._wake.setblocking(False)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
-        try:
-            while not self._has_answered:
-                self._rest()
-                now = time.monotonic()  # one for both, or what ends between them waits for long
-                self._listen_again(now)
-                for key, _ in self._selector.select(self._seconds_left(now)):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is self._wakes:
-                        self._deliver()
-                    elif key.data in self._connections:  # not dropped since the select
-                        self._advance(key.data)
-                self._drop_overdue()
-            self._deliver()
-        finally:
-            for connection in self._connections:
-                connection.close()
-            self._connections.clear()
-            self._selector.close()
-            self._listener.close()
-            self._wakes.close()
-
-    def _rest(self) -> None:
-        """However many come, most of the time is the engine's."""
-        seconds = _REST * (time.thread_time() - self._worked)
-        if seconds >= _LEAST_REST_SECONDS:
-            time.sleep(seconds)
-            self._worked = time.thread_time()
-
-    def _listen_again(self, now: float) -> None:
-        """Listen while there is room and descriptors; else newcomers wait in the backlog."""
-        is_open = now >= self._accept_at and self._has_room()
-        if is_open != (self._listener in self._selector.get_map()):
-            if is_open:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-            else:
-                self._selector.unregister(self._listener)
-
-    def _has_room(self) -> bool:
-        return len(self._connections) < MOST_CONNECTIONS or self._slowest() is not None
-
-    def _slowest(self) -> Connection | None:
-        """Whose place a newcomer may take: who was told all, or has had time to ask."""
-        leaving = [each for each in self._connections if each.state is ConnectionState.LEAVING]
-        if leaving:
-            return min(leaving, key=lambda each: each.deadline)
-        latest = time.monotonic() + self._patience - _GRACE_SECONDS
-        reading = [each for each in self._connections if each.state is ConnectionState.READING]
-        slowest = min(reading, key=lambda each: each.deadline, default=None)
-        return slowest if slowest is not None and slowest.deadline <= latest else None
-
-    def _seconds_left(self, now: float) -> float:
-        ends = [c.deadline for c in self._connections if c.state is not ConnectionState.ANSWERING]
-        if self._accept_at > now:
-            ends.append(self._accept_at)
-        if len(self._connections) >= MOST_CONNECTIONS:
-            ends.append(now + _GRACE_SECONDS)  # then somebody's place may be given away
-        return max(0.0, min(ends, default=now + _IDLE_SECONDS) - now)
-
-    def _accept(self) -> None:
-        """Let one in."""
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it has gone again
-        except OSError as error:  # EMFILE: accept would fail as long as there is no descriptor
-            self._accept_at = time.monotonic() + _NO_DESCRIPTOR_SECONDS
-            self._say_shortage(error)
-            return
-        if len(self._connections) >= MOST_CONNECTIONS:
-            slowest = self._slowest()
-            if slowest is None:
-                sock.close()
-                return
-            self._drop(slowest)
-        connection = Connection(sock, time.monotonic() + self._patience)
-        self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
-
-    def _say_shortage(self, error: OSError) -> None:
-        now = time.monotonic()
-        if now >= self._say_again_at:
-            self._say_again_at = now + _QUIET_SECONDS
-            log.warning("port %d lets nobody in for now: %s", self.port, error)
-
-    def _advance(self, connection: Connection) -> None:
-        """Its socket is ready for what it waits for."""
-        try:
-            if connection.state is ConnectionState.READING:
-                self._read(connection)
-            elif connection.state is ConnectionState.WRITING:
-                self._write(connection)
-            elif connection.state is ConnectionState.LEAVING and connection.has_left():
-                self._drop(connection)
-        except OSError:
-            self._drop(connection)
-
-    def _read(self, connection: Connection) -> None:
-        orders = self._orders
-        asked = read_request(
-            connection.receive(),
-            local_only=self._local_only,
-            orders=orders,
-            is_local=orders is not None and connection.is_local,
-        )
-        if isinstance(asked, HttpOrder):
-            asked = self._take_order(asked, connection)
-        if isinstance(asked, HttpRequest):
-            connection.answering()
-            self._selector.unregister(connection.socket)
-            with self._asking_lock:
-                others = self._asking.setdefault(asked, [])
-                others.append(connection)
-                if len(others) == 1:
-                    self._asked.put(asked)
-        elif asked is not None:
-            self._selector.unregister(connection.socket)
-            self._begin_reply(connection, asked.encoded())
-
-    def _take_order(self, order: HttpOrder, connection: Connection) -> Reply | None:
-        """Let it wait for its turn; or say that too many wait."""
-        try:
-            self._ordered.put_nowait((order, connection))
-        except queue.Full:
-            words = f"{_MOST_ORDERS} orders wait already; nothing was done, try again later"
-            return Reply.refusal(HTTPStatus.SERVICE_UNAVAILABLE, words)
-        connection.answering()
-        self._selector.unregister(connection.socket)
-        return None
-
-    def _deliver(self) -> None:
-        """Begin to write what was answered."""
-        with suppress(OSError):
-            self._wakes.recv(4096)
-        while self._answered:
-            connections, data = self._answered.popleft()
-            for connection in connections:
-                try:
-                    self._begin_reply(connection, data)
-                except OSError:
-                    self._drop(connection)
-
-    def _begin_reply(self, connection: Connection, data: bytes) -> None:
-        connection.reply(data, time.monotonic() + self._patience)
-        self._selector.register(connection.socket, selectors.EVENT_WRITE, connection)
-        self._write(connection)
-
-    def _write(self, connection: Connection) -> None:
-        if connection.send():
-            connection.leave(time.monotonic() + _LEAVING_SECONDS)
-            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
-
-    def _drop_overdue(self) -> None:
-        now = time.monotonic()
-        for connection in list(self._connections):
-            if connection.state is not ConnectionState.ANSWERING and connection.deadline <= now:
-                self._drop(connection)
-
-    def _drop(self, connection: Connection) -> None:
-        self._connections.discard(connection)
-        with suppress(KeyError, ValueError):  # not registered while it is being answered
-            self._selector.unregister(connection.socket)
-        connection.close()
-
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        if not 0 <= port <= MOST_PORT:  # the resolver would take it, cut to 16 bits
-            raise ValueError(f"a port is at most {MOST_PORT}")
+        if not 0 <= port <= MAX_PORT:  # the resolver would take it, cut to 16 bits
+            raise ValueError(f"a port is at most {MAX_PORT}")
         return _bound(host, port)
     except (OSError, ValueError, TypeError) as error:
         name = host if host.isascii() and host.isprintable() else ascii(host)
