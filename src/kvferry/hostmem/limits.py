@@ -1,8 +1,8 @@
 """What this machine can give: memory, the limits of the container we run in, and pinning.
 
 All of it is read through :class:`Machine`, so that a test can be any machine. The kernel does not
-refuse memory that is not there: it lets a process touch it and then kills someone. So we look
-before, and ask for less than what is left.
+refuse memory that is not there: it lets a process touch it and then kills one. So the limits are
+read before, and less is taken than is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ReadText = Callable[[str], str | None]
 """A file's text, or None where it cannot be read."""
 
 AUTO_SHARE = 0.75
-"""Of what can be had now; the rest is for what the engine has yet to load."""
+"""The share of usable memory; the rest is for what the engine has yet to load."""
 
 _LEAST_MARGIN = 512 * MiB
 _MARGIN_SHARE = 20  # one part in so many of the machine or the container stays free
@@ -48,7 +48,7 @@ def read_memlock() -> int | None:
 
 @dataclass(frozen=True)
 class Limit:
-    """One bound on memory: how much in all, how much is left, what sets it, what lifts it."""
+    """One bound on memory: its name, total and free bytes, and the remedy that lifts it."""
 
     name: str
     total: int
@@ -57,7 +57,7 @@ class Limit:
 
     @property
     def margin(self) -> int:
-        """Bytes to leave alone: others grow too, and the kernel needs some to work with."""
+        """Bytes to leave free: other processes grow too, and the kernel needs some."""
         return min(max(_LEAST_MARGIN, self.total // _MARGIN_SHARE), self.total // 4)
 
     @property
@@ -67,7 +67,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Machine:
-    """How the machine is asked. Owns nothing; every answer is read anew."""
+    """Reads the machine's limits. Owns nothing; every answer is read anew."""
 
     read: ReadText = read_text
     memlock: Callable[[], int | None] = read_memlock
@@ -79,7 +79,7 @@ class Machine:
         return sorted(found, key=lambda limit: limit.usable)
 
     def num_ranks_here(self) -> int:
-        """Processes like this one on this host, as torchrun and its like say it; else 1."""
+        """Processes like this one on this host, as torchrun sets it; else 1."""
         said = self.env.get("LOCAL_WORLD_SIZE", "")
         return int(said) if _DIGITS.fullmatch(said) and int(said) > 0 else 1
 
@@ -164,8 +164,8 @@ def refusal(asked: int, limit: Limit, num_ranks: int = 1) -> str:
 def shortage(machine: Machine, num_bytes: int) -> str:
     """Why ``num_bytes`` more should not be touched now; empty if they may.
 
-    Half the margin may be used up by then: others move too, and a pool that was granted once
-    should not stop over the last bytes of it.
+    Half the margin may be used up by then: other processes allocate too, and a granted pool should
+    not stop short of its last bytes.
     """
     for limit in machine.limits():
         if limit.left - num_bytes < limit.margin // 2:
@@ -177,7 +177,7 @@ def shortage(machine: Machine, num_bytes: int) -> str:
 
 
 def pin_advice(machine: Machine, asked: int) -> str:
-    """What may have kept the driver from pinning ``asked`` bytes, and what to do."""
+    """What may have kept the driver from pinning ``asked`` bytes, and the remedy."""
     memlock = machine.memlock()
     if memlock is not None and memlock < asked:
         return (

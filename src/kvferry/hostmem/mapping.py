@@ -1,4 +1,4 @@
-"""Memory straight from the kernel: mapped at once, given pages later, gone with the process."""
+"""Memory from the kernel: mapped at once, given pages later, freed with the process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class Memory(Protocol):
-    """A run of bytes that begins on a page. It stays mapped while anyone holds ``bytes``.
+    """A run of bytes that begins on a page. It stays mapped while a reference to ``bytes`` exists.
 
-    ``fd`` is the file that other processes may map; None where the memory is this process's alone.
+    ``fd`` is the file that other processes may map; None for private memory.
     """
 
     @property
@@ -42,14 +42,14 @@ class Memory(Protocol):
 class PrivateMemory:
     """Anonymous memory of this process alone, in huge pages where the machine allows them.
 
-    A crash leaves nothing behind. A forked child does not have it: the pages of a pool that is
-    pinned would have to be copied, all of them, at the fork.
+    A crash leaves nothing behind. A forked child does not inherit it: the fork would have to copy
+    all pages of a pinned pool.
     """
 
     fd: int | None = None
 
     def __init__(self, num_bytes: int) -> None:
-        # Room to begin on a huge page: kernels before 6.7 do not see to that themselves.
+        # Room to begin on a huge page: kernels before 6.7 do not align by themselves.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = map_memory(-1, num_bytes + HUGE_PAGE, flags)
         whole = np.frombuffer(mapping, dtype=np.uint8)
@@ -82,9 +82,9 @@ def advise(memory: Bytes, advice: int) -> bool:
 
 
 def populate(memory: Bytes) -> None:
-    """Give every page of ``memory`` its bytes now, which must not be in use yet.
+    """Back every page of ``memory`` now; it must not be in use yet.
 
-    OSError where the machine has none left.
+    OSError where the machine has no memory left.
     """
     # A call for each huge page: several threads that each ask for 64 MiB at once get 5.5 GB/s of
     # memory that a hypervisor has yet to back, with 2 MiB at a time 8. (16 vCPU, Linux 6.18.)

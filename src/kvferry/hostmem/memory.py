@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class HostMemory(Closing):
-    """The host tier and what makes it usable. Owns both, and ends them in the right order.
+    """The host tier and its growth. Owns both, and closes them in the right order.
 
-    Returns when the first slots can serve; the others follow in the background (``ready_slots``).
-    Give the pool ``num_ready=0`` and tell the scheduler (``note_ready``) at every step.
+    The constructor returns when the first slots can serve; ``ready_slots`` counts the others as
+    they follow. Open the pool with ``num_ready=0`` and call the scheduler's ``note_ready`` at every
+    step.
     """
 
     def __init__(
@@ -47,12 +48,11 @@ class HostMemory(Closing):
     ) -> None:
         """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
 
-        ``registrar`` pins with the GPU's driver (none: not pinned); ``busy`` says when the model
-        runs, so that growth goes slowly, and ``wanted`` how many slots are of use by now: it goes
-        hardly further then; ``pci_bus_id`` names the GPU to be near to. ``shared``
-        memory (see :meth:`share`) is used as it is, and counts once, not once for each rank. With
-        ``spare_bytes`` behind every slot, a process that we start may map the memory and use these.
-        ConfigError, with the limit and the remedy, where the machine cannot give this much.
+        ``registrar`` pins with the GPU's driver (None: not pinned), ``pci_bus_id`` names the GPU to
+        be near to, ``busy`` and ``wanted`` pace the growth (see :class:`Growth`). ``shared`` memory
+        (see :meth:`share`) counts once, not once per rank. ``spare_bytes`` behind every slot are
+        for a child process, which maps the memory. ConfigError, with the limit and the remedy,
+        where the machine cannot give this much.
         """
         machine = machine if machine is not None else Machine()
         if shared is None:
@@ -94,11 +94,11 @@ class HostMemory(Closing):
     def share(
         asked: int | Auto | SharedHandle, slots: SlotLayout, *, machine: Machine | None = None
     ) -> SharedMemory:
-        """Memory for all ranks of this host: made by the first one, opened by the others.
+        """Memory for all ranks of this host: the first rank makes it, the others open it.
 
-        The first gives the size and sends ``handle`` to the others, who give that. Keep it open
-        until all have it. ``slots`` says how this rank's blocks lie in it; ConfigError, with both,
-        where another's lie otherwise.
+        The first gives the size and sends ``handle`` to the other ranks, which give that. Keep it
+        open until all have it. ``slots`` is the layout of this rank's blocks; ConfigError, with
+        both, where another rank's differs.
         """
         if isinstance(asked, SharedHandle):
             return SharedMemory.open(asked, slots)
@@ -116,12 +116,12 @@ class HostMemory(Closing):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a GPU's kernels may read and write the slots; else only copies by the driver."""
+        """Whether a GPU's kernels may access the slots; else only copies by the driver may."""
         return self.growth.is_pinned
 
     @property
     def chunk_bytes(self) -> int:
-        """Distance between registrations: one copy may not cross from one to the next."""
+        """Distance between registrations: one copy must not cross from one to the next."""
         return self.tier.chunks.chunk_bytes
 
     def stats(self) -> GrowthStats:

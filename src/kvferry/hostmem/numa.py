@@ -1,8 +1,8 @@
 """Memory near the GPU: on machines with several nodes, pages should come from the GPU's own.
 
 A copy to or from another node's memory crosses the link between sockets, which is slower than PCIe
-and shared. The kernel is asked by ``mbind``; where a container forbids that, the threads that touch
-the pages run on the node's processors, which has the same effect on pages nobody touched before.
+and shared. ``mbind`` asks the kernel for near pages. Where a container forbids that, the threads
+that touch pages first run on the node's processors, which has the same effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _libc.syscall.restype = ctypes.c_long
 
 @dataclass(frozen=True)
 class Placement:
-    """Where pages should come from, in words, and on which processors to touch them."""
+    """Where pages should come from, in words, and the processors to touch them on."""
 
     words: str
     node: int | None = None
@@ -48,7 +48,7 @@ def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placem
 
 
 def prefer(memory: Bytes, placement: Placement) -> Placement:
-    """Ask for pages of ``placement.node``; what comes back says what was done.
+    """Ask for pages of ``placement.node``; the result says in words what was done.
 
     Preferred, not bound: when that node is full, pages come from another.
     """

@@ -1,14 +1,13 @@
 """One host pool for all ranks on a host whose KV is the same: stored once, loaded by each.
 
-The memory is a memfd: it has no name, so nothing is left in /dev/shm or on disk when its last
-process goes, however it goes. The first rank makes it and hands :class:`SharedHandle` to the
-others over whatever channel they have. Nobody can change its size any more, and nobody joins whose
-blocks lie otherwise in their slots: he would read bytes as what they are not.
+The memory is a memfd. It has no name, so nothing is left in /dev/shm or on disk when its last
+process ends. The first rank makes it and sends :class:`SharedHandle` to the others over any
+channel. Its size is sealed, and a rank whose slots have another layout cannot join::
 
     rank 0   create ── handle ──> other ranks: open
     stores   each rank copies every n-th block      loads   each rank copies all blocks
 
-A rank alone has such memory too where the process of a shared store works on the slots in place.
+A rank alone has such memory too where the process of a remote store works on the slots in place.
 
 It is slower to pin than private memory, unless the machine allows huge pages there
 (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` set to ``advise``).
@@ -29,12 +28,12 @@ from kvferry.hostmem.mapping import Bytes, ask_huge, map_memory
 from kvferry.hostmem.slots import CHUNK_BYTES, Chunks
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Without these, whoever may open the file can cut it short: a SIGBUS in every rank."""
+"""Without the seals a process that opens the file can truncate it: a SIGBUS in every rank."""
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """How blocks lie in the slots of a host memory; all ranks that share one must agree.
+    """The layout of slots in a host memory; all ranks that share one must agree.
 
     ``block_bytes`` of each group, the ``pitch`` from slot to slot, the order of the bytes within a
     block (``formats``, one for each group, as ``GroupLayout.format``).
@@ -68,7 +67,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """Where another process of this host finds the memory; plain, so that it can be sent."""
+    """Where another process of this host finds the memory, as plain data."""
 
     pid: int
     fd: int
@@ -79,10 +78,10 @@ class SharedHandle:
 
 
 class SharedMemory:
-    """Memory that several processes of one host map. Lives as long as any of them does."""
+    """Memory that several processes of one host map. Lives as long as any of them."""
 
     def __init__(self, fd: int, num_bytes: int, slots: SlotLayout, *, is_creator: bool) -> None:
-        """Map ``fd``, which is ours from now on."""
+        """Map ``fd`` and take ownership of it."""
         self.is_creator = is_creator
         self.slots = slots
         self._fd: int | None = fd
@@ -126,7 +125,7 @@ class SharedMemory:
                 "rank that made it must still run"
             ) from error
         found = os.fstat(fd)
-        # The process may be gone and its number, or that of its file, be another's by now.
+        # The process may have ended, and its number or that of its file be used again.
         same = (found.st_dev, found.st_ino, found.st_size) == (
             handle.device,
             handle.inode,
@@ -139,7 +138,7 @@ class SharedMemory:
 
     @property
     def fd(self) -> int | None:
-        """Its file, for a process that we start; None once it is closed."""
+        """Its file, for a child process; None once it is closed."""
         return self._fd
 
     @property
@@ -151,7 +150,7 @@ class SharedMemory:
         return SharedHandle(os.getpid(), self._fd, found.st_dev, found.st_ino, size, self.slots)
 
     def close(self) -> None:
-        """No more ranks may join. What is mapped stays mapped. Safe to call twice."""
+        """Let no more ranks join; existing mappings stay. Safe to call twice."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -14,16 +14,15 @@ from kvferry.tiers.contract import HostFile, Rows, check_size
 from kvferry.types import HOST, TierName
 
 CHUNK_BYTES = 64 << 20
-"""16 GiB in 0.6 s with 8 threads; 1 GiB chunks took 2 s (H200 host, 16 vCPU, driver 580)."""
+"""16 GiB were ready in 0.6 s with 8 threads; 1 GiB chunks took 2 s (H200 host, driver 580)."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of memory from ``start`` on, and how many slots are there once it is ready too."""
+    """A run of memory from ``start`` on; ``slots_after`` slots are ready when it is."""
 
     start: int
     num_bytes: int
-    slots_before: int
     slots_after: int
 
 
@@ -44,7 +43,7 @@ class Chunks:
         chunk_bytes: int = CHUNK_BYTES,
         spare_bytes: int = 0,
     ) -> Chunks:
-        """Chunks of at most ``chunk_bytes`` (or one slot, where that is more)."""
+        """Chunks of at most ``chunk_bytes``, or of one slot where that is larger."""
         if num_slots < 1 or slot_bytes < 1 or chunk_bytes < mmap.PAGESIZE:
             raise InputError(
                 f"{num_slots} slots of {slot_bytes} bytes in chunks of {chunk_bytes}: slots and "
@@ -77,7 +76,7 @@ class Chunks:
         after = min(before + self.slots_per_chunk, self.num_slots)
         start = before * self.pitch
         end = _round_up(after * self.pitch, mmap.PAGESIZE)
-        return Chunk(start, end - start, before, after)
+        return Chunk(start, end - start, after)
 
 
 def _pitch(slot_bytes: int, chunk_bytes: int) -> int:
@@ -95,16 +94,11 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-# ------------------------------------------------------------------------------------------------
-# Host memory: one run of bytes, a block per slot, at addresses a copy engine can reach.
-
-
 class HostTier:
-    """Slots in private anonymous memory, so that a crash leaves nothing behind.
+    """Slots in one run of memory, private by default, so that a crash leaves nothing behind.
 
     Owns the mapping; its pages come as they are touched, or when a ``Growth`` makes them ready.
-    Copy engines and tiers take ``rows`` or ``address`` and move bytes in and out without another
-    copy.
+    Copy engines and tiers take ``rows`` or ``address`` and need no other copy.
     """
 
     def __init__(
@@ -148,7 +142,7 @@ class HostTier:
 
     @property
     def bytes(self) -> Bytes:
-        """All of the memory, what lies between slots too."""
+        """All of the memory, also the bytes between slots."""
         if self._bytes is None:
             raise ClosedError(f"tier {self.name} is closed")
         return self._bytes
@@ -160,7 +154,7 @@ class HostTier:
 
     @property
     def file(self) -> HostFile | None:
-        """The slots as a file; None where no other process may map them."""
+        """The slots as a file; None where other processes cannot map them."""
         fd = self._memory.fd if self._memory is not None else None
         if fd is None:
             return None
