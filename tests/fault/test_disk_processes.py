@@ -25,7 +25,6 @@ from kvferry.tiers.disk import drive, tier
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
-from kvferry.tiers.ipc.memory import EngineMemory, open_own_memory
 from kvferry.tiers.ipc.messages import ResultMessage, pack_result
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.ipc.status_page import StatusPage
@@ -383,41 +382,3 @@ def test_an_interrupt_is_the_engines_alone(tmp_path: Path) -> None:
     assert not is_gone(pid)
     end(engine)
     wait_until(lambda: is_gone(pid))
-
-
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_memory_that_cannot_be_reached_fails_alone(is_refused: bool) -> None:
-    mem_fd = open_own_memory()
-    memory = EngineMemory(os.getpid(), mem_fd)
-    memory._is_refused = is_refused
-    here, there = np.zeros((5, 64), np.uint8), np.zeros((5, 64), np.uint8)
-    here[:] = np.random.default_rng().integers(0, 256, here.shape)
-    addresses = there.ctypes.data + np.arange(5) * 64
-    addresses[2] = 4096  # nobody has this page
-    starts = here.ctypes.data + np.arange(5) * 64
-    sizes = np.full(5, 64)
-    assert memory.deliver(starts, addresses, sizes).tolist() == [True, True, False, True, True]
-    assert (there[[0, 1, 3, 4]] == here[[0, 1, 3, 4]]).all()
-    here[:] = 0
-    assert memory.fetch(starts, addresses, sizes).tolist() == [True, True, False, True, True]
-    assert (there[[0, 1, 3, 4]] == here[[0, 1, 3, 4]]).all()
-    assert mem_fd is not None
-    os.close(mem_fd)
-
-
-def test_more_pieces_than_one_call_takes(tmp_path: Path) -> None:
-    memory = EngineMemory(os.getpid())
-    here = np.random.default_rng().integers(0, 256, (3000, 7), dtype=np.uint8)
-    there = np.zeros_like(here)
-    starts = np.arange(3000) * 7
-    ok = memory.deliver(
-        here.ctypes.data + starts, there.ctypes.data + starts[::-1], np.full(3000, 7)
-    )
-    assert ok.all()
-    assert (there == here[::-1]).all()
-
-
-def test_nobody_can_open_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "drive-0").write_text("a file is in the way")
-    with pytest.raises(ConfigError, match="cannot be opened"):
-        DiskLife(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import ConfigError
 from kvferry.hostmem.mapping import PrivateMemory
-from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile
 from kvferry.tiers.disk.io_workers import _runs
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import read_epoch, write_epoch
-from kvferry.tiers.disk.tier import Stripes, open_disk
-from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
-from kvferry.tiers.ipc.messages import (
-    OrderMessage,
-    ResultMessage,
-    pack_order,
-    pack_result,
-    unpack_order,
-    unpack_result,
-)
-from kvferry.types import TierName
+from kvferry.tiers.disk.tier import Stripes
 
 
 @given(
@@ -55,63 +42,6 @@ def test_every_place_is_on_one_drive_and_no_two_are_the_same(
     assert (back == np.arange(stripes.num_places)).all()
     here, _ = stripes.join(0, np.array([each + stripes.run]))
     assert not here.any(), "a place beyond those of the tier is none of it"
-
-
-@given(
-    count=st.integers(1, 40),
-    pieces=st.integers(1, 3),
-    way=st.sampled_from([Way.READ, Way.WRITE]),
-    number=st.integers(0, 2**62),
-    has_runs=st.booleans(),
-    data=st.data(),
-)
-def test_orders_and_results_arrive_as_they_were_sent(
-    count: int, pieces: int, way: Way, number: int, has_runs: bool, data: st.DataObject
-) -> None:
-    rng = np.random.default_rng(number)
-    order = OrderMessage(
-        number,
-        way,
-        3,
-        12.5,
-        rng.integers(0, 1 << 40, count),
-        rng.integers(0, 1 << 63, (count, 4), dtype=np.uint64),
-        rng.integers(1, 1 << 20, pieces),
-        rng.integers(0, 1 << 47, (count, pieces)),
-        rng.integers(0, 1 << 20, count) if has_runs else None,
-    )
-    got = unpack_order(pack_order(order)[8:])
-    assert (got.id, got.way, got.generation, got.deadline) == (number, way, 3, 12.5)
-    for name in ("places", "keys", "sizes", "addresses", "runs"):
-        assert np.array_equal(getattr(got, name), getattr(order, name))
-    assert (got.runs is not None) == has_runs
-    bad = data.draw(st.dictionaries(st.integers(0, count - 1), st.text(max_size=20)))
-    ok = np.ones(count, dtype=bool)
-    ok[list(bad)] = False
-    result = unpack_result(pack_result(ResultMessage(number, ok, bad, 77, 0.25))[8:])
-    assert (result.id, result.num_bytes, result.seconds) == (number, 77, 0.25)
-    assert np.array_equal(result.ok, ok)
-    assert dict(result.reasons) == bad
-
-
-def test_frames_larger_than_the_sockets_room_arrive_whole_and_in_order() -> None:
-    one, other = map(Channel, socket.socketpair())
-    sent = [os.urandom(size) for size in (0, 1, 3_000_000, 10, 700_000)]
-    for body in sent:
-        one.send(frame(FrameKind.SAYS, body))  # none of these waits
-    got: list[bytes] = []
-    while len(got) < len(sent):
-        one.wait(0.0)
-        other.wait(0.01)
-        got += [body for _, body in other.receive()]
-    assert got == sent
-    one.end()
-    other.wait(1.0)
-    assert other.receive() == []
-    assert other.is_ended
-    one.close()
-    other.close()
-    one.send(b"to nobody")
 
 
 def test_a_setup_arrives_as_it_was_and_never_shows_its_key() -> None:
@@ -187,8 +117,3 @@ def test_an_epoch_that_cannot_be_believed_is_older_than_all(tmp_path: Path) -> N
     for torn in (data[:7], data[:-1], bytes(16), data[:3] + b"x" + data[4:]):
         path.write_bytes(torn)
         assert read_epoch(tmp_path) == 0
-
-
-def test_blocks_of_nobody_are_not_kept() -> None:
-    with pytest.raises(ConfigError, match="no directory is named"):
-        open_disk(TierSetup(TierName("disk"), 4096))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from kvferry.tiers.disk.journal_pages import DiskFile
 from kvferry.tiers.disk.protocol import StoreAt
 from kvferry.tiers.disk.quota import DiskBound
 from kvferry.tiers.disk.store import Store, list_stores, purge_store, reading
-from kvferry.tiers.ipc.process import run_module
 
 MARK = "forget"
 BOUND = DiskBound(16 * MiB, for_others=0.5)
@@ -48,34 +45,6 @@ def test_who_opens_a_marked_store_forgets_first(tmp_path: Path) -> None:
     assert left(tmp_path) == []
     leave(tmp_path, places=(7,))
     assert left(tmp_path) == [7], "it was told once"
-
-
-def test_a_mark_in_a_process_of_its_own_is_the_same(tmp_path: Path) -> None:
-    stores = [leave(tmp_path / "one"), leave(tmp_path / "two")]
-    assert marks.mark_apart(stores, 60) == ""
-    assert left(tmp_path / "one") == left(tmp_path / "two") == []
-
-
-def test_another_namespace_is_left_alone(tmp_path: Path) -> None:
-    mine, other = leave(tmp_path, 1), leave(tmp_path, 2)
-    assert marks.mark_stores([mine]) == ""
-    assert left(tmp_path, 2) == [4, 2]
-    assert left(tmp_path, 1) == []
-    assert left(tmp_path, 2) == [4, 2]
-    assert not marks.is_marked(Path(other.folder))
-
-
-def test_what_is_written_behind_a_mark_is_forgotten_too(tmp_path: Path) -> None:
-    """An engine that has not heard of it goes on; it may even lose its drive and open it again."""
-    with open_store(tmp_path) as store:
-        fill(store, [1])
-        assert marks.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
-        fill(store, [2])
-    with open_store(tmp_path, may_create=False) as store:
-        assert placed(store) == []
-        fill(store, [3])
-    assert left(tmp_path) == []
-    assert left(tmp_path) == []
 
 
 def test_an_order_after_the_clock_was_put_back_is_one(
@@ -110,17 +79,6 @@ def test_a_mark_that_cannot_be_believed_counts_once(tmp_path: Path, at: int) -> 
     assert left(tmp_path) == []
     leave(tmp_path, places=(9,))
     assert left(tmp_path) == [9]
-
-
-def test_a_mark_that_cannot_be_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave(tmp_path)
-
-    def refuse(file: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(marks, "read_mark", refuse)
-        assert left(tmp_path) == []
 
 
 def test_a_store_from_before_there_were_marks_has_none(tmp_path: Path) -> None:
@@ -177,13 +135,6 @@ def test_a_drive_that_hangs_counts_as_here_and_is_not_claimed_to_be_told(tmp_pat
     assert marks.mark_apart([store], 0.5) == "TimeoutError: no answer for 0.5 s"
 
 
-def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
-    store = leave(tmp_path)
-    assert marks.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"
-    with pytest.raises(OSError, match="JSONDecodeError"):
-        run_module(marks.MODULE, b"what?", 60)
-
-
 def test_what_else_a_process_says_is_no_part_of_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,24 +151,6 @@ def test_what_else_a_process_says_is_no_part_of_its_answer(
     assert "JSONDecodeError" in marks.mark_apart([store], 60)
 
 
-def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Interrupted(subprocess.Popen):
-        def communicate(self, *told: object) -> tuple[bytes, bytes]:
-            started.append(self)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_module(marks.MODULE, b"[]", 60)
-    (child,) = started
-    try:
-        assert child.wait(60) == -signal.SIGKILL  # it waits for its input, which never comes
-    finally:
-        child.kill()
-
-
 def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Path) -> None:
     store, _ = leave(tmp_path, 1), leave(tmp_path, 2)
     assert marks.mark_stores([store]) == ""
@@ -230,12 +163,3 @@ def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Pa
     purge_store(Path(store.folder))
     assert not Path(store.folder).exists()
     assert left(tmp_path, 1) == [], "and a new store has no mark"
-
-
-def test_the_bound_counts_the_mark(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        assert (store.folder / MARK).stat().st_mode & 0o777 == 0o600
-        assert marks.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
-        marks.write_epoch(store.folder, 1)
-        sizes = [-(-each.stat().st_size // 4096) * 4096 for each in store.folder.iterdir()]
-        assert sum(sizes) <= BOUND.size

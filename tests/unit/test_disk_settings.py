@@ -14,7 +14,7 @@ import pytest
 from tests.fakes import tiers as fakes
 
 import kvferry
-from kvferry.config import Config, describe, show
+from kvferry.config import Config, show
 from kvferry.core.identity import Namespace
 from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
@@ -90,17 +90,6 @@ def test_what_cannot_be_used_is_refused_by_name(settings: dict[str, Any], words:
     assert words in str(refused.value)
 
 
-def test_the_disk_is_the_first_tier_under_its_own_name() -> None:
-    config = Config.from_dict({"disk": ["/a", "/b"], "tiers": "memory:1GiB"})
-    assert [(tier.name, tier.kind) for tier in config.all_tiers] == [
-        ("disk", "disk"),
-        ("memory", "memory"),
-    ]
-    assert str(config.all_tiers[0]) == "disk:/a, /b"
-    assert Config.from_dict({"tiers": "memory:1GiB"}).disk_settings is None
-    assert Config.from_dict({"tiers": "disk=memory:1GiB"}).all_tiers[0].kind == "memory"
-
-
 def test_a_tier_is_told_every_setting_of_the_disk() -> None:
     config = Config.from_dict(
         {
@@ -117,15 +106,6 @@ def test_a_tier_is_told_every_setting_of_the_disk() -> None:
     assert config.disk_settings == DiskSettings(
         ("/a",), 3 * GiB, 0, 0.25, 1 << 40, 2.0, "/k", "never"
     )
-
-
-def test_the_environment_sets_the_disk_but_its_key_is_no_setting() -> None:
-    key = base64.b64encode(bytes(range(32))).decode()
-    env = {"KVFERRY_DISK": "/a,/b", "KVFERRY_DISK_SIZE": "1GiB", KEY_ENV: key}
-    config = Config.from_env(env)
-    assert config.disk == ("/a", "/b")
-    assert key not in repr(config)
-    assert not any(setting.env == KEY_ENV for setting in describe())
 
 
 # -- the key --------------------------------------------------------------------------------------
@@ -207,31 +187,11 @@ def test_ranks_of_one_server_are_a_family_whatever_its_weights() -> None:
     assert told(Contents(SPACE, engines_here=3), 1, 2).num_ranks_here == 6
 
 
-def test_engines_of_one_server_know_each_others_families() -> None:
-    engines = [
-        told(Contents(SPACE, (engine,), engine=engine, engines_here=2, first_engine=4), 0, 2)
-        for engine in (4, 5)
-    ]
-    assert engines[0].family != engines[1].family
-    assert [setup.families for setup in engines] == 2 * [(engines[0].family, engines[1].family)]
-    assert told(Contents(SPACE)).families == ()
-
-
 def test_nobody_opens_a_disk_without_saying_what_the_blocks_are() -> None:
     layout = layout_of([np.zeros((4, 2, 16, 8), np.float32)], block_axis=0)
     with pytest.raises(ConfigError, match=r"contents=Contents\(namespace\)"):
         tier_setup(Config(disk=("/a",)), [layout], None)
     assert tier_setup(Config(), [layout], None).disk is None
-
-
-def test_the_library_tells_a_tier_whose_blocks_it_keeps() -> None:
-    for _ in range(2):
-        kv = [np.zeros((4, 2, 16, 8), np.float32)]
-        with kvferry.attach(kv, model="my-model", host="1MiB", tiers="tests.fakes.tiers:open_mine"):
-            pass
-    (first, _), (second, _) = fakes.opened
-    assert first.namespace == second.namespace != b""
-    assert first.label == "my-model"
 
 
 def test_a_disk_without_a_revision_is_warned_of(

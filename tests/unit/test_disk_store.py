@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -31,7 +30,6 @@ from kvferry.tiers.disk.quota import (
     StoreLock,
     allocated_bytes,
     apparent_bytes,
-    most_places,
     store_bytes,
     stores_under,
 )
@@ -88,21 +86,6 @@ def test_a_store_is_as_it_was_left(tmp_path: Path) -> None:
         assert store.superblock.identity.label == "a model"
 
 
-def test_only_the_owner_may_look(tmp_path: Path) -> None:
-    os.umask(before := os.umask(0))
-    root = tmp_path / "new"
-    try:
-        os.umask(0)
-        with Store.open(root, identity(), BOUND) as store:
-            folder = store.folder
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for file in folder.iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
-
-
 def test_everything_stays_within_the_bound(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert apparent_bytes(store.folder) <= BOUND.size
@@ -110,18 +93,6 @@ def test_everything_stays_within_the_bound(tmp_path: Path) -> None:
         used = sum(found.stat().st_blocks * 512 for found in store.folder.iterdir())
         assert BOUND.size * 0.9 < used <= BOUND.size
         assert store.blocks_path.stat().st_size == store.num_places * PITCH
-
-
-def test_ranks_share_the_bound_equally_in_any_order(tmp_path: Path) -> None:
-    bound = replace(BOUND, num_ranks_here=2)
-    ranks = [identity(n, rank=n, num_ranks=2) for n in (1, 0)]
-    with Store.open(tmp_path, ranks[0], bound) as one, Store.open(tmp_path, ranks[1], bound) as two:
-        assert one.num_places == two.num_places
-        assert sum(apparent_bytes(each.folder) for each in (one, two)) <= BOUND.size
-    # Started in the other order, and nobody's store was taken for junk.
-    with Store.open(tmp_path, ranks[1], bound) as two, Store.open(tmp_path, ranks[0], bound) as one:
-        assert one.num_places == two.num_places
-        assert not one.notes + two.notes
 
 
 def test_a_smaller_bound_shrinks_all_ranks_and_a_larger_one_lets_them_grow(tmp_path: Path) -> None:
@@ -303,12 +274,6 @@ def test_no_flipped_bit_in_a_superblock_is_believed() -> None:
             Superblock.unpack(bytes(flipped))
 
 
-def test_a_vanished_directory_is_not_made_anew(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="see that the directory is there"):
-        Store.open(tmp_path / "gone", identity(), BOUND, may_create=False)
-    assert not (tmp_path / "gone").exists()
-
-
 def test_without_fallocate_files_are_sparse_and_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,21 +301,6 @@ def test_no_space_for_a_file_leaves_the_rest_as_it_was(
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert store.num_places == places
         assert store.journal.num_blocks == 1
-
-
-def test_a_list_says_what_there_is(tmp_path: Path) -> None:
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        fill(store, [1, 2, 3])
-        store.journal.commit()
-        (listed,) = list_stores(tmp_path)
-        assert listed.num_blocks == 3
-        assert f"process {os.getpid()}" in listed.folder.holder
-    (listed,) = list_stores(tmp_path)
-    assert (listed.num_blocks, listed.folder.holder) == (3, "")
-    assert listed.folder.superblock is not None
-    assert listed.folder.superblock.identity == identity()
-    assert listed.folder.num_bytes == apparent_bytes(store.folder)
-    assert list_stores(tmp_path / "nowhere") == []
 
 
 def test_verifying_asks_for_every_block_once(
@@ -387,13 +337,6 @@ def test_purging_removes_and_says_what_that_means(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no store of kvferry"):
         purge_store(tmp_path / "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".kvferry-lock", "mine"]
-
-
-@pytest.mark.parametrize("num_bytes", [0, 10_000, 3 * MiB, 1 << 40])
-def test_as_many_places_as_fit(num_bytes: int) -> None:
-    fit = most_places(num_bytes, identity())
-    assert fit == 0 or store_bytes(fit, identity()) <= num_bytes
-    assert store_bytes(fit + 1, identity()) > num_bytes
 
 
 @pytest.mark.parametrize("step", range(12))
@@ -456,25 +399,6 @@ def test_models_that_take_turns_both_stay_warm(tmp_path: Path) -> None:
     assert left == {identity(name).folder_name for name in (2, 3)}
     _, found = used_by(2, bound, tmp_path)
     assert len(found) >= half - 1
-
-
-def test_who_was_not_used_for_a_week_makes_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound = replace(BOUND, for_others=0.5)
-    alone, _ = used_by(1, bound, tmp_path)
-    monkeypatch.setattr(room, "RECENT_SECONDS", 0.0)
-    assert used_by(2, bound, tmp_path)[0] == alone
-
-
-def test_to_be_cut_is_not_to_be_used(tmp_path: Path) -> None:
-    bound = replace(BOUND, for_others=0.5)
-    used_by(1, bound, tmp_path)
-    (before,) = stores_under(tmp_path)
-    used_by(2, bound, tmp_path)
-    after = next(each for each in stores_under(tmp_path) if each.path == before.path)
-    assert after.num_bytes < before.num_bytes
-    assert after.last_used == pytest.approx(before.last_used, abs=1e-3)
 
 
 def test_ranks_of_another_server_are_cut_alike(tmp_path: Path) -> None:
@@ -621,23 +545,3 @@ def test_recovery_says_what_it_did(tmp_path: Path) -> None:
     assert "1 pages of a torn tail were cut" in str(report)
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert placed(store) == [2]
-
-
-def test_ranks_share_what_the_floor_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system is smaller than the bound: who comes first must not take it all."""
-    total = 20 * MiB
-
-    def free(root: Path) -> int:
-        return total - sum(allocated_bytes(each.path) for each in stores_under(tmp_path))
-
-    monkeypatch.setattr(room, "free_bytes", free)
-    bound = DiskBound(100 * MiB, keep_free=4 * MiB, num_ranks_here=2)
-    ranks = [identity(n, rank=n, num_ranks=2) for n in (0, 1)]
-    for _ in range(2):
-        with (
-            Store.open(tmp_path, ranks[0], bound) as one,
-            Store.open(tmp_path, ranks[1], bound) as two,
-        ):
-            assert abs(one.num_places - two.num_places) <= 1
-            assert one.num_places * PITCH > 4 * MiB
-            assert free(tmp_path) >= bound.keep_free
