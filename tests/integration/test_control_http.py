@@ -120,8 +120,8 @@ def test_without_the_token_nothing_is_done(polled, token, status, words):
 @pytest.mark.parametrize(
     ("action", "body", "words"),
     [
-        ("pin", {}, "name the blocks"),
-        ("pin", {"tokens": TOKENS, "keys": []}, "name the blocks"),
+        ("pin", {}, "say which blocks"),
+        ("pin", {"tokens": TOKENS, "keys": []}, "say which blocks"),
         ("pin", {"tokens": TOKENS, "second": 3}, "pin has no 'second'"),
         ("pin", {"tokens": TOKENS, "seconds": -1}, "seconds: must be above zero"),
         ("lookup", {"tokens": TOKENS, "seconds": 1}, "lookup has no 'seconds'"),
@@ -321,7 +321,7 @@ def test_the_command_line(polled, tmp_path):
         (("pin",), "name the blocks"),
         (("pin", "--tokens", str(tmp_path / "none")), "cannot read"),
         (("hint", *named, "--hints", "{"), "no JSON"),
-        (("hint", *named), "say what by --hints"),
+        (("hint", *named), "give the hints by --hints"),
         (("lookup", "--request", "r", "--salt", "s"), "--salt goes with --tokens"),
         (("pin", "--tokens", str(tokens)), "give --token-file or set"),
     ):
