@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError, InputError, KvferryError
 from kvferry.settings.tiers import read_tiers
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
-from kvferry.tools.cli.output import grid, is_stdout, json_option, put
+from kvferry.tools.cli.output import grid, is_stdout, json_option, options, put
 from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.compare import Scenario, compare
 from kvferry.tools.demo.fleet import run_fleet
@@ -32,82 +32,46 @@ from kvferry.tools.words import show_seconds
 INTERRUPTED = 130
 TOKENS_DIFFER = 1
 
-COUNT = click.IntRange(min=1)
+COUNT = {"type": click.IntRange(min=1), "metavar": "N"}
+FLAG = {"is_flag": True}
+OFF = {"default": None, "show_default": "off"}
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
-def _number(name: str, default: int, help: str) -> Callable[[Any], Any]:
-    return click.option(name, type=COUNT, metavar="N", default=default, help=help)
-
-
 @click.command(context_settings={"show_default": True})
-@_number("--conversations", 14, "Number of conversations.")
-@_number("--turns", 5, "Questions in each conversation.")
-@_number("--users", 3, "Turns answered at a time. More users need more of the device's blocks.")
-@_number("--opening-tokens", 320, "About so many tokens open a conversation.")
-@_number("--question-tokens", 40, "About so many tokens make a question.")
-@_number("--answer-tokens", 16, "About so many tokens make an answer.")
-@click.option(
-    "--device-blocks",
-    type=COUNT,
-    metavar="N",
-    default=None,
-    help="KV blocks of the small device, 16 tokens each.",
-    show_default="a quarter of what all conversations need",
-)
-@click.option(
-    "--host",
-    metavar="SIZE",
-    default="256MiB",
-    help="Host memory in which kvferry keeps blocks. If it is too small, it evicts too.",
-)
-@click.option(
-    "--tiers",
-    metavar="TIERS",
-    default=None,
-    help="Tiers below host memory, such as memory:64MiB. They take what host memory evicts: give "
-    "a small --host to see it.",
-    show_default="none",
-)
-@click.option(
-    "--restart",
-    is_flag=True,
-    help="Also stop a server and start it again. The new process finds its blocks on disk.",
-)
-@click.option(
-    "--policies",
-    is_flag=True,
-    help="Also simulate eviction policies on thousands of turns of a chat service.",
-)
-@click.option(
-    "--servers",
-    type=click.IntRange(min=2, max=16),
-    metavar="N",
-    default=None,
-    help="Also serve with N processes, once with one Mooncake store for all and once without.",
-    show_default="off",
-)
-@click.option("--kill", is_flag=True, help="With --servers: kill one of them at half of the turns.")
-@click.option(
-    "--window",
-    type=COUNT,
-    metavar="N",
-    default=None,
-    help="Give every second layer a sliding window of N tokens, so that it loads fewer blocks.",
-    show_default="off",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    help="Seed of the weights and the conversations.",
-)
-@click.option(
-    "--html",
-    type=FILE,
-    default="kvferry-demo.html",
-    help="File of the report: one page with plots that needs no network.",
+@options(
+    ("--conversations", COUNT | {"default": 14}, "Number of conversations."),
+    ("--turns", COUNT | {"default": 5}, "Questions in each conversation."),
+    ("--users", COUNT | {"default": 3}, "Turns at a time. More users need more device blocks."),
+    ("--opening-tokens", COUNT | {"default": 320}, "About so many tokens open a conversation."),
+    ("--question-tokens", COUNT | {"default": 40}, "About so many tokens make a question."),
+    ("--answer-tokens", COUNT | {"default": 16}, "About so many tokens make an answer."),
+    (
+        "--device-blocks",
+        COUNT | {"default": None, "show_default": "a quarter of what all conversations need"},
+        "KV blocks of the small device, 16 tokens each.",
+    ),
+    ("--host", {"metavar": "SIZE", "default": "256MiB"}, "Host memory for kvferry's blocks."),
+    (
+        "--tiers",
+        {"metavar": "TIERS", "default": None, "show_default": "none"},
+        "Tiers below host memory, such as memory:64MiB. Give a small --host to see them work.",
+    ),
+    ("--restart", FLAG, "Also restart a server. The new process finds its blocks on disk."),
+    ("--policies", FLAG, "Also simulate eviction policies on thousands of turns."),
+    (
+        "--servers",
+        {"type": click.IntRange(2, 16), "metavar": "N"} | OFF,
+        "Also serve with N processes, once with one Mooncake store for all and once without.",
+    ),
+    ("--kill", FLAG, "With --servers: kill one of them at half of the turns."),
+    ("--window", COUNT | OFF, "Give every second layer a sliding window of N tokens."),
+    (
+        "--seed",
+        {"type": click.IntRange(min=0), "metavar": "N", "default": 0},
+        "Seed of the weights and the conversations.",
+    ),
+    ("--html", {"type": FILE, "default": "kvferry-demo.html"}, "File of the report, one page."),
 )
 @json_option
 @click.pass_context

@@ -27,6 +27,17 @@ url_option = click.option(
 )
 
 
+def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
+    """Add options to a command. A row has the flags, the arguments of the option, and its help."""
+
+    def add(command: Any) -> Any:
+        for flags, arguments, words in reversed(rows):
+            command = click.option(*flags.split(), help=words, **arguments)(command)
+        return command
+
+    return add
+
+
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--json``: alone it prints only the figures, with FILE it writes them there."""
     return click.option(

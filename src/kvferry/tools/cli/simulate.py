@@ -21,7 +21,7 @@ from kvferry.sim.trials import ALL_KNOWING, Score, Simulation, TracePart, Trial
 from kvferry.telemetry.traces import TraceReader
 from kvferry.tools import plots
 from kvferry.tools.cli import output as progress
-from kvferry.tools.cli.output import grid, is_stdout, json_option, put, unbroken
+from kvferry.tools.cli.output import grid, is_stdout, json_option, options, put, unbroken
 
 _MOST_BLOCKS = 1 << 30
 _MOST_TRIALS = 1000
@@ -158,6 +158,12 @@ def _drawn(data: dict[str, Any]) -> tuple[str, list[plots.Series]]:
     return plots.hit_ratio_plot(lines, labels), lines
 
 
+_COUNT = {"type": click.IntRange(min=1), "metavar": "N"}
+_WHEN = {"metavar": "WHEN", "default": None}
+_FLAG = {"is_flag": True}
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
 @click.command("simulate", context_settings={"show_default": True})
 @click.argument(
     "traces",
@@ -166,87 +172,66 @@ def _drawn(data: dict[str, Any]) -> tuple[str, list[plots.Series]]:
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
-@click.option(
-    "--policy",
-    "policies",
-    metavar="NAMES",
-    default="all",
-    help=f"Policies with commas: {', '.join(kind.name for kind in POLICIES)}, a module path "
-    "(package.module:factory), or all.",
-)
-@click.option(
-    "--capacity",
-    "capacities",
-    metavar="SIZES",
-    default="1000,3000,10000,30000",
-    help="Sizes of host memory with commas, in blocks, or as 64GiB with --token-bytes. 3000+30000 "
-    "is host memory and a tier below it.",
-)
-@click.option(
-    "--token-bytes",
-    metavar="SIZE",
-    default=None,
-    help="Bytes of KV of a token, such as 128KiB, for capacities as sizes.",
-)
-@click.option(
-    "--block-tokens",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=None,
-    help="Tokens of one block of the trace, if the trace does not say it.",
-    show_default="512 for Mooncake's",
-)
-@click.option(
-    "--tier-write",
-    type=click.Choice(["spill", "through"]),
-    default="spill",
-    help="The setting tier_write: how blocks reach the tiers below host memory.",
-)
-@click.option(
-    "--tier-policy",
-    metavar="NAME",
-    default=DEFAULT_TIER_POLICY,
-    help="The setting tier_policy: the policy of the tiers below host memory.",
-)
-@click.option("--from", "start", metavar="WHEN", default=None, help="Leave out earlier requests.")
-@click.option(
-    "--to",
-    "end",
-    metavar="WHEN",
-    default=None,
-    help="Leave out later requests. WHEN is a time from the start, such as 30min, or a share of "
-    "the requests, such as 50%.",
-)
-@click.option("--halves", is_flag=True, help="Also count each half of the requests.")
-@click.option(
-    "--hints",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    default=0.0,
-    help="Hint from the trace's future whether conversations continue, for this share of them.",
-)
-@click.option("--seed", type=int, default=0, help="Seed of the hinted conversations.")
-@click.option(
-    "--keep-partial",
-    is_flag=True,
-    help="Also store the last block of a prompt if it is not full, as published figures often do.",
-)
-@click.option("--bound/--no-bound", default=True, help="Also compute the all-knowing bound.")
-@click.option("--strict", is_flag=True, help="Stop at the first line that is no request.")
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    help="Number of processes; 0: one for each processor.",
-)
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    default=None,
-    metavar="FILE",
-    help="Draw hit ratios by capacity: a picture (.svg) or a page with tables (.html).",
+@options(
+    (
+        "--policy policies",
+        {"metavar": "NAMES", "default": "all"},
+        f"Policies with commas: {', '.join(kind.name for kind in POLICIES)}, a module path "
+        "(package.module:factory), or all.",
+    ),
+    (
+        "--capacity capacities",
+        {"metavar": "SIZES", "default": "1000,3000,10000,30000"},
+        "Sizes of host memory with commas, in blocks, or as 64GiB with --token-bytes. 3000+30000 "
+        "is host memory and a tier below it.",
+    ),
+    (
+        "--token-bytes",
+        {"metavar": "SIZE", "default": None},
+        "Bytes of KV of a token, such as 128KiB, for capacities as sizes.",
+    ),
+    (
+        "--block-tokens",
+        _COUNT | {"default": None, "show_default": "512 for Mooncake's"},
+        "Tokens of one block of the trace, if the trace does not say it.",
+    ),
+    (
+        "--tier-write",
+        {"type": click.Choice(["spill", "through"]), "default": "spill"},
+        "The setting tier_write: how blocks reach the tiers below host memory.",
+    ),
+    (
+        "--tier-policy",
+        {"metavar": "NAME", "default": DEFAULT_TIER_POLICY},
+        "The setting tier_policy: the policy of the tiers below host memory.",
+    ),
+    ("--from start", _WHEN, "Leave out earlier requests."),
+    (
+        "--to end",
+        _WHEN,
+        "Leave out later requests. WHEN is a time from the start, such as 30min, or a share of "
+        "the requests, such as 50%.",
+    ),
+    ("--halves", _FLAG, "Also count each half of the requests."),
+    (
+        "--hints",
+        {"type": click.FloatRange(0, 1), "metavar": "SHARE", "default": 0.0},
+        "Hint from the trace's future whether conversations continue, for this share of them.",
+    ),
+    ("--seed", {"type": int, "default": 0}, "Seed of the hinted conversations."),
+    ("--keep-partial", _FLAG, "Also store last blocks that are not full, as many papers do."),
+    ("--bound/--no-bound", {"default": True}, "Also compute the all-knowing bound."),
+    ("--strict", _FLAG, "Stop at the first line that is no request."),
+    (
+        "--jobs",
+        {"type": click.IntRange(min=0), "metavar": "N", "default": 0},
+        "Number of processes; 0: one for each processor.",
+    ),
+    (
+        "--plot plot_file",
+        {"type": _FILE, "default": None, "metavar": "FILE"},
+        "Draw hit ratios by capacity: a picture (.svg) or a page with tables (.html).",
+    ),
 )
 @json_option
 @click.pass_context

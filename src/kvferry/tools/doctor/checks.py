@@ -146,12 +146,10 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
         return
     yield ok("gpu", gpu.identity.name)
     yield ok("driver", _driver_words(env, gpu))
-    yield from _batch(gpu)
+    yield _batch(gpu)
     yield _link(gpu)
     yield _numa(env, gpu)
-    yield _torch(env)
-    yield _triton(env, gpu)
-    yield _profile(env, gpu)
+    yield from _packages(env, gpu)
 
 
 def _without(env: Environment, error: str) -> Finding:
@@ -163,12 +161,8 @@ def _without(env: Environment, error: str) -> Finding:
             "in a container, start it with the GPU's runtime (docker run --gpus all, Kubernetes "
             "resources.limits nvidia.com/gpu); else install the driver that belongs to the card",
         )
-    return warn(
-        "gpu",
-        f"none found ({error})",
-        "nothing to do for the demo or the library on CPU tensors; to serve a model, run this on "
-        "the machine with the GPU",
-    )
+    remedy = "nothing to do for the demo or the library on CPU tensors; to serve a model, run this "
+    return warn("gpu", f"none found ({error})", f"{remedy}on the machine with the GPU")
 
 
 def _driver_words(env: Environment, gpu: Gpu) -> str:
@@ -180,12 +174,11 @@ def _driver_words(env: Environment, gpu: Gpu) -> str:
     return f"{release[1]}, {words}" if release else words
 
 
-def _batch(gpu: Gpu) -> Iterator[Finding]:
+def _batch(gpu: Gpu) -> Finding:
     if gpu.batch_form is not BatchForm.ABSENT:
         form = "eight" if gpu.batch_form is BatchForm.WITHOUT_FAIL_INDEX else "nine"
-        yield ok("batch copy", f"found, the form with {form} arguments")
-        return
-    yield warn(
+        return ok("batch copy", f"found, the form with {form} arguments")
+    return warn(
         "batch copy",
         "this driver has no cuMemcpyBatchAsync: the dma path copies segment by segment",
         "update the driver to one for CUDA 12.8 or newer (570 on Linux); kernel and staged paths "
@@ -195,13 +188,13 @@ def _batch(gpu: Gpu) -> Iterator[Finding]:
 
 def _link(gpu: Gpu) -> Finding:
     if not (gpu.speed and gpu.width and gpu.max_speed and gpu.max_width):
-        return ok("link", "the kernel does not say (usual in guests); bench/copy_paths.py measures")
+        return ok("link", "unknown, as usual in a guest; bench/copy_paths.py measures it")
     now, most = _link_words(gpu.speed, gpu.width), _link_words(gpu.max_speed, gpu.max_width)
     if _number(gpu.width) < _number(gpu.max_width):
+        times = _number(gpu.max_width) / _number(gpu.width)
         return warn(
             "link",
-            f"{now}, but the card supports {most}: copies take "
-            f"{_number(gpu.max_width) / _number(gpu.width):.0f} times as long",
+            f"{now}, but the card supports {most}: copies take {times:.0f} times as long",
             "reseat the card, or move it to a slot with all lanes; look for slot bifurcation in "
             "the firmware's settings",
         )
@@ -222,19 +215,16 @@ def _link_words(speed: str, width: str) -> str:
 
 def _numa(env: Environment, gpu: Gpu) -> Finding:
     placement = find_placement(gpu.identity.pci_bus_id, env.read)
-    if placement.node is None or not placement.cpus:
+    here, node = env.processors(), placement.node
+    if node is None or not placement.cpus or here & placement.cpus:
         return ok("numa", placement.words)
-    here = env.processors()
-    if here & placement.cpus:
-        return ok("numa", placement.words)
-    distance = _distance(env, placement.node, here)
+    distance = _distance(env, node, here)
     far = f" (distance {distance}, its own is 10)" if distance else ""
     return warn(
         "numa",
-        f"this process runs on no processor of the GPU's node {placement.node}{far}: every copy "
-        "crosses nodes",
-        f"start the engine near its GPU: numactl --cpunodebind={placement.node} "
-        f"--membind={placement.node}, or a Kubernetes topology manager policy of single-numa-node",
+        f"this process runs on no processor of the GPU's node {node}{far}: copies cross nodes",
+        f"start the engine near its GPU: numactl --cpunodebind={node} --membind={node}, or a "
+        "Kubernetes topology manager policy of single-numa-node",
     )
 
 
@@ -250,48 +240,38 @@ def _distance(env: Environment, node: int, processors: frozenset[int]) -> int:
     return far
 
 
-def _torch(env: Environment) -> Finding:
-    version = env.package("torch")
-    if version is None:
-        return fail("torch", "not installed", "pip install 'kvferry[gpu]'")
-    if "+cpu" in version:
-        return fail(
-            "torch",
-            f"{version} is a build without GPU support",
-            "install the build for your driver, see https://pytorch.org/get-started",
-        )
-    return ok("torch", version)
-
-
-def _triton(env: Environment, gpu: Gpu) -> Finding:
-    version = env.package("triton")
-    if version is None and gpu.is_cuda:
-        return warn(
+def _packages(env: Environment, gpu: Gpu) -> Iterator[Finding]:
+    torch, triton = env.package("torch"), env.package("triton")
+    if torch is None:
+        yield fail("torch", "not installed", "pip install 'kvferry[gpu]'")
+    elif "+cpu" in torch:
+        remedy = "install the build for your driver, see https://pytorch.org/get-started"
+        yield fail("torch", f"{torch} is a build without GPU support", remedy)
+    else:
+        yield ok("torch", torch)
+    if triton is None and gpu.is_cuda:
+        yield warn(
             "triton",
             "not installed: no kernel and staged paths, small segments copy at a fraction of the "
             "link's speed",
             "pip install 'kvferry[gpu]'",
         )
-    return ok("triton", version or "not used on this kind of card")
-
-
-def _profile(env: Environment, gpu: Gpu) -> Finding:
-    with_kernels = gpu.is_cuda and env.package("triton") is not None
-    if env.has_profile(gpu.identity, path_names(with_kernels=with_kernels)):
-        return ok("calibration", "this machine has been measured")
-    return warn(
-        "calibration",
-        "this machine has not been measured: the first start takes a second or two longer",
-        "kvferry calibrate, on an idle GPU",
-    )
+    else:
+        yield ok("triton", triton or "not used on this kind of card")
+    if env.has_profile(gpu.identity, path_names(with_kernels=gpu.is_cuda and triton is not None)):
+        yield ok("calibration", "this machine has been measured")
+    else:
+        yield warn(
+            "calibration",
+            "this machine has not been measured: the first start takes a second or two longer",
+            "kvferry calibrate, on an idle GPU",
+        )
 
 
 def _number(text: str) -> float:
     """The number at the start of a text, as in "32.0 GT/s PCIe", else 0."""
-    try:
-        return float(text.split()[0])
-    except (ValueError, IndexError):
-        return 0.0
+    found = re.match(r"[\d.]+", text)
+    return float(found[0]) if found else 0.0
 
 
 def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
@@ -314,18 +294,12 @@ def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
                 f"{_shown(size)}{each} are needed, and the machine's memory is unknown here",
                 "let the process read /proc/meminfo and its cgroup, or make sure of it yourself",
             )
-    yield from _container(env)
-    asked = config.host if isinstance(config.host, int) else size
-    yield _memlock(env, config, asked)
+    limits = env.machine.limits()
+    for limit in [limit for limit in limits if limit.name.startswith("the container")][:1]:
+        yield ok("container", f"{_shown(limit.left)} left of {_shown(limit.total)}")
+    yield _memlock(env, config, config.host if isinstance(config.host, int) else size)
     yield _shm(env)
     yield _huge_pages(env)
-
-
-def _container(env: Environment) -> Iterator[Finding]:
-    for limit in env.machine.limits():
-        if limit.name.startswith("the container"):
-            yield ok("container", f"{_shown(limit.left)} left of {_shown(limit.total)}")
-            return
 
 
 def _memlock(env: Environment, config: Config, asked: int | None) -> Finding:
@@ -354,14 +328,10 @@ def _shm(env: Environment) -> Finding:
     remedy += "medium: Memory at /dev/shm"
     if room is None:
         return fail("/dev/shm", "cannot be used: engines with several processes need it", remedy)
-    total, free = room
-    if free < _LEAST_SHM:
-        return warn(
-            "/dev/shm",
-            f"{_shown(free)} free of {_shown(total)}: engines with several processes need more",
-            remedy,
-        )
-    return ok("/dev/shm", f"{_shown(free)} free of {_shown(total)}")
+    words = f"{_shown(room[1])} free of {_shown(room[0])}"
+    if room[1] >= _LEAST_SHM:
+        return ok("/dev/shm", words)
+    return warn("/dev/shm", f"{words}: engines with several processes need more", remedy)
 
 
 def _huge_pages(env: Environment) -> Finding:
@@ -369,11 +339,8 @@ def _huge_pages(env: Environment) -> Finding:
     if text is None:
         return ok("huge pages", "unknown: this kernel does not report them")
     if "[never]" in text:
-        return warn(
-            "huge pages",
-            "off: host memory takes about twice as long to become ready",
-            f"echo madvise > {_THP}",
-        )
+        words = "off: host memory takes about twice as long to become ready"
+        return warn("huge pages", words, f"echo madvise > {_THP}")
     return ok("huge pages", text[text.find("[") + 1 : text.find("]")])
 
 

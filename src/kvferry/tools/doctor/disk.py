@@ -14,8 +14,25 @@ from kvferry.tiers.opening import open_tier
 from kvferry.tools.doctor.drive import MOST_BYTES, DriveFacts, file_system, nearest_directory
 from kvferry.tools.doctor.machine import Environment, Finding, fail, ok, warn
 
-_IN_MEMORY = ("tmpfs", "ramfs")
 _FAR = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre", "glusterfs")
+_MEMORY = ("is memory: its blocks take memory and end with the machine", "name a drive's directory")
+_UNFIT = {
+    "tmpfs": _MEMORY,
+    "ramfs": _MEMORY,
+    "overlay": (
+        "is the container's own layer: slow, and gone with the container",
+        "mount a volume: docker run -v, or a Kubernetes volume as in deploy/kubernetes",
+    ),
+    **dict.fromkeys(
+        _FAR,
+        (
+            "is on another machine: its locks and syncs may be unreliable",
+            "name a directory on a local drive",
+        ),
+    ),
+}
+"""File systems that are unfit: why, and the remedy."""
+
 _SLOW = 500 * MiB
 """Bytes per second. Computing is often faster than a slower drive."""
 
@@ -57,24 +74,9 @@ def _kind(name: str, directory: str, here: str, kind: str) -> Finding:
             f"it does not exist yet; it would be made in {here}, on {kind}",
             "mount the drive and make the directory, or do nothing if this place is right",
         )
-    if kind in _IN_MEMORY:
-        return warn(
-            name,
-            f"{kind} is memory: its blocks take memory and end with the machine",
-            "name a directory on a drive",
-        )
-    if kind in _FAR:
-        return warn(
-            name,
-            f"{kind} is on another machine: its locks and syncs may be unreliable",
-            "name a directory on a local drive",
-        )
-    if kind == "overlay":
-        return warn(
-            name,
-            "overlay is the container's own layer: slow, and gone with the container",
-            "mount a volume: docker run -v, or a Kubernetes volume as in deploy/kubernetes",
-        )
+    if kind in _UNFIT:
+        words, remedy = _UNFIT[kind]
+        return warn(name, f"{kind} {words}", remedy)
     return ok(name, f"on {kind}")
 
 

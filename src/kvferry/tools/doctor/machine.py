@@ -81,14 +81,16 @@ class Environment:
     """
 
     machine: Machine = field(default_factory=Machine)
-    python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
+    python: tuple[int, int] = sys.version_info[:2]
     gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
     cards: Callable[[], tuple[str, ...]] = lambda: find_cards()
     package: Callable[[str], str | None] = lambda name: package_version(name)
-    plugins: Callable[[str], tuple[str, ...]] = lambda group: plugin_names(group)
+    plugins: Callable[[str], tuple[str, ...]] = lambda group: tuple(
+        sorted({entry.name for entry in metadata.entry_points(group=group)})
+    )
     room: Callable[[str], tuple[int, int] | None] = lambda path: room_of(path)
-    drive: Callable[[str], DriveFacts] = lambda directory: look_at_drive(directory)
-    reach: Callable[[], str] = lambda: look_at_reach()
+    drive: Callable[[str], DriveFacts] = look_at_drive
+    reach: Callable[[], str] = look_at_reach
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
     has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
         load_profile(profile_file(gpu, paths), paths) is not None
@@ -161,10 +163,6 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def plugin_names(group: str) -> tuple[str, ...]:
-    return tuple(sorted({entry.name for entry in metadata.entry_points(group=group)}))
 
 
 def room_of(path: str) -> tuple[int, int] | None:
