@@ -283,7 +283,7 @@ class Config:
         None, SECRET, "The secret that calls to control must carry; at least 16 characters."
     )
     memory_curve: str = setting(
-        "on",
+        "off",
         one_of("on", "off"),
         "Estimate, beside the engine, what half, twice and four times the memory would hit.",
     )

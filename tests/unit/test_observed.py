@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,7 @@ from kvferry.hints import Hints
 from kvferry.sim.simulation import simulate
 from kvferry.sim.trials import Simulation, Trial
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
-from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.recorder import ObservedRequest, Recorder
+from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder
 from kvferry.telemetry.source import Snapshot
 from kvferry.telemetry.traces import TraceReader, TraceWriter, keys_of_numbers
 from kvferry.tools.cli.screen import Screen
@@ -58,6 +58,8 @@ def observed(
 
 
 class Pupil:
+    needs_all = True
+
     def __init__(self, broken: bool = False) -> None:
         self.learned: list[ObservedRequest] = []
         self.threads: set[str] = set()
@@ -103,7 +105,7 @@ def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptur
         observer.see(observed([n]))
     observer.close()
     assert len(good.learned) == 20
-    assert caplog.text.count("Pupil stopped after a mistake of ours") == 1
+    assert caplog.text.count("Pupil stopped after an error of its own") == 1
 
 
 def test_the_engine_never_waits_and_nothing_grows() -> None:
@@ -117,8 +119,24 @@ def test_the_engine_never_waits_and_nothing_grows() -> None:
     assert observer.num_missed > 5000
     assert len(observer._waiting) <= 4096
     pupil.may_go_on.set()
+    deadline = time.monotonic() + 20
+    while not pupil.hurried and time.monotonic() < deadline:
+        time.sleep(0.01)
     observer.close()
     assert pupil.hurried >= 1
+
+
+def test_closing_drops_what_waits_for_a_student_that_does_not_need_all() -> None:
+    slow, quick = Pupil(), Pupil()
+    slow.needs_all = False
+    observer = Observer([slow, quick], pause=lambda seconds: None)
+    for n in range(100):
+        observer.see(observed([n]))
+    began = time.monotonic()
+    observer.close()
+    assert time.monotonic() - began < 1.0
+    assert (len(slow.learned), len(quick.learned)) == (0, 100)
+    assert slow.closed == quick.closed == 1
 
 
 def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
@@ -136,7 +154,7 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
         rests.append(seconds)
         looked.append(len(pupil.learned))
 
-    monkeypatch.setattr("kvferry.telemetry.observer.time.thread_time", lambda: now[0])
+    monkeypatch.setattr("kvferry.telemetry.recorder.time.thread_time", lambda: now[0])
     pupil = Slow()
     observer = Observer([pupil], pause=rest)
     observer._waiting.extend(observed([n]) for n in range(8))
@@ -396,9 +414,10 @@ def test_nothing_shared_and_nothing_back_is_no_hit_at_any_size() -> None:
 
 
 def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.telemetry.observer._REST", 0)
+    monkeypatch.setattr("kvferry.telemetry.recorder._REST", 0)
     kv = [np.zeros((64, 4096), dtype=np.float32)]
-    with kvferry.attach(kv, model="m", host="4MiB", tiers="memory:2MiB", block_tokens=16) as ferry:
+    settings: dict[str, Any] = {"block_tokens": 16, "memory_curve": "on"}
+    with kvferry.attach(kv, model="m", host="4MiB", tiers="memory:2MiB", **settings) as ferry:
         scheduler = ferry._scheduler
         for n in range(80):
             chain = keys(range(8 * (n % 10), 8 * (n % 10) + 8))
@@ -415,9 +434,9 @@ def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatc
     assert "kvferry-observer" not in names
 
 
-def test_it_can_be_turned_off() -> None:
+def test_it_is_off_by_default() -> None:
     kv = [np.zeros((8, 64), dtype=np.float32)]
-    with kvferry.attach(kv, model="m", host="1MiB", memory_curve="off") as ferry:
+    with kvferry.attach(kv, model="m", host="1MiB") as ferry:
         ferry.match(keys(range(4)))
         assert ferry._scheduler.book._observing is None
 

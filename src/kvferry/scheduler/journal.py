@@ -32,8 +32,7 @@ from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, Points, TierSizes
-from kvferry.telemetry.observer import Observer, Student
-from kvferry.telemetry.recorder import ObservedRequest, Recorder
+from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder, Student
 from kvferry.telemetry.stats import MatchCounts
 from kvferry.types import HOST, Key, RequestId, Transfer
 

@@ -53,6 +53,8 @@ class TierSizes:
 class MemoryCurve:
     """Owns the small pools of every tier, and the points of the curve as of the last look."""
 
+    needs_all = False
+
     def __init__(
         self, tiers: Sequence[TierSizes], policy: EvictionPolicyMaker, *, block_tokens: int
     ) -> None:

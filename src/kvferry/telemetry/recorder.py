@@ -1,12 +1,19 @@
-"""Writes requests down as a trace that ``kvferry simulate`` reads: no tokens, nothing to guess."""
+"""Requests for a trace and for the memory curve, looked at on a thread beside the engine's.
+
+The recorder writes requests as a trace that ``kvferry simulate`` reads, without any token.
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
+import threading
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from time import time as wall_time
+from typing import Protocol
 
 import numpy as np
 
@@ -14,13 +21,24 @@ from kvferry.core.keys import Keys
 from kvferry.hints import Hints
 from kvferry.telemetry.traces import TraceWriter
 
+log = logging.getLogger("kvferry")
+
+_LOOK_SECONDS = 1.0
+_BURST_SECONDS = 4e-3
+"""Longest work between two rests. The first request finds nothing in the processor's caches and
+costs several times what the next ones do. After 5 ms the interpreter is the engine's anyway."""
+_REST = 19
+"""It rests so many times as long as it worked: at most a twentieth of one processor is its."""
+_MOST_REST = 1.0
+_MOST_WAITING = 4096
+_CLOSE_SECONDS = 1.0
+
 
 class ObservedRequest:
-    """Facts of one request. Owned by whoever observes; the scheduler adds its answer at its end.
+    """Facts of one request; the scheduler adds the length of its answer when it ends.
 
-    ``at`` is the scheduler's time. ``found_tokens`` of its ``tokens`` need not be computed: those
-    on the device, in host memory and below it. ``answer_tokens`` is None until it is over, and
-    where nobody knows.
+    ``at`` is the scheduler's time. ``found_tokens`` of its ``tokens`` need not be computed.
+    ``answer_tokens`` is None until it is over, and where it is not known.
     """
 
     __slots__ = (
@@ -54,21 +72,120 @@ class ObservedRequest:
         self.is_over = False
 
     def end(self, answer_tokens: int | None) -> None:
-        """It is over. Another thread looks on: what it may write comes before that it may."""
+        """The request is over."""
+        # Another thread reads these: the length must be there before the flag.
         self.answer_tokens = answer_tokens
         self.is_over = True
 
     @property
     def keys(self) -> Keys:
-        """One for each whole block of its prompt. Cut by whoever asks, not by the engine."""
+        """One for each whole block of its prompt. Cut here, not on the engine's thread."""
         return self._keys[: self._num_keys]
 
 
-# ------------------------------------------------------------------------------------------------
-# Writes requests down as a trace that ``kvferry simulate`` reads: no tokens, nothing to guess.
+class Student(Protocol):
+    """Learns from requests, on the observer's thread alone."""
+
+    needs_all: bool
+    """Whether it must see what waits when the observer closes."""
+
+    def learn(self, request: ObservedRequest) -> None:
+        """Learn from one request; they come in order."""
+
+    def idle(self) -> None:
+        """Nothing waits at this moment: a time to put things in order."""
+
+    def hurry(self) -> None:
+        """More comes than can be looked at: make do with less of each."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+class Observer:
+    """Hands requests to its students on a thread, which begins with the first request.
+
+    :meth:`see` is all that the engine's thread does. Requests beyond its capacity are dropped and
+    counted (``num_missed``). A student that raises is removed, with a line in the log.
+    """
+
+    def __init__(
+        self,
+        students: Sequence[Student],
+        *,
+        pause: Callable[[float], object] | None = None,
+    ) -> None:
+        """``pause`` is called with the seconds that it should rest."""
+        self.num_missed = 0
+        self._students = list(students)
+        self._waiting: deque[ObservedRequest] = deque()
+        self._stop = threading.Event()
+        self._pause = pause if pause is not None else self._stop.wait
+        self._thread: threading.Thread | None = None
+
+    def see(self, request: ObservedRequest) -> None:
+        """Take a request, without waiting."""
+        if len(self._waiting) >= _MOST_WAITING:
+            self.num_missed += 1
+            return
+        self._waiting.append(request)
+        if self._thread is None and not self._stop.is_set():
+            self._thread = threading.Thread(target=self._run, name="kvferry-observer", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End within a second. What waits is dropped, unless a student needs all. Safe twice."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        if self._thread is None or not self._thread.is_alive():
+            self._tell(lambda student: student.close())
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            self._look()
+        for student in [student for student in self._students if not student.needs_all]:
+            self._students.remove(student)
+            self._call(student, lambda student: student.close())
+        deadline = time.monotonic() + _CLOSE_SECONDS / 2
+        while self._waiting and self._students and time.monotonic() < deadline:
+            request = self._waiting.popleft()
+            self._tell(lambda student: student.learn(request))  # noqa: B023
+
+    def _look(self) -> None:
+        worked = 0.0
+        while self._waiting and self._students and not self._stop.is_set():
+            if len(self._waiting) > _MOST_WAITING // 2:
+                self._tell(lambda student: student.hurry())
+                while len(self._waiting) > _MOST_WAITING // 4:
+                    self._waiting.popleft()
+                    self.num_missed += 1
+            began = time.thread_time()
+            request = self._waiting.popleft()
+            self._tell(lambda student: student.learn(request))  # noqa: B023
+            worked += time.thread_time() - began
+            if worked >= _BURST_SECONDS:
+                self._pause(min(_MOST_REST, _REST * worked))
+                worked = 0.0
+        self._tell(lambda student: student.idle())
+
+    def _tell(self, what: Callable[[Student], None]) -> None:
+        for student in tuple(self._students):
+            self._call(student, what)
+
+    def _call(self, student: Student, what: Callable[[Student], None]) -> None:
+        try:
+            what(student)
+        except Exception:
+            log.exception("%s stopped after an error of its own", type(student).__name__)
+            if student in self._students:
+                self._students.remove(student)
+
 
 _LEAST_TOKENS = 128
-"""A recorded block has at least so many: one key for many short ones keeps the file small."""
+"""Tokens of a recorded block, at least: one key for many short blocks keeps the file small."""
 
 _ANSWER_SECONDS = 60.0
 """A request that is not over by then is written without the length of its answer."""
@@ -77,17 +194,19 @@ _SALT_BYTES = 32
 
 
 class Recorder:
-    """Owns the file, a secret, and the requests whose answers it waits for.
+    """Writes a trace. Owns the file, a secret, and the requests whose answers it waits for.
 
     A key in the file is a digest of the real one under a secret that is never written and dies with
-    the process: who knows a prompt cannot look it up there.
+    the process: knowing a prompt does not help to find it there.
     """
+
+    needs_all = True
 
     def __init__(self, path: Path, *, block_tokens: int, most_bytes: int, now: float) -> None:
         """``block_tokens`` is what a key of a request covers, ``now`` the scheduler's time."""
         self._every = -(-_LEAST_TOKENS // block_tokens)
         self._salt = secrets.token_bytes(_SALT_BYTES)
-        self._offset = wall_time() - now
+        self._offset = time.time() - now
         self._waiting: deque[ObservedRequest] = deque()
         self.writer = TraceWriter(
             path, block_tokens=self._every * block_tokens, most_bytes=most_bytes
@@ -98,7 +217,7 @@ class Recorder:
         self._write(before=request.at - _ANSWER_SECONDS)
 
     def idle(self) -> None:
-        self._write(before=wall_time() - self._offset - _ANSWER_SECONDS)
+        self._write(before=time.time() - self._offset - _ANSWER_SECONDS)
         self.writer.flush()
 
     def hurry(self) -> None:
@@ -109,7 +228,7 @@ class Recorder:
         self.writer.close()
 
     def _write(self, before: float) -> None:
-        """Those that are over, and those that came before then; in the order in which they came."""
+        """Write requests that are over, and those that came before then, in their order."""
         while self._waiting:
             request = self._waiting[0]
             if not request.is_over and request.at >= before:
