@@ -81,7 +81,7 @@ class Ours:
             lease.commit()
 
     def load(self, keys: Request) -> None:
-        lease = self.pool.pin(keys)
+        lease = self.pool.lease(keys)
         assert lease is not None
         assert len(lease) == len(keys)
         lease.release()
@@ -226,7 +226,7 @@ def measure(clock: Clock, name: str, make: Callable[[int], Ours | PerKey], num_s
 
 def measure_strewn(clock: Clock, num_slots: int, rounds: int) -> None:
     way = Ours(num_slots)
-    np.random.default_rng(5).shuffle(way.pool._free.slots)
+    np.random.default_rng(5).shuffle(way.pool.table.free.slots)
     resident = list(new_keys(num_slots // KEYS, 1))
     for keys in resident:
         way.store(keys)

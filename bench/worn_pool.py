@@ -32,7 +32,7 @@ from made_traces import Maker
 BLOCK_TOKENS = 16
 PLACINGS: dict[str, dict[str, Any]] = {
     "as they come": {},
-    "side by side": {"side_by_side": True},
+    "side by side": {"placed": True},
 }
 WARM = 0.5
 """This part of the requests is not counted: the pool is not worn yet."""
@@ -77,7 +77,7 @@ def replay(requests: list[list[int]], cut: int, num_slots: int, placing: dict[st
     seconds, num_reserved, num_hits, num_asked = 0.0, 0, 0, 0
     for number, ids in enumerate(requests):
         keys, is_counted = keys_of(ids, cut), number >= WARM * len(requests)
-        reading = pool.pin(keys)
+        reading = pool.lease(keys)
         hit = len(reading) if reading is not None else 0
         if reading is not None:
             if is_counted:

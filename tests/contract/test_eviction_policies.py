@@ -159,7 +159,7 @@ class Owner:
                 lease = self.pool.reserve(event.keys, parent=event.parent_key, chained=chained)
                 self.claim(lease)
             case Pin(_, purpose):
-                self.claim(self.pool.pin(event.keys, purpose))
+                self.claim(self.pool.lease(event.keys, purpose))
             case Touch():
                 self.pool.touch(event.keys)
             case End(at, well):
@@ -230,7 +230,7 @@ def test_what_a_policy_may_see_of_a_block() -> None:
     lone.commit()
     stored(pool, [30])
     numbers = [0, 1, 2, 3, 5, 6, 7, 8, 9, 20, 21, 30]
-    slots = pool._index.find(keys(numbers))
+    slots = pool.table.index.find(keys(numbers))
     assert residents.keys_of(slots) == keys(numbers)
     assert residents.positions_of(slots).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 1, 0, 0, 0]
     first, *_, third, alone, other, last = residents.conversations_of(slots).tolist()
@@ -240,7 +240,7 @@ def test_what_a_policy_may_see_of_a_block() -> None:
     ]  # fmt: skip
     assert len({first, second, third, alone, other, last}) == 6
     assert residents.num_followers_of(slots).tolist() == [2, 2, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
-    pin = pool.pin(keys([0, 1]))
+    pin = pool.lease(keys([0, 1]))
     assert pin is not None
     assert residents.is_idle(slots).tolist() == [False] * 2 + [True] * 10
     assert residents.now() == 12.5
@@ -261,7 +261,7 @@ def test_a_newcomer_may_be_refused_and_is_described() -> None:
     assert lease is not None
     assert lease.positions.tolist() == [1], "one block made room"
     assert len(asked) == 2
-    here = int(pool._index.find(keys([0]))[0])
+    here = int(pool.table.index.find(keys([0]))[0])
     assert asked[0].keys == keys([1, 2, 3, 4])
     assert (asked[0].slots == NO_SLOT).tolist() == [False, True, True, True]
     assert asked[0].parent == here
@@ -290,12 +290,13 @@ def test_use_is_not_insertion_is_not_keeping() -> None:
 
     pool = Pool(4, Told)
     stored(pool, [0, 1, 2])
-    pin = pool.pin(keys([0, 1]))
+    pin = pool.lease(keys([0, 1]))
     assert pin is not None
     pin.release()
     pool.touch(keys([2]))  # now the last to go, behind those it follows
     stored(pool, [10, 11], after=None)
-    a, b, c = pool._index.find(keys([0, 1, 2])).tolist()
+    pool.catch_up()
+    a, b, c = pool.table.index.find(keys([0, 1, 2])).tolist()
     assert told[:3] == [("insert", [0, 1, 2]), ("use", [0, 1]), ("use", [2])]
     assert c == NO_SLOT
     assert ("keep", [b, a]) in told or ("keep", []) in told
@@ -311,7 +312,7 @@ def test_a_policy_that_lets_go_of_a_slot_twice_is_named() -> None:
     stored(pool, [0, 1, 2])
     with pytest.raises(IntegrityError, match="Twice let go of a slot twice"):
         pool.reserve(keys([5, 6]))
-    assert pool._readers.sum() == 0
+    assert pool.table.readers.sum() == 0
 
 
 def test_a_policy_that_raises_leaves_no_claim_behind() -> None:
@@ -334,7 +335,7 @@ def test_a_policy_that_names_only_what_cannot_go_is_not_asked_for_ever() -> None
 
     pool = Pool(3, Stubborn)
     stored(pool, [0, 1, 2])
-    pin = pool.pin(keys([0, 1, 2]))
+    pin = pool.lease(keys([0, 1, 2]))
     assert pin is not None
     assert pool.reserve(keys([5])) is None
     pin.release()

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.policies.contract import Arriving, Residents
-from kvferry.cache.policies.fair import Fair
 from kvferry.cache.policies.lru import Lru
+from kvferry.cache.policies.quotas import Quotas
 from kvferry.types import NO_SLOT, Key, SlotArray, as_slots
 
 
@@ -122,7 +122,7 @@ class Odd(Fifo):
         return taken
 
 
-class FairLru(Fair):
+class FairLru(Quotas):
     """LRU for two tenants that share all slots evenly: who comes is owned, odd slots by the second.
 
     In a pool the pool says whose slots are; here nobody does.

@@ -28,6 +28,6 @@ def evict(pool: Pool, num_slots: int) -> int:
 def forget(pool: Pool, gone: Keys) -> None:
     """These blocks, where they are cached, turn out to be unreadable."""
     for each in gone:
-        lease = pool.pin(Keys.from_bytes([each]), Purpose.COPY)
+        lease = pool.lease(Keys.from_bytes([each]), Purpose.COPY)
         if lease is not None:
             lease.spoil()

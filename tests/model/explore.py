@@ -171,7 +171,9 @@ class World:
         flights = sorted(scheduler.transfers._in_flight.items())
         outbox = scheduler.transfers
         names = Names()
-        indexed = sorted((pool._index.key_of(slot), slot) for slot in pool._index.slots().tolist())
+        indexed = sorted(
+            (pool.table.index.key_of(slot), slot) for slot in pool.table.index.slots().tolist()
+        )
         slots = tuple((key, names.slot(slot)) for key, slot in indexed)
         flying = tuple((names.order(f.transfer), f.ok, f.overdue) for _, f in flights)
         queued = tuple(names.transfer(order.transfer) for order in outbox._loads)
@@ -197,7 +199,7 @@ class World:
         return (
             *(tuple(sorted(self.left.items())), tuple(self.lives), sim.weights),
             *(slots, flying, queued, stores, requests, held),
-            names.slots(pool._policy.peek(pool.num_slots)),
+            names.slots(pool.eviction.policy.peek(pool.num_slots)),
             tuple(self._slot(slot, names) for slot in list(names.of_slots)),
             pool.num_free,
             tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._requests.released),
@@ -206,8 +208,8 @@ class World:
 
     def _slot(self, slot: int, names: Names) -> tuple[int, ...]:
         pool = self.sim.pool
-        parent = names.slot(pool._chains.parent_of(slot))
-        return int(pool._state[slot]), int(pool._readers[slot]), parent
+        parent = names.slot(pool.table.chains.parent_of(slot))
+        return int(pool.table.state[slot]), int(pool.table.readers[slot]), parent
 
     def _rank(self, rank: int, names: Names) -> tuple[object, ...]:
         """One rank's view. What lies in memory that is free will be written before it is read."""

@@ -39,8 +39,8 @@ from tests.model.stage import (
 )
 
 from kvferry.cache import reach
-from kvferry.cache.leases import SlotState
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import Keys
@@ -138,8 +138,10 @@ class Serving:
         )
         for tier in self.tiers:
             if tier.pool is not None:
-                slots = np.flatnonzero(tier.pool._state == SlotState.CACHED)
-                for slot, key in zip(slots.tolist(), tier.pool._index.keys_of(slots), strict=True):
+                slots = np.flatnonzero(tier.pool.table.state[:-1] == SlotState.CACHED)
+                for slot, key in zip(
+                    slots.tolist(), tier.pool.table.index.keys_of(slots), strict=True
+                ):
                     for shelf in (each[tier.name] for each in shelves):
                         assert shelf[slot][0] == key, "a rank does not have what was restored"
         self.num_restored += sum(
@@ -628,8 +630,8 @@ class Serving:
         if not self.scheduler.transfers._forget:
             self._check_keyed()
         for pool, name in hosts:
-            slots = np.flatnonzero(pool._state == SlotState.CACHED)
-            for slot, key in zip(slots.tolist(), pool._index.keys_of(slots), strict=True):
+            slots = np.flatnonzero(pool.table.state[:-1] == SlotState.CACHED)
+            for slot, key in zip(slots.tolist(), pool.table.index.keys_of(slots), strict=True):
                 if name is not None and self.num_lives > 1 and not self._is_known(key):
                     continue  # of another life's later weights: nobody can ask for it
                 expected = self._expected(key)

@@ -26,8 +26,8 @@ from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.pools import evict
 
 from kvferry.cache import reach
-from kvferry.cache.leases import SlotState
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import SlotTier, WriteMode
@@ -320,10 +320,12 @@ class Simulation:
                 assert min(held) > 0, f"{transfer} touches a device block that was let go"
             else:
                 pool = self._pool(tier)
-                free = pool._state[slots] == SlotState.FREE
+                free = pool.table.state[slots] == SlotState.FREE
                 assert not free.any(), f"{transfer} touches a free slot"
                 if tier == transfer.src:
-                    assert (pool._readers[slots] > 0).all(), f"{transfer} reads an unpinned slot"
+                    assert (pool.table.readers[slots] > 0).all(), (
+                        f"{transfer} reads an unpinned slot"
+                    )
 
     def _pool(self, rank_tier: TierName) -> Pool:
         if rank_tier == HOST:
@@ -608,7 +610,7 @@ class Driver:
         if self.sim.scheduler.num_queued:
             return
         for pool in (self.sim.pool, *(tier.pool for tier in self.sim.tiers)):
-            writing = pool._state == SlotState.WRITING
+            writing = pool.table.state == SlotState.WRITING
             assert not writing.any(), "a block that did not come in time is still expected"
         for request in self.sim.requests.values():
             assert request.state != "loading", f"{request.id} still waits for its load"

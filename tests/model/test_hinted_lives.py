@@ -143,9 +143,9 @@ class Life:
     def check(self) -> None:
         self.desk.scheduler.check_integrity()
         for pool in (self.desk.pool, *(tier.pool for tier in self.tiers)):
-            assert pool.counts.held <= pool.holds.most
-            for tenant, ceiling in enumerate(pool._ceilings):
-                assert pool.slots_of_tenant(tenant) <= ceiling
+            assert pool.counts.pinned <= pool.eviction.pins.most
+            for tenant, ceiling in enumerate(pool.eviction._ceilings):
+                assert pool.eviction.slots_of_tenant(tenant) <= ceiling
             for key, may in self.may_be_stored.items():
                 assert may or not pool.known(Keys.from_bytes((key,)))[0]
 

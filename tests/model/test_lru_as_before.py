@@ -43,7 +43,7 @@ class Twins:
                 self.claim(new, self.old.reserve(keys, parent, chained))
                 assert self.gone.read() == self.old.evicted
             case Pin(_, purpose):
-                self.claim(self.new.pin(event.keys, purpose), self.old.pin(event.keys, purpose))
+                self.claim(self.new.lease(event.keys, purpose), self.old.pin(event.keys, purpose))
             case Touch():
                 self.new.touch(event.keys)
                 self.old.touch(event.keys)
@@ -72,9 +72,9 @@ class Twins:
             self.open.append((new, old))
 
     def compare(self) -> None:
-        order = self.new._policy.peek(self.new.num_slots).tolist()
+        order = self.new.eviction.policy.peek(self.new.num_slots).tolist()
         assert order == list(self.old.order.slots)
-        assert self.new._free.slots.tolist() == self.old.free
+        assert self.new.table.free.slots.tolist() == self.old.free
         self.new.check_integrity()
 
 

@@ -86,12 +86,12 @@ def test_a_hold_covers_all_that_can_be_reached(is_pin: bool) -> None:
         held = np.zeros(LENGTH, dtype=bool)
         for pool in (desk.pool, disk):
             slots = pool.find_cached(CHAIN)
-            held[slots >= 0] |= pool.holds.held(slots[slots >= 0])
+            held[slots >= 0] |= pool.eviction.pins.pinned(slots[slots >= 0])
         assert held.tolist() == (here & reached).tolist(), (there, known, below)
         assert not is_pin or told.blocks == held.sum()
         coming = int(np.count_nonzero(reached & ~here))
         words = f"{coming} blocks are still being copied"
         assert [each.startswith(words) for each in told.refused] == [True] * bool(coming)
         control.unpin(CHAIN)
-        assert desk.pool.counts.held == disk.counts.held == 0
+        assert desk.pool.counts.pinned == disk.counts.pinned == 0
         settle(desk)

@@ -35,7 +35,7 @@ class Twins:
         self.pools = [Pool(num_slots, make, clock=lambda: self.time) for _ in "ab"]
         if divided:
             for pool in self.pools:
-                pool.divide([None, 0.4, None], [1.0, 1.0, 0.5], 0)
+                pool.eviction.divide([None, 0.4, None], [1.0, 1.0, 0.5], 0)
         self.divided = divided
         self.evicted = [Evictions(pool) for pool in self.pools]
         self.open: list[list[Lease]] = []
@@ -46,7 +46,7 @@ class Twins:
         self.time += 0.3
         if isinstance(event, Pin | Reserve) and self.rng.random() < 0.5:
             for pool in self.pools:
-                pool.asked(event.keys, 16 * len(event.keys), pool.leading(event.keys))
+                pool.asked(event.keys, 16 * len(event.keys), pool.lookup(event.keys))
                 pool.answered(event.keys, 7)
         tenant = self.rng.randrange(3) if self.divided else 0
         match event:
@@ -59,14 +59,14 @@ class Twins:
                     ]
                 )
             case Pin(_, purpose):
-                self._claim([pool.pin(event.keys, purpose) for pool in self.pools])
+                self._claim([pool.lease(event.keys, purpose) for pool in self.pools])
             case End(at) | Disown(at):
                 if at < len(self.open):
                     self._end(event)
             case _:
                 for pool in self.pools:
                     _tell_one(pool, event)
-        self.most_waiting = max(self.most_waiting, len(self.pools[1]._feed))
+        self.most_waiting = max(self.most_waiting, len(self.pools[1].eviction.feed.events))
         self.pools[0].catch_up()
         self.compare()
 
@@ -93,9 +93,8 @@ class Twins:
         assert self.evicted[0].read() == self.evicted[1].read()
         assert one.counts == other.counts
         if whole or self.rng.random() < 0.1:
-            assert np.array_equal(
-                one._policy.peek(one.num_slots), other._policy.peek(one.num_slots)
-            )
+            orders = [pool.eviction.policy.peek(pool.num_slots) for pool in self.pools]
+            assert np.array_equal(*orders)
             other.check_integrity()
 
 
@@ -129,11 +128,11 @@ def test_the_backlog_is_bounded() -> None:
         assert lease is not None
         lease.commit()
     for number in range(100):
-        read = pool.pin(keys([number % 40]))
+        read = pool.lease(keys([number % 40]))
         assert read is not None
         read.release()
-        assert len(pool._feed) <= MANY_EVENTS
-    assert len(pool._feed)
+        assert len(pool.eviction.feed.events) <= MANY_EVENTS
+    assert len(pool.eviction.feed.events)
 
 
 def test_the_end_of_a_lease_runs_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +142,15 @@ def test_the_end_of_a_lease_runs_no_policy(monkeypatch: pytest.MonkeyPatch) -> N
     assert two is not None
     assert three is not None
     pool.catch_up()
-    monkeypatch.setattr(pool._feed, "_tell", None)
+    monkeypatch.setattr(pool.eviction.feed, "_tell", None)
     one.commit()
     two.commit(failed=[1])
     three.abort()
     for purpose in Purpose.READ, Purpose.COPY:
-        read = pool.pin(keys([10, 11]), purpose)
+        read = pool.lease(keys([10, 11]), purpose)
         assert read is not None
         read.release()
-    read = pool.pin(keys([10, 11]))
+    read = pool.lease(keys([10, 11]))
     assert read is not None
     read.disown()
     read.spoil()
@@ -172,5 +171,5 @@ def test_chains_are_told_as_they_were() -> None:
             if not is_late:
                 pool.catch_up()
         pool.check_integrity()
-        counts.append(pool._policy._segments.count)  # type: ignore[attr-defined]
+        counts.append(pool.eviction.policy._segments.count)  # type: ignore[attr-defined]
     assert counts[0] == counts[1]

@@ -58,7 +58,7 @@ CHAINS = (
 LOOSE = tuple(range(20, 26))
 EVERY = sorted({number for chain in CHAINS for number in chain} | set(LOOSE))
 
-PLACINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from([{}, {"side_by_side": True}])
+PLACINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from([{}, {"placed": True}])
 """How a pool chooses the slots it gives out."""
 
 
@@ -227,7 +227,7 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             blocks.append(block)
         assert self.pool.match(self.keys(numbers)) == len(blocks)
-        lease = self.pool.pin(self.keys(numbers), purpose)
+        lease = self.pool.lease(self.keys(numbers), purpose)
         if not blocks:
             assert lease is None
             return multiple()
@@ -338,7 +338,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.reserve(twice)
         if self.pool.match(twice) == len(twice):
             with pytest.raises(InputError, match=f"{len(twice)} blocks to pin are not distinct"):
-                self.pool.pin(twice)
+                self.pool.lease(twice)
 
     # -- what always holds ----------------------------------------------------------------------
 

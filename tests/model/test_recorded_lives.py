@@ -41,18 +41,18 @@ class Current:
         self.pool = Pool(
             num_slots,
             policy_named(policy),
-            side_by_side=shape == "placed",
+            placed=shape == "placed",
             clock=lambda: self.time,
         )
         if tenants > 1:
-            self.pool.divide([None, 0.4, None], [1.0, 1.0, 0.5], 0)
+            self.pool.eviction.divide([None, 0.4, None], [1.0, 1.0, 0.5], 0)
         self._evictions = Evictions(self.pool)
 
     def advance(self, seconds: float) -> None:
         self.time += seconds
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
-        return self.pool.leading(keys(blocks)).tolist()
+        return self.pool.lookup(keys(blocks)).tolist()
 
     def reserve(
         self, blocks: Sequence[int], parent: int | None, chained: bool, tenant: int
@@ -61,7 +61,7 @@ class Current:
         return self.pool.reserve(keys(blocks), parent=above, chained=chained, tenant=tenant)
 
     def lease(self, blocks: Sequence[int], copies: bool) -> Lease | None:
-        return self.pool.pin(keys(blocks), Purpose.COPY if copies else Purpose.READ)
+        return self.pool.lease(keys(blocks), Purpose.COPY if copies else Purpose.READ)
 
     def end(self, lease: Lease, how: str, failed: Sequence[int]) -> None:
         writes = lease.purpose is Purpose.WRITE
@@ -77,7 +77,7 @@ class Current:
 
     def asked(self, blocks: Sequence[int], tokens: int, found: int) -> None:
         named = keys(blocks)
-        self.pool.asked(named, tokens, self.pool.leading(named)[:found])
+        self.pool.asked(named, tokens, self.pool.lookup(named)[:found])
 
     def answered(self, blocks: Sequence[int], tokens: int) -> None:
         self.pool.answered(keys(blocks), tokens)
@@ -86,24 +86,24 @@ class Current:
         return self.pool.hint(keys(blocks), Evidence(over, not over, within))
 
     def pin(self, blocks: Sequence[int], seconds: float, priority: int | None) -> int:
-        slots = self.pool.leading(keys(blocks))
-        return self.pool.hold(slots, seconds, priority) if len(slots) else 0
+        slots = self.pool.lookup(keys(blocks))
+        return self.pool.eviction.pin(slots, seconds, priority) if len(slots) else 0
 
     def unpin(self, blocks: Sequence[int]) -> int:
-        slots = self.pool.leading(keys(blocks))
-        return self.pool.let_go(slots) if len(slots) else 0
+        slots = self.pool.lookup(keys(blocks))
+        return self.pool.eviction.unpin(slots) if len(slots) else 0
 
     def evict_first(self, blocks: Sequence[int], priority: int, first: int) -> None:
-        slots = self.pool.leading(keys(blocks))
+        slots = self.pool.lookup(keys(blocks))
         if len(slots):
-            self.pool.go_first(slots, priority, first=first)
+            self.pool.eviction.evict_first(slots, priority, first=first)
 
     def drop(self, blocks: Sequence[int]) -> int:
-        slots = self.pool.leading(keys(blocks))
+        slots = self.pool.lookup(keys(blocks))
         return self.pool.drop(slots) if len(slots) else 0
 
     def coldest(self, count: int) -> list[bytes]:
-        return list(self.pool.coldest(count))
+        return list(self.pool.eviction.coldest(count))
 
     def reset(self) -> None:
         self.pool.reset()
@@ -118,7 +118,7 @@ class Current:
 
     def counts(self) -> list[int]:
         c = self.pool.counts
-        return [c.free, c.cached, c.leased, c.evicted, c.unready, c.held, c.refused_holds]
+        return [c.free, c.cached, c.leased, c.evicted, c.unready, c.pinned, c.refused_pins]
 
     def check(self) -> None:
         self.pool.check_integrity()

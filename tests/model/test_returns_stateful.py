@@ -43,7 +43,7 @@ class ReturnsMachine(RuleBasedStateMachine):
 
     @property
     def policy(self) -> Returns:
-        policy = self.pool._policy
+        policy = self.pool.eviction.policy
         assert isinstance(policy, Returns)
         return policy
 
@@ -55,7 +55,7 @@ class ReturnsMachine(RuleBasedStateMachine):
     def request(self, chain: list[int], length: int, tokens: int, store: bool) -> None:
         """One that is told of, as the scheduler does."""
         asked = keys(chain[:length])
-        self.pool.asked(asked, tokens, self.pool.leading(asked))
+        self.pool.asked(asked, tokens, self.pool.lookup(asked))
         if store:
             lease = self.pool.reserve(asked)
             if lease is not None:
@@ -74,7 +74,7 @@ class ReturnsMachine(RuleBasedStateMachine):
     @rule(chain=chains, length=lengths, copy=st.booleans())
     def pin(self, chain: list[int], length: int, copy: bool) -> None:
         purpose = Purpose.COPY if copy else Purpose.READ
-        lease = self.pool.pin(keys(chain[:length]), purpose)
+        lease = self.pool.lease(keys(chain[:length]), purpose)
         if lease is not None:
             self.open.append(lease)
 

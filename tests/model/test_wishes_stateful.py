@@ -61,7 +61,7 @@ class Wishes(RuleBasedStateMachine):
         return Keys.from_bytes([key(number) for number in numbers])
 
     def slots(self, chain, length):
-        return self.pool.leading(self.keys(chain[:length]))
+        return self.pool.lookup(self.keys(chain[:length]))
 
     def places(self):
         """The cached blocks and their slots."""
@@ -129,7 +129,7 @@ class Wishes(RuleBasedStateMachine):
 
     @rule(chain=chains, length=lengths)
     def read(self, chain, length):
-        lease = self.pool.pin(self.keys(chain[:length]))
+        lease = self.pool.lease(self.keys(chain[:length]))
         if lease is not None:
             self.leases.append(lease)
 
@@ -154,7 +154,7 @@ class Wishes(RuleBasedStateMachine):
     def reset(self):
         self.pool.reset()
         self.firm.clear()
-        assert self.pool.counts.held == 0
+        assert self.pool.counts.pinned == 0
 
     # -- wishes ---------------------------------------------------------------------------------
 
@@ -162,25 +162,25 @@ class Wishes(RuleBasedStateMachine):
     def pin(self, chain, length, seconds):
         slots = self.slots(chain, length)
         until = self.now + seconds
-        count = self.pool.hold(slots, seconds)
+        count = self.pool.eviction.pin(slots, seconds)
         assert count <= len(slots)
-        firmly = self.pool.holds.firmly(slots)
+        firmly = self.pool.eviction.pins.firmly(slots)
         for number, slot_is_firm in zip(chain, firmly, strict=False):
             if slot_is_firm:
                 self.firm[number] = max(self.firm.get(number, 0.0), until)
         if count < len(slots):  # nothing soft was left to give way
-            every = self.pool.holds.all_held()
-            others = every[~self.pool.holds.firmly(every)]
+            every = self.pool.eviction.pins.all_pinned()
+            others = every[~self.pool.eviction.pins.firmly(every)]
             assert not set(others.tolist()) - set(slots.tolist())
 
     @rule(chain=chains, length=lengths, seconds=times, priority=st.integers(36, 100))
     def rank_high(self, chain, length, seconds, priority):
         slots = self.slots(chain, length)
-        assert self.pool.hold(slots, seconds, priority) <= len(slots)
+        assert self.pool.eviction.pin(slots, seconds, priority) <= len(slots)
 
     @rule(chain=chains, length=lengths, priority=st.integers(0, 34))
     def rank_low(self, chain, length, priority):
-        self.pool.go_first(self.slots(chain, length), priority)
+        self.pool.eviction.evict_first(self.slots(chain, length), priority)
 
     @rule(chain=chains, length=lengths, ended=st.booleans(), within=st.none() | times)
     def hint(self, chain, length, ended, within):
@@ -190,14 +190,14 @@ class Wishes(RuleBasedStateMachine):
         )
         if not ended and self.most >= len(slots):  # firm ones may leave too little room
             until = self.now + (CONTINUES_SECONDS if within is None else within)
-            held = self.pool.holds.until(slots)
+            held = self.pool.eviction.pins.until(slots)
             assert (held[held > 0] >= until).all()
 
     @rule(chain=chains, length=lengths)
     def unpin(self, chain, length):
         slots = self.slots(chain, length)
-        self.pool.let_go(slots)
-        for number, held in zip(chain, self.pool.holds.held(slots), strict=False):
+        self.pool.eviction.unpin(slots)
+        for number, held in zip(chain, self.pool.eviction.pins.pinned(slots), strict=False):
             if not held:
                 self.firm.pop(number, None)
 
@@ -225,9 +225,9 @@ class Wishes(RuleBasedStateMachine):
     @invariant()
     def holds_within_bounds(self):
         self.pool.check_integrity()
-        assert self.pool.counts.held <= self.most
-        held = self.pool.holds.all_held()
-        assert len(held) == self.pool.counts.held
+        assert self.pool.counts.pinned <= self.most
+        held = self.pool.eviction.pins.all_pinned()
+        assert len(held) == self.pool.counts.pinned
         firm = {n for n in EVERY if self.is_firm(n)}
         assert firm <= self.cached(), "what is firm is gone"
         places, is_held, links = self.places(), set(held.tolist()), self.links()

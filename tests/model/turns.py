@@ -15,9 +15,9 @@ from hashlib import blake2b
 import numpy as np
 from tests.model import request_laws
 
-from kvferry.cache.leases import SlotState
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
+from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.promotion import State
@@ -383,13 +383,13 @@ class Turns:
 
     def _check_promises(self) -> None:
         """What the host offers it has, on every rank."""
-        matcher, index = self.scheduler.matcher, self.pool._index
+        matcher, index = self.scheduler.matcher, self.pool.table.index
         known: dict[Key, Key] = {}
         for chain in (*self.histories.values(), *(list(turn.chain) for turn in self.turns)):
             if chain:
                 names = matcher.all_keys(0, Keys.from_bytes(chain))
                 known.update(zip(names, chain, strict=True))
-        for slot in np.flatnonzero(self.pool._state == SlotState.CACHED).tolist():
+        for slot in np.flatnonzero(self.pool.table.state == SlotState.CACHED).tolist():
             key = known.get(Key(index.key_of(slot)))
             if key is not None:
                 assert (self.host[:, slot] == self.value(key)).all(), "the host lies"

@@ -379,7 +379,7 @@ def test_a_store_says_that_the_policy_refused_it(
 ) -> None:
     with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
         assert ferry.wait(ferry.store(ferry.keys(range(3 * TOKENS)), [0, 1, 2])).num_blocks == 3
-        policy: Any = ferry._scheduler.pool._policy
+        policy: Any = ferry._scheduler.pool.eviction.policy
         monkeypatch.setattr(policy, "take", lambda *_: np.empty(0, np.int64))
         done = ferry.wait(ferry.store(ferry.keys(range(50, 50 + 2 * TOKENS)), [3, 4]))
         assert (done.ok, done.num_blocks) == (True, 1)

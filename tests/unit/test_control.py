@@ -185,7 +185,7 @@ def test_a_chain_that_repeats_is_not_kept_and_harms_nobody():
     request = desk.scheduler.open("r", story(1, 4) + story(1, 2), Hints(pin_seconds=60))
     request.end()
     desk.scheduler.check_integrity()
-    assert desk.scheduler.stats().pool.held == 0
+    assert desk.scheduler.stats().pool.pinned == 0
 
 
 def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
@@ -226,7 +226,7 @@ def test_a_pin_holds_the_end_where_it_was_spilled_to():
         let_all_land(desk)
     assert desk.scheduler.control.lookup(chain).lower_tokens == 32
     assert desk.scheduler.control.unpin(chain).blocks == 12
-    assert disk.counts.held == 0
+    assert disk.counts.pinned == 0
 
 
 def test_what_is_over_goes_first_on_a_tier_that_has_only_its_end():
@@ -297,4 +297,4 @@ def test_a_prefetch_says_what_of_it_is_not_kept_or_the_journal_does():
     entry = desk.scheduler.journal("prefetch-1")
     assert entry is not None
     assert entry.refused == (f"6 blocks are not kept on host: {words}",)
-    assert desk.scheduler.stats().pool.refused_holds == 6
+    assert desk.scheduler.stats().pool.refused_pins == 6

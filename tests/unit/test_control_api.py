@@ -74,9 +74,9 @@ def test_an_answers_id_is_all_of_its_requests(asked):
     names = ["cmpl-aaa-0-11111111", "cmpl-aaa-1-22222222"]
     told = asked.order("pin", "cmpl-aaa")[1]
     assert (told["request_ids"], told["blocks"]) == (names, 6)
-    assert asked.desk.pool.counts.held == 4  # two of them are both's
+    assert asked.desk.pool.counts.pinned == 4  # two of them are both's
     told = asked.order("unpin", "cmpl-aaa")[1]
-    assert (told["blocks"], told["held_blocks"], asked.desk.pool.counts.held) == (4, 0, 0)
+    assert (told["blocks"], told["held_blocks"], asked.desk.pool.counts.pinned) == (4, 0, 0)
     assert asked.order("lookup", "chatcmpl-bbb")[1]["request_ids"] == ["chatcmpl-bbb-33333333"]
 
 

@@ -45,7 +45,7 @@ class Clock:
 def made(policy: EvictionPolicyMaker = Timed, num_slots: int = 64) -> tuple[Pool, Any, Clock]:
     clock = Clock()
     pool = Pool(num_slots, policy, clock=lambda: clock.now)
-    return pool, pool._feed.policy, clock
+    return pool, pool.eviction.feed.policy, clock
 
 
 def store(pool: Pool, blocks: Keys) -> None:
@@ -78,33 +78,33 @@ def test_readers_see_their_kinds_in_order_until_closed() -> None:
 def test_a_policy_is_told_with_the_time_of_each_before_anything_is_stored() -> None:
     pool, policy, clock = made()
     clock.now = 1.0
-    pool.asked(keys(range(4)), 64, pool.leading(keys(range(4))))
+    pool.asked(keys(range(4)), 64, pool.lookup(keys(range(4))))
     clock.now = 5.0
     pool.answered(lambda: keys(range(6)), 32)
     clock.now = 9.0
     assert not policy.heard
     store(pool, keys(range(6)))
     assert policy.heard == [("asked", 4, 64, 0, 1.0), ("answered", 6, 32, 0, 5.0)]
-    pool.asked(keys(range(6)), 96, pool.leading(keys(range(6))), at=8.0)
-    pool.coldest(1)
+    pool.asked(keys(range(6)), 96, pool.lookup(keys(range(6))), at=8.0)
+    pool.eviction.coldest(1)
     assert policy.heard[2:] == [("asked", 6, 96, 6, 8.0)]
-    assert pool._feed.now() == 9.0
+    assert pool.eviction.feed.now() == 9.0
 
 
 @pytest.mark.parametrize("how", ["reset", "drop", "disown", "ceiling"])
 def test_blocks_that_go_were_found_by_those_who_asked_before(how: str) -> None:
     pool, policy, _ = made(num_slots=16)
     if how == "ceiling":
-        pool.divide([None, None], [0.5, 1.0], 1)
-        policy = pool._feed.policy._inner[0]  # type: ignore[attr-defined]
+        pool.eviction.divide([None, None], [0.5, 1.0], 1)
+        policy = pool.eviction.feed.policy._inner[0]  # type: ignore[attr-defined]
     store(pool, keys(range(8)))
-    lease = pool.pin(keys(range(8))) if how != "ceiling" else None
-    pool.asked(keys(range(8)), 128, pool.leading(keys(range(8))))
+    lease = pool.lease(keys(range(8))) if how != "ceiling" else None
+    pool.asked(keys(range(8)), 128, pool.lookup(keys(range(8))))
     match how:
         case "reset":
             pool.reset()
         case "drop":
-            pool.drop(pool.leading(keys(range(8))))
+            pool.drop(pool.lookup(keys(range(8))))
         case "disown":
             assert lease is not None
             lease.disown()
@@ -120,7 +120,7 @@ def test_a_policy_that_raises_is_reported_once_and_breaks_no_pool() -> None:
     lease = pool.reserve(keys(range(4)))
     assert lease is not None
     for count in (2, 3):
-        pool.asked(keys(range(count)), 32, pool.leading(keys(range(count))))
+        pool.asked(keys(range(count)), 32, pool.lookup(keys(range(count))))
     lease.commit()
     pool.check_integrity()
     assert pool.counts.cached == 4

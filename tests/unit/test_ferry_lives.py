@@ -446,7 +446,7 @@ def test_a_policy_hears_of_a_short_copy_only_afterwards(
     Seen red with all that is owed told beside every copy, and with nothing told once all is quiet.
     """
     heard: list[int] = []
-    policy: Any = ferry._scheduler.pool._policy
+    policy: Any = ferry._scheduler.pool.eviction.policy
     asked = policy.asked
 
     def noted(*args: Any) -> None:
@@ -474,7 +474,7 @@ def test_a_policy_hears_of_a_short_copy_only_afterwards(
 
 def test_a_policy_that_raises_when_told_late_costs_no_copy_its_end(ferry: kvferry.Ferry) -> None:
     """Whoever asks next hears of it, once. Seen red with what is told raising where it is told."""
-    policy: Any = ferry._scheduler.pool._policy
+    policy: Any = ferry._scheduler.pool.eviction.policy
     asked = policy.asked
 
     def broken(*_: Any) -> None:

@@ -26,7 +26,7 @@ def keyed(write: WriteMode) -> KeyedTier:
 
 
 def joined(message: Transfer | Question) -> set[tuple[Key, Key]]:
-    """Neighbours of which the message says that one follows the other."""
+    """Placement of which the message says that one follows the other."""
     told, runs = list(Keys(message.keys)), message.runs  # type: ignore[arg-type]
     assert runs is not None
     assert len(runs) == len(told)
@@ -36,7 +36,7 @@ def joined(message: Transfer | Question) -> set[tuple[Key, Key]]:
 def following(
     desk: Desk, chains: Sequence[Keys], message: Transfer | Question
 ) -> set[tuple[Key, Key]]:
-    """Neighbours in the message that really do."""
+    """Placement in the message that really do."""
     matcher = desk.scheduler.matcher
     after: set[tuple[Key, Key]] = set()
     for chain in chains:

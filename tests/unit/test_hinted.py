@@ -8,7 +8,7 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache import reach
 from kvferry.cache.chains import Chains
-from kvferry.cache.evict_first import GoesFirst
+from kvferry.cache.evict_first import EvictFirstQueue
 from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
 from kvferry.scheduler.journal import Reason
@@ -81,12 +81,12 @@ def test_kept_so_long_whoever_needs_room_and_no_longer():
     for number in range(2, 8):
         desk.keep(f"r{number}", story(number, 6), 24)
     assert kept(desk, 1) == {1: 4}
-    assert desk.scheduler.stats().pool.held == 4
+    assert desk.scheduler.stats().pool.pinned == 4
     desk.now += 61
     for number in range(8, 12):
         desk.keep(f"r{number}", story(number, 6), 24)
     assert kept(desk, 1) == {1: 0}
-    assert desk.scheduler.stats().pool.held == 0
+    assert desk.scheduler.stats().pool.pinned == 0
     desk.check_empty()
 
 
@@ -94,7 +94,7 @@ def test_what_is_kept_is_bounded_and_the_refusal_says_why():
     desk = Desk(slots=16)  # four of which may be held
     say(desk, "a", 1, 3, pin_seconds=60)
     say(desk, "b", 2, 3, pin_seconds=60)
-    assert desk.scheduler.stats().pool.held == 4
+    assert desk.scheduler.stats().pool.pinned == 4
     entry = desk.scheduler.journal("b")
     assert entry is not None
     assert entry.refused == (
@@ -156,7 +156,7 @@ def test_a_priority_lasts_for_its_duration_and_covers_what_comes_before():
     desk = Desk(slots=32)
     ranges = [{"token_start": 8, "token_end": 16, "priority": 80, "duration_ms": 10_000}]
     say(desk, "a", 1, 8, priorities=ranges)
-    assert desk.scheduler.stats().pool.held == 4  # blocks 2 and 3, and what they follow
+    assert desk.scheduler.stats().pool.pinned == 4  # blocks 2 and 3, and what they follow
     desk.keep("b", story(2, 28), 112)
     assert kept(desk, 1) == {1: 4}
     desk.now += 11
@@ -171,8 +171,8 @@ def test_hints_reach_the_tier_below_where_the_host_has_it_no_longer():
     desk.run()
     request = desk.scheduler.open("again", story(1, 6), Hints(pin_seconds=60))
     request.end()
-    assert desk.pool.counts.held == 2
-    assert disk.pool.counts.held == 6
+    assert desk.pool.counts.pinned == 2
+    assert disk.pool.counts.pinned == 6
 
 
 def test_a_keep_holds_below_what_only_the_tier_has():
@@ -186,8 +186,8 @@ def test_a_keep_holds_below_what_only_the_tier_has():
     desk.keep("a", chain[:6], 24)
     request = desk.scheduler.open("b", chain, Hints(pin_seconds=60))
     request.end()
-    assert desk.pool.counts.held == 6
-    assert disk.pool.counts.held == 8
+    assert desk.pool.counts.pinned == 6
+    assert disk.pool.counts.pinned == 8
     entry = desk.scheduler.journal("b")
     assert entry is not None
     assert entry.refused == ()
@@ -221,7 +221,7 @@ def test_of_one_that_is_not_here_only_the_first_block_is_named(below):
         request = desk.scheduler.open("it", chain, hints)
         request.end()
         assert (chain.num_named > 0) == (is_here or below), "what lies below is looked for, too"
-        assert desk.pool.counts.held == (4 if is_here else 0)
+        assert desk.pool.counts.pinned == (4 if is_here else 0)
 
 
 def test_of_several_groups_each_is_looked_for():
@@ -231,13 +231,13 @@ def test_of_several_groups_each_is_looked_for():
     assert lease is not None
     lease.commit()
     desk.scheduler.open("it", keys, Hints(pin_seconds=60)).end()
-    assert desk.pool.counts.held == 4
+    assert desk.pool.counts.pinned == 4
 
 
 def test_groups_with_windows_take_hints_too():
     desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=8), slots=32)
     say(desk, "a", 1, 6, pin_seconds=60)
-    assert 0 < desk.pool.counts.held <= 8
+    assert 0 < desk.pool.counts.pinned <= 8
     say(desk, "b", 2, 6, ended=True)
     desk.keep("c", story(3, 8), 32)
     desk.scheduler.check_integrity()
@@ -247,7 +247,7 @@ def test_a_reset_forgets_what_was_kept():
     desk = Desk()
     say(desk, "a", 1, 4, pin_seconds=60)
     desk.scheduler.reset()
-    assert desk.pool.counts.held == 0
+    assert desk.pool.counts.pinned == 0
     assert desk.pool.counts.free == 16
     desk.check_empty()
 
@@ -261,14 +261,16 @@ def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
     ]
     for number in range(1, 151):
         say(desk, f"r{number}", number, 1, priorities=both[:: 1 if number % 2 else -1])
-    assert desk.scheduler.stats().pool.held == 75, "what was said last counts"
-    held = desk.pool.holds.all_held()
-    assert not desk.pool._first._entry[held].any(), "what stays is in no queue of those that go"
+    assert desk.scheduler.stats().pool.pinned == 75, "what was said last counts"
+    held = desk.pool.eviction.pins.all_pinned()
+    assert not desk.pool.eviction._first._entry[held].any(), (
+        "what stays is in no queue of those that go"
+    )
     for number in range(1, 151):
         say(desk, f"k{number}", number, 1, priorities=both[1:], pin_seconds=60)
-    held = desk.pool.holds.all_held()
+    held = desk.pool.eviction.pins.all_pinned()
     assert len(held) == 150
-    assert not desk.pool._first._entry[held].any()
+    assert not desk.pool.eviction._first._entry[held].any()
     desk.pool.check_integrity()
 
 
@@ -279,7 +281,7 @@ def test_over_ends_what_was_said_of_going_on_but_no_pin():
     keys = story(1, 4)
     desk.scheduler.control.pin(keys[:2], 60.0)
     desk.scheduler.control.hint(keys, Hints(ended=True))
-    assert desk.scheduler.stats().pool.held == 6, "two pinned, and the other conversation's"
+    assert desk.scheduler.stats().pool.pinned == 6, "two pinned, and the other conversation's"
     for number in range(10, 14):
         desk.keep(f"n{number}", story(number, 4), 16)
     assert kept(desk, 1, 2) == {1: 2, 2: 4}
@@ -287,7 +289,7 @@ def test_over_ends_what_was_said_of_going_on_but_no_pin():
 
 
 def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
-    first, chains = GoesFirst(1000), Chains(1000)
+    first, chains = EvictFirstQueue(1000), Chains(1000)
     for slot in range(500):
         first.add(np.array([slot]), slot % 30)
     looks = []
@@ -307,7 +309,7 @@ def test_a_store_may_let_the_hold_on_its_own_beginning_give_way():
     """Seen red: the beginning was claimed twice, and was not counted as cached afterwards."""
     desk = Desk(slots=4)
     say(desk, "a", 1, 1, continues=True)
-    assert desk.pool.counts.held == 1
+    assert desk.pool.counts.pinned == 1
     say(desk, "b", 1, 5)  # one more than there are
     assert desk.pool.match(story(1, 5)) == 4
     desk.pool.check_integrity()
@@ -348,7 +350,7 @@ def test_what_was_said_to_matter_little_after_all_is_not_refused():
     entry = desk.scheduler.journal("a")
     assert entry is not None
     assert entry.refused == ()
-    assert desk.pool.counts.held == 4
+    assert desk.pool.counts.pinned == 4
 
 
 @pytest.mark.parametrize("is_soft", [False, True])

@@ -132,4 +132,4 @@ def test_a_policy_that_hears_is_told_and_not_helped():
     for evidence in (Evidence(ended=True), Evidence(continues=True, within=3.0)):
         pool.hint(keys, evidence)
         assert made[0].heard.pop() == (lease.slots.tolist(), evidence)
-    assert pool.counts.held == 0
+    assert pool.counts.pinned == 0

@@ -2,11 +2,11 @@
 
 One-line breaks that were tried; each made a test of this module fail.
 
-- ``Holds.add`` tells nothing of what it names, so that its own slots give way
-- ``Holds._queue`` is not called for what was truncated, or for what a pin no longer covers
-- ``Holds._weakest`` takes part of an entry; ignores ``below``; goes by the highest priority
+- ``Pins.add`` tells nothing of what it names, so that its own slots give way
+- ``Pins._queue`` is not called for what was truncated, or for what a pin no longer covers
+- ``Pins._weakest`` takes part of an entry; ignores ``below``; goes by the highest priority
 - no entry is ever thrown away, of what ends or of what gives way
-- ``Holds.expire`` looks at firm ends alone
+- ``Pins.expire`` looks at firm ends alone
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvferry.cache.pins import FOREVER, Holds
+from kvferry.cache.pins import FOREVER, Pins
 
 SLOTS = 40
 
@@ -42,7 +42,7 @@ class Model:
     """Every slot's wish, by hand; what gave way is judged, not foretold."""
 
     def __init__(self, most: int) -> None:
-        self.holds = Holds(SLOTS, most)
+        self.holds = Pins(SLOTS, most)
         self.wishes = [Wish() for _ in range(SLOTS)]
         self.told = 0
         self.now = 1.0
@@ -117,7 +117,7 @@ class Model:
     def check(self) -> None:
         every = np.arange(SLOTS)
         held = [slot for slot, wish in enumerate(self.wishes) if wish.is_held]
-        assert self.holds.all_held().tolist() == held
+        assert self.holds.all_pinned().tolist() == held
         assert self.holds.count == len(held) <= self.holds.most
         assert self.holds.until(every).tolist() == [max(w.firm, w.soft) for w in self.wishes]
         assert self.holds.firmly(every).tolist() == [w.firm > 0 for w in self.wishes]
@@ -150,7 +150,7 @@ def test_wishes_of_all_kinds(seed: int) -> None:
 
 @pytest.mark.parametrize("kinds", [(50,), (None,), (None, 50), (40, 50)])
 def test_the_same_wish_again_and_again_takes_no_memory(kinds: tuple[int | None, ...]) -> None:
-    holds = Holds(1000, 50)
+    holds = Pins(1000, 50)
     slots = np.arange(50)
     for number in range(2000):
         holds.add(slots, 1e9 + number, float(number), kinds[number % len(kinds)])
@@ -162,7 +162,7 @@ def test_the_same_wish_again_and_again_takes_no_memory(kinds: tuple[int | None, 
 
 
 def test_told_together_they_go_together_and_the_oldest_first() -> None:
-    holds = Holds(100, 12)
+    holds = Pins(100, 12)
     for number in range(3):
         holds.add(np.arange(4 * number, 4 * number + 4), FOREVER, 0.0, 50)
     holds.add(np.arange(4), FOREVER, 0.0, 50)  # the first is told again
@@ -175,7 +175,7 @@ def test_a_wish_that_finds_no_room_looks_at_no_other_slots() -> None:
 
     Seen red with a look at every slot's hold for each of them.
     """
-    holds = Holds(1 << 20, 1 << 10)
+    holds = Pins(1 << 20, 1 << 10)
     holds.add(np.arange(1 << 10), FOREVER, 0.0)
     looks = []
 

@@ -56,7 +56,7 @@ def is_well(ferry: kvferry.Ferry) -> None:
 
 def fails_once(ferry: kvferry.Ferry, patch: pytest.MonkeyPatch, error: BaseException) -> None:
     """The policy raises this when it next hears that blocks were used."""
-    policy: Any = ferry._scheduler.pool._policy
+    policy: Any = ferry._scheduler.pool.eviction.policy
     real = policy.use
 
     def use(slots: Any) -> None:

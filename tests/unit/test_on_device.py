@@ -117,9 +117,11 @@ def test_what_is_stored_late_is_kept_as_long_as_was_said_of_it() -> None:
     desk.now += 20
     assert stored(desk, story(1, 3)) == 3
     assert stored(desk, story(2, 3)) == 3
-    slots = desk.pool.leading(story(1, 3))
-    assert desk.pool.holds.until(slots).tolist() == [60.0] * 3
-    assert not desk.pool.holds.held(desk.pool.leading(story(2, 3))).any(), "its time was up"
+    slots = desk.pool.lookup(story(1, 3))
+    assert desk.pool.eviction.pins.until(slots).tolist() == [60.0] * 3
+    assert not desk.pool.eviction.pins.pinned(desk.pool.lookup(story(2, 3))).any(), (
+        "its time was up"
+    )
     entry = desk.scheduler.journal("a")
     assert entry is not None
     assert entry.hints == Hints(pin_seconds=60.0)

@@ -24,7 +24,7 @@ MINE = "tests.fakes.policies:Fifo"
 
 
 def kind_of(pool: Pool) -> type:
-    return type(pool._policy)
+    return type(pool.eviction.policy)
 
 
 def test_every_name_makes_its_policy() -> None:

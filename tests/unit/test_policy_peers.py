@@ -181,7 +181,7 @@ def test_a_scan_leaves_what_was_used_again(name: str) -> None:
 
     def serve(numbers: list[int]) -> int:
         now[0] += 30
-        pin = pool.pin(keys(numbers))
+        pin = pool.lease(keys(numbers))
         if pin is not None:
             pin.release()
         lease = pool.reserve(keys(numbers))

@@ -228,7 +228,7 @@ def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:
         now[0] += 5.0
         one_shot = keys([1000 + turn, 5000 + turn])
         for chat in (keys(range(6)), one_shot) if turn % 2 else (one_shot,):
-            pool.asked(chat, 512 * len(chat), pool.leading(chat))
+            pool.asked(chat, 512 * len(chat), pool.lookup(chat))
             lease = pool.reserve(chat)
             if lease is not None:
                 lease.commit()
@@ -252,7 +252,7 @@ def test_what_a_newcomer_is_worth_is_asked_once_until_more_is_heard(
 
     monkeypatch.setattr(Returns, "_bids", noted)
     pool = Pool(16, Returns)
-    policy: Any = pool._policy
+    policy: Any = pool.eviction.policy
     pool.asked(keys(range(16)), 512, as_slots(()))
     lease = pool.reserve(keys(range(16)))
     assert lease is not None
@@ -582,7 +582,7 @@ def test_a_tool_that_answers_in_time_is_waited_for_and_no_longer() -> None:
     pool = Pool(8, Returns, clock=lambda: now[0])
 
     def asks(chat: Any) -> None:
-        pool.asked(chat, 512 * len(chat), pool.leading(chat))
+        pool.asked(chat, 512 * len(chat), pool.lookup(chat))
         lease = pool.reserve(chat)
         if lease is not None:
             lease.commit()
@@ -617,11 +617,11 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
         if lease is not None:
             lease.commit()
         pool.check_integrity()
-        policy = pool._policy
+        policy = pool.eviction.policy
         assert isinstance(policy, Returns)
         assert policy._now >= latest
         latest = policy._now
-    worth = pool._policy._heard.table.worth  # type: ignore[attr-defined]
+    worth = pool.eviction.policy._heard.table.worth  # type: ignore[attr-defined]
     assert np.isfinite(worth).all()
     assert (worth >= 0).all()
 
@@ -682,7 +682,7 @@ def test_what_goes_on_stays_where_few_conversations_fit() -> None:
     def comes(number: int, evidence: Evidence | None = None) -> None:
         now[0] += 0.3
         own = keys(range(100 * number, 100 * number + 6))
-        pool.asked(own, 96, pool.leading(own))
+        pool.asked(own, 96, pool.lookup(own))
         lease = pool.reserve(own)
         assert lease is not None
         lease.commit()
@@ -691,7 +691,7 @@ def test_what_goes_on_stays_where_few_conversations_fit() -> None:
             pool.hint(own, evidence)
 
     def num_here(number: int) -> int:
-        return len(pool.leading(keys(range(100 * number, 100 * number + 6))))
+        return len(pool.lookup(keys(range(100 * number, 100 * number + 6))))
 
     comes(1, Evidence(continues=True, within=60.0))
     comes(2)

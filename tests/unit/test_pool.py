@@ -11,9 +11,10 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.pool_events import Evictions
 from tests.fakes.pools import evict, forget
 
-from kvferry.cache.leases import Lease, Purpose, SlotState
+from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.policies.contract import Arriving
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import SlotState
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
 
@@ -43,7 +44,7 @@ def test_a_block_is_a_hit_only_once_committed() -> None:
     assert lease is not None
     assert pool.match(keys([1, 2])) == 0
     assert pool.known(keys([1, 2, 3])).tolist() == [True, True, False]
-    assert pool.pin(keys([1])) is None
+    assert pool.lease(keys([1])) is None
     assert pool.reserve(keys([1, 2])) is None, "already on its way"
     lease.commit()
     assert pool.match(keys([1, 2, 3])) == 2
@@ -74,7 +75,7 @@ def test_a_store_that_does_not_fit_keeps_its_beginning() -> None:
 def test_nothing_fits_where_everything_is_claimed() -> None:
     pool = Pool(2)
     stored(pool, [1, 2])
-    pin = pool.pin(keys([1, 2]))
+    pin = pool.lease(keys([1, 2]))
     assert pin is not None
     assert pool.reserve(keys([3])) is None
     assert cached(pool, 1, 2) == [1, 2]
@@ -127,14 +128,14 @@ def test_a_long_conversation_does_not_make_one_eviction_long() -> None:
         assert lease is not None
         lease.commit()
     looks = 0
-    taken = pool._policy.take
+    taken = pool.eviction.policy.take
 
     def counted(count: int, arriving: Arriving) -> np.ndarray:
         nonlocal looks
         looks += 1
         return taken(count, arriving)
 
-    pool._policy.take = counted  # type: ignore[method-assign]
+    pool.eviction.policy.take = counted  # type: ignore[method-assign]
     for count in (1, 1, 5, 1):
         assert evict(pool, count) == count
     assert looks < 40
@@ -158,7 +159,7 @@ def test_what_was_freed_together_is_given_out_in_order(count: int) -> None:
 def test_a_slot_being_read_stays() -> None:
     pool = Pool(3)
     stored(pool, [1, 2, 3], chained=False)
-    pin = pool.pin(keys([2]))
+    pin = pool.lease(keys([2]))
     assert pin is not None
     assert evict(pool, 3) == 2
     assert cached(pool, 1, 2, 3) == [2]
@@ -170,7 +171,7 @@ def test_copying_a_block_elsewhere_is_no_use_of_it() -> None:
     for purpose, first_to_go in ((Purpose.COPY, 1), (Purpose.READ, 2)):
         pool = Pool(3)
         stored(pool, [3, 2, 1], chained=False)  # the front of a batch stays longest
-        pin = pool.pin(keys([1]), purpose)
+        pin = pool.lease(keys([1]), purpose)
         assert pin is not None
         pin.release()
         evict(pool, 1)
@@ -180,7 +181,7 @@ def test_copying_a_block_elsewhere_is_no_use_of_it() -> None:
 def test_a_copied_block_met_by_eviction_is_first_again() -> None:
     pool = Pool(3)
     stored(pool, [3, 2, 1], chained=False)
-    pin = pool.pin(keys([1]), Purpose.COPY)
+    pin = pool.lease(keys([1]), Purpose.COPY)
     assert pin is not None
     assert evict(pool, 1) == 1
     assert cached(pool, 1, 2, 3) == [1, 3]
@@ -215,7 +216,7 @@ def test_eviction_follows_use_exactly() -> None:
             for n in reversed(held):
                 oracle.move_to_end(n)
         else:
-            pin = pool.pin(keys(numbers))
+            pin = pool.lease(keys(numbers))
             leading = []
             for n in numbers:
                 if n not in oracle:
@@ -237,7 +238,7 @@ def test_eviction_follows_use_exactly() -> None:
 def test_what_is_forgotten_while_claimed_comes_back_with_its_claim(how: str) -> None:
     pool = Pool(2)
     stored(pool, [1])
-    reading, writing = pool.pin(keys([1])), pool.reserve(keys([2]))
+    reading, writing = pool.lease(keys([1])), pool.reserve(keys([2]))
     assert reading is not None
     assert writing is not None
     if how == "reset":
@@ -259,7 +260,7 @@ def test_what_is_forgotten_while_claimed_comes_back_with_its_claim(how: str) -> 
 def test_a_spoiled_block_is_gone_for_everyone_at_once() -> None:
     pool = Pool(2)
     stored(pool, [1, 2])
-    one, other = pool.pin(keys([1, 2])), pool.pin(keys([1]))
+    one, other = pool.lease(keys([1, 2])), pool.lease(keys([1]))
     assert one is not None
     assert other is not None
     one.spoil()
@@ -287,7 +288,7 @@ def test_repeated_keys_are_refused_and_change_nothing() -> None:
     stored(pool, [1, 2])
     for call in (
         lambda: pool.reserve(keys([3, 4, 3])),
-        lambda: pool.pin(keys([1, 2, 1])),
+        lambda: pool.lease(keys([1, 2, 1])),
         lambda: pool.reserve(keys([3, 2]), parent=key(2)),
     ):
         with pytest.raises(InputError, match="a chain never repeats"):
@@ -325,7 +326,7 @@ def test_a_lease_ends_once_and_the_pool_is_none_the_wiser(ending: str) -> None:
 def test_empty_questions_have_empty_answers() -> None:
     pool = Pool(2)
     assert pool.match(Keys.empty()) == 0
-    assert pool.pin(Keys.empty()) is None
+    assert pool.lease(Keys.empty()) is None
     assert pool.reserve(Keys.empty()) is None
     assert pool.reserve(Keys.empty(), parent=key(1)) is None
     pool.touch(Keys.empty())
@@ -346,7 +347,7 @@ def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
     pool = Pool(8)
     gone = Evictions(pool)
     stored(pool, [1, 2, 3], chained=False)
-    read, late, written = pool.pin(keys([1])), pool.pin(keys([2])), pool.reserve(keys([4]))
+    read, late, written = pool.lease(keys([1])), pool.lease(keys([2])), pool.reserve(keys([4]))
     assert read is not None
     assert late is not None
     assert written is not None
@@ -363,31 +364,31 @@ def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
 def breaks(pool: Pool, how: str) -> None:
     lease: Lease | None = None
     if how == "a reader nobody is":
-        pool._readers[0] += 1
+        pool.table.readers[0] += 1
     elif how == "a free slot in use":
-        pool._state[int(pool._free.slots[0])] = SlotState.CACHED
+        pool.table.state[int(pool.table.free.slots[0])] = SlotState.CACHED
     elif how == "a slot free twice":
-        stack = pool._free._stack  # type: ignore[union-attr]
+        stack = pool.table.free._stack  # type: ignore[union-attr]
         stack[0] = stack[1]
     elif how == "a wrong key":
         # Not bit 0, which is no part of a tag: the key would be found where it was.
-        pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(2)
+        pool.table.index._keys[int(pool.table.index.find(keys([1]))[0])] ^= np.uint64(2)
     elif how == "a lost parent":
-        pool._chains._children[:] = 0
+        pool.table.chains._children[:] = 0
     elif how == "lost by the policy":
-        pool._policy.clear()
+        pool.eviction.policy.clear()
     elif how == "idle slots miscounted":
-        pool._num_idle -= 1
+        pool.table.num_idle -= 1
     elif how == "doomed slots miscounted":
-        pool._num_doomed += 1
-    elif how == "held slots miscounted":
-        pool._holds.count += 1
+        pool.table.num_doomed += 1
+    elif how == "pinned slots miscounted":
+        pool.eviction.pins.count += 1
     elif how == "a slot in use and free":
-        pool._state[int(pool._free.slots[0])] = SlotState.WRITING
+        pool.table.state[int(pool.table.free.slots[0])] = SlotState.WRITING
     elif how == "not ready and in use":
-        pool._state[-2] = SlotState.UNREADY
+        pool.table.state[-2] = SlotState.UNREADY
     elif how == "neither this nor that":
-        pool._state[int(pool._index.find(keys([1]))[0])] = SlotState.DOOMED
+        pool.table.state[int(pool.table.index.find(keys([1]))[0])] = SlotState.DOOMED
     elif how == "a slot written twice":
         first, second = pool.reserve(keys([9])), pool.reserve(keys([10]))
         assert first is not None
@@ -411,11 +412,11 @@ def breaks(pool: Pool, how: str) -> None:
         ("a wrong key", "an index entry points at a slot of another key"),
         ("a lost parent", "children are miscounted"),
         ("lost by the policy", "the policy lost a cached slot"),
-        ("held slots miscounted", "held slots are miscounted"),
+        ("pinned slots miscounted", "pinned slots are miscounted"),
         ("idle slots miscounted", "cached slots are miscounted"),
         ("doomed slots miscounted", "doomed slots are miscounted"),
         ("a slot written twice", "two leases write one slot"),
-        ("a lost lease", "a slot is neither free nor cached though nobody claims it"),
+        ("a lost lease", "a slot is neither free nor cached, and nothing claims it"),
     ],
 )
 def test_integrity_is_really_checked(how: str, said: str) -> None:
@@ -462,7 +463,7 @@ def test_a_block_that_could_not_be_read_is_gone_alone_until_it_is_stored_again()
     stored(pool, [0, 1, 2, 3])
     stored(pool, [9], chained=False)
     gone = Evictions(pool)
-    pin, other = pool.pin(keys([0, 1, 2, 3])), pool.pin(keys([1]))
+    pin, other = pool.lease(keys([0, 1, 2, 3])), pool.lease(keys([1]))
     assert pin is not None
     assert other is not None
     pin.release(failed=[1])
@@ -483,7 +484,7 @@ def test_what_follows_a_failed_read_was_not_used(purpose: Purpose) -> None:
     pool = Pool(3)
     stored(pool, [0, 1])
     stored(pool, [9], chained=False)
-    pin = pool.pin(keys([0, 1]), purpose)
+    pin = pool.lease(keys([0, 1]), purpose)
     assert pin is not None
     pin.release(failed=[0])
     stored(pool, [10, 11], chained=False)
@@ -494,10 +495,10 @@ def test_counting_looks_at_no_slot() -> None:
     """Whoever scrapes metrics asks on the engine's thread."""
     pool = Pool(8)
     stored(pool, [1, 2, 3])
-    writing, reading = pool.reserve(keys([4])), pool.pin(keys([1, 2]))
+    writing, reading = pool.reserve(keys([4])), pool.lease(keys([1, 2]))
     counts = pool.counts
     assert (counts.free, counts.cached, counts.leased) == (4, 1, 3)
-    del pool._state, pool._readers, pool._free._stack  # type: ignore[union-attr]
+    del pool.table.state, pool.table.readers, pool.table.free._stack  # type: ignore[union-attr]
     assert pool.counts == counts
     assert writing is not None
     assert reading is not None

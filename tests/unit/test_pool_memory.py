@@ -10,8 +10,8 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry import types
 from kvferry.cache.chains import Conversations
-from kvferry.cache.evict_first import GoesFirst
-from kvferry.cache.pins import Holds
+from kvferry.cache.evict_first import EvictFirstQueue
+from kvferry.cache.pins import Pins
 from kvferry.cache.pool import Pool
 from kvferry.scheduler.tier import SlotTier
 from kvferry.types import TierName
@@ -20,7 +20,7 @@ NUM_SLOTS = 200_000
 MOST_BYTES = 105
 """Per slot, all of it; 98 were measured at ten million (``bench/large_tier.py``)."""
 
-UNTOUCHED = (Conversations, GoesFirst, Holds)
+UNTOUCHED = (Conversations, EvictFirstQueue, Pins)
 """Arrays of zeros that take no memory before somebody wants them."""
 
 

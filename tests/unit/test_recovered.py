@@ -65,7 +65,7 @@ def test_many_blocks_are_restored_and_the_oldest_go_first() -> None:
     assert isinstance(tier, SlotTier)
     assert tier.num_restored == 10_000
     tier.check_integrity()
-    coldest = list(tier.pool.coldest(4096))
+    coldest = list(tier.pool.eviction.coldest(4096))
     assert set(coldest) == set(keys(range(4096))), "what was written first goes first"
     assert coldest[0] == keys([4095])[0], "but of what was written together, the end"
 

@@ -56,8 +56,8 @@ def snapshot(scheduler: ByName) -> tuple[object, ...]:
     return (
         scheduler.stats(),
         pool.num_leases,
-        pool._state.tobytes(),
-        pool._readers.tobytes(),
+        pool.table.state.tobytes(),
+        pool.table.readers.tobytes(),
         scheduler.num_queued,
         scheduler.num_in_flight,
         [(request, request._hit, request.progress._stored[:]) for request in scheduler.requests],

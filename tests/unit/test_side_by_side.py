@@ -11,7 +11,7 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import EXTENT, FreeRuns, Neighbours
+from kvferry.cache.slots import EXTENT, FreeRuns, SlotPlacement
 from kvferry.errors import InputError
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName, as_slots
@@ -29,10 +29,12 @@ def free(num_slots: int) -> FreeRuns:
     return runs
 
 
-def beside(*lengths: int, wanted: SlotArray | None = None, grows_down: bool = True) -> Neighbours:
+def beside(
+    *lengths: int, wanted: SlotArray | None = None, grows_down: bool = True
+) -> SlotPlacement:
     numbers = np.repeat(np.arange(len(lengths)), lengths)
     none = np.full(len(numbers), NO_SLOT)
-    return Neighbours(none if wanted is None else wanted, numbers, grows_down)
+    return SlotPlacement(none if wanted is None else wanted, numbers, grows_down)
 
 
 def test_each_piece_has_an_extent_whose_rest_is_for_its_neighbours() -> None:
@@ -55,7 +57,7 @@ def test_what_is_wanted_and_taken_goes_into_the_tightest_hole() -> None:
     for hole in ((10, 13), (70, 76), (130, 134)):
         runs.push(np.arange(*hole))
     wanted = np.array([10, 10, 200])  # one is wanted twice, one is not free
-    slots = runs.take(3, Neighbours(wanted, np.array([0, 1, 2]), True))
+    slots = runs.take(3, SlotPlacement(wanted, np.array([0, 1, 2]), True))
     assert slots[0] == 10
     assert sorted(slots.tolist()) == [10, 11, 12]
     assert runs.take(4, beside(4)).tolist() == [130, 131, 132, 133]

@@ -327,7 +327,7 @@ def test_each_offered_block_goes_under_its_own_key() -> None:
     desk.land()
     keys = desk.scheduler.matcher.slot_keys(0, told, range(3))
     where = dict(zip(sent.dst_slots.tolist(), sent.src_slots.tolist(), strict=True))
-    assert [where[int(s)] for s in desk.pool._index.find(keys)] == [9, 8, 7]
+    assert [where[int(s)] for s in desk.pool.table.index.find(keys)] == [9, 8, 7]
 
 
 def test_offered_keys_are_those_at_the_blocks_ends_where_hash_blocks_are_smaller() -> None:

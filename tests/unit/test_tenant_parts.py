@@ -2,14 +2,14 @@
 
 One-line breaks that were tried; each made a test of this module fail.
 
-- ``TenantParts.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
-- ``TenantParts.in_slots`` rounds no promised part, or rounds it down without a tolerance
+- ``QuotaShares.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
+- ``QuotaShares.in_slots`` rounds no promised part, or rounds it down without a tolerance
 - ``given_up`` looks at no ``keeps``; ``_down_to_tier`` leaves the last few to the first
-- ``Fair.expect`` is not called, or ``Fair._above`` does not count what comes
-- ``Fair.room`` lets whoever stores keep its share, too
-- ``Fair._collect`` gives up where one has no more, or goes on as planned where one refuses
-- ``Fair._refuses`` says no; whoever stores may not use its own where another refuses
-- ``PoolRoom._evict_fairly`` asks once only; or asks ``Fair.take`` for all tenants together
+- ``Quotas.expect`` is not called, or ``Quotas._above`` does not count what comes
+- ``Quotas.room`` lets whoever stores keep its share, too
+- ``Quotas._collect`` gives up where one has no more, or goes on as planned where one refuses
+- ``Quotas._refuses`` says no; whoever stores may not use its own where another refuses
+- ``PoolRoom._evict_fairly`` asks once only; or asks ``Quotas.take`` for all tenants together
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 from tests.fakes.policies import Fifo
 
-from kvferry.cache.policies.fair import Fair, TenantParts, given_up
 from kvferry.cache.policies.lru import Lru
+from kvferry.cache.policies.quotas import Quotas, QuotaShares, given_up
 from kvferry.cache.pool import Pool
 
 # -- parts --------------------------------------------------------------------------------------
 
 
 def in_slots(shares, there, num_slots=100, at_most=None) -> list[float]:
-    parts = TenantParts(shares, at_most or [1.0] * len(shares))
+    parts = QuotaShares(shares, at_most or [1.0] * len(shares))
     return parts.in_slots(np.array(there, dtype=bool), num_slots).tolist()
 
 
@@ -141,13 +141,13 @@ class Divided:
 
     def __init__(self, num_slots: int, shares, make=Lru) -> None:
         self.pool = Pool(num_slots, make)
-        self.pool.divide(shares, [1.0] * len(shares), 0)
+        self.pool.eviction.divide(shares, [1.0] * len(shares), 0)
         self.num_slots, self.shares = num_slots, shares
         self.blocks: dict[int, list[int]] = {t: [] for t in range(len(shares))}
         self.last = 0
 
     def counts(self) -> list[int]:
-        return [self.pool.slots_of_tenant(t) for t in range(len(self.shares))]
+        return [self.pool.eviction.slots_of_tenant(t) for t in range(len(self.shares))]
 
     def parts(self, counts: list[int]) -> list[float]:
         whole = [int(self.num_slots * (share or 0.0) + 1e-6) for share in self.shares]
@@ -234,7 +234,7 @@ def test_of_several_tenants_each_loses_its_oldest():
 def test_room_that_several_make_costs_a_call_each(monkeypatch):
     """As they are balanced nobody has much above its part: one call for each block, it was."""
     asked = []
-    take, find = Lru.take, Fair.room
+    take, find = Lru.take, Quotas.room
 
     def counted_take(self, count, arriving):
         asked.append(count)
@@ -245,7 +245,7 @@ def test_room_that_several_make_costs_a_call_each(monkeypatch):
         return find(self, count, how)
 
     monkeypatch.setattr(Lru, "take", counted_take)
-    monkeypatch.setattr(Fair, "room", counted_room)
+    monkeypatch.setattr(Quotas, "room", counted_room)
     divided = Divided(64, (None,) * 4)
     for number in range(40):
         divided.store(number % 4, 12)
@@ -271,13 +271,15 @@ def stored(pool: Pool, numbers, tenant: int, parent: int | None = None) -> int:
 def test_what_others_follow_does_not_hide_what_is_above_a_part():
     """Tenant 1 is above its share; the oldest of its blocks are followed by another's."""
     pool = Pool(16)
-    pool.divide([None, 0.25, None], [1.0] * 3, 0)
+    pool.eviction.divide([None, 0.25, None], [1.0] * 3, 0)
     stored(pool, range(4), 1)
     stored(pool, range(10, 14), 1)
     stored(pool, range(20, 24), 2, parent=3)
     stored(pool, range(30, 34), 0)
     assert stored(pool, range(40, 44), 0) == 4
-    assert [pool.slots_of_tenant(t) for t in range(3)] == [7, 5, 4], "tier, above their parts"
+    assert [pool.eviction.slots_of_tenant(t) for t in range(3)] == [7, 5, 4], (
+        "tier, above their parts"
+    )
     assert pool.match(keys(range(4))) == 4
     pool.check_integrity()
 
@@ -285,7 +287,7 @@ def test_what_others_follow_does_not_hide_what_is_above_a_part():
 def test_what_another_tenants_blocks_follow_goes_once_those_have_gone():
     """All that tenant 1 has is followed by what tenant 2 has; one store needs of both."""
     pool = Pool(12)
-    pool.divide([0.5, None, None], [1.0] * 3, 0)
+    pool.eviction.divide([0.5, None, None], [1.0] * 3, 0)
     stored(pool, range(6), 1)
     stored(pool, range(20, 26), 2, parent=5)
     assert stored(pool, range(40, 46), 0) == 6
@@ -300,35 +302,35 @@ def test_a_share_is_kept_where_blocks_are_met_before_those_that_follow_them():
     block by block. So more are looked at than it has to give up.
     """
     pool = Pool(24)
-    pool.divide([None, 8 / 24, None], [1.0] * 3, 0)
+    pool.eviction.divide([None, 8 / 24, None], [1.0] * 3, 0)
     for number in range(12):
         stored(pool, [number], 1, parent=number - 1 if number else None)
     stored(pool, range(100, 112), 2)
     assert stored(pool, range(200, 210), 0) == 10
-    assert pool.slots_of_tenant(1) == 8
+    assert pool.eviction.slots_of_tenant(1) == 8
     assert pool.match(keys(range(12))) == 8
     pool.check_integrity()
 
 
 def test_a_long_store_of_one_without_a_share_takes_nothing_of_one_that_has_one():
     pool = Pool(20)
-    pool.divide([None, 0.5, None], [1.0] * 3, 0)
+    pool.eviction.divide([None, 0.5, None], [1.0] * 3, 0)
     stored(pool, range(10), 1)
     stored(pool, range(50, 55), 2)
     assert stored(pool, range(100, 118), 0) == 10, "the beginning, as far as there is room"
-    assert [pool.slots_of_tenant(t) for t in range(3)] == [10, 10, 0]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(3)] == [10, 10, 0]
     pool.check_integrity()
 
 
 def test_a_tenant_within_its_share_makes_room_for_itself_where_nobody_else_can():
     pool = Pool(12)
-    pool.divide([None, 0.75], [1.0] * 2, 0)
+    pool.eviction.divide([None, 0.75], [1.0] * 2, 0)
     stored(pool, range(4), 1)
     stored(pool, range(50, 58), 0)
-    reads = pool.pin(keys(range(50, 58)))
+    reads = pool.lease(keys(range(50, 58)))
     assert reads is not None
     assert stored(pool, range(10, 14), 1) == 4
-    assert [pool.slots_of_tenant(t) for t in range(2)] == [8, 4]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(2)] == [8, 4]
     reads.release()
     pool.check_integrity()
 
@@ -345,63 +347,63 @@ class Refusing(Lru):
 def test_who_will_not_give_up_its_own_gets_nothing_of_who_is_within_its_part():
     """A policy that refuses newcomers was passed over, and the next tenant lost its blocks."""
     pool = Pool(16, Refusing)
-    pool.divide([None, None], [1.0] * 2, 0)
+    pool.eviction.divide([None, None], [1.0] * 2, 0)
     stored(pool, range(6), 0)
     stored(pool, range(50, 60), 1)
-    fair = pool._fair
+    fair = pool.eviction._quotas
     assert fair is not None
     its = fair.of(1)
     assert isinstance(its, Refusing)
     its.refuses = True
     assert stored(pool, range(100, 104), 1) == 0
-    assert [pool.slots_of_tenant(t) for t in range(2)] == [6, 10]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(2)] == [6, 10]
     assert stored(pool, range(20, 24), 0) == 4, "at the cost of its own"
-    assert [pool.slots_of_tenant(t) for t in range(2)] == [6, 10]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(2)] == [6, 10]
     its.refuses = False
     assert stored(pool, range(30, 34), 0) == 4
-    assert [pool.slots_of_tenant(t) for t in range(2)] == [8, 8]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(2)] == [8, 8]
     pool.check_integrity()
 
 
 def test_that_one_will_not_give_up_its_own_is_heeded_at_once():
     """Both were to make room together, as who stores cannot: one is above its part, one within."""
     pool = Pool(18, Refusing)
-    pool.divide([None] * 3, [1.0] * 3, 0)
+    pool.eviction.divide([None] * 3, [1.0] * 3, 0)
     for tenant, count in enumerate((5, 6, 7)):
         stored(pool, range(50 * tenant, 50 * tenant + count), tenant)
-    reads = pool.pin(keys(range(50, 56)))
+    reads = pool.lease(keys(range(50, 56)))
     assert reads is not None
-    assert pool._fair is not None
-    its = pool._fair.of(2)
+    assert pool.eviction._quotas is not None
+    its = pool.eviction._quotas.of(2)
     assert isinstance(its, Refusing)
     its.refuses = True
     assert stored(pool, range(200, 204), 1) == 0
-    assert [pool.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
     reads.release()
     assert stored(pool, range(200, 204), 1) == 4
-    assert [pool.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
     pool.check_integrity()
 
 
 def test_who_is_asked_twice_gives_up_what_its_first_blocks_followed():
     """They had not gone yet, so what they followed seemed to stay, and another lost a block."""
     pool = Pool(9)
-    pool.divide([None, 0.5, 0.2], [1.0] * 3, 0)
+    pool.eviction.divide([None, 0.5, 0.2], [1.0] * 3, 0)
     stored(pool, range(2), 0)
     stored(pool, [50], 1)
     stored(pool, range(100, 104), 2)
-    reads = pool.pin(keys([50]))
+    reads = pool.lease(keys([50]))
     assert reads is not None
     assert stored(pool, range(60, 65), 1) == 5
-    assert [pool.slots_of_tenant(t) for t in range(3)] == [2, 6, 1]
+    assert [pool.eviction.slots_of_tenant(t) for t in range(3)] == [2, 6, 1]
     reads.release()
 
 
 def test_parts_are_of_what_can_be_used_as_yet():
     """Else a share of memory that is not there yet keeps all others out of what is."""
     pool = Pool(40, num_ready=20)
-    pool.divide([None, 0.5], [1.0] * 2, 0)
+    pool.eviction.divide([None, 0.5], [1.0] * 2, 0)
     stored(pool, range(20), 1)
-    assert pool.slots_of_tenant(1) == 20
+    assert pool.eviction.slots_of_tenant(1) == 20
     assert stored(pool, range(100, 110), 0) == 10
-    assert pool.slots_of_tenant(1) == 10
+    assert pool.eviction.slots_of_tenant(1) == 10

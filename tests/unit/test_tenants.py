@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -10,8 +12,8 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 from tests.fakes.policies import Fifo
 
-from kvferry.cache.policies.fair import Fair
 from kvferry.cache.policies.lru import Lru
+from kvferry.cache.policies.quotas import Quotas
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import MOST_OTHERS, MOST_SHOWN, TenantCounts, Tenants
 from kvferry.config import Config, show
@@ -214,8 +216,8 @@ def test_what_is_counted_of_whom_is_bounded():
 
 
 def test_a_name_without_slots_gives_way_to_a_new_one_and_its_counts_stay_in_the_sum():
-    pool = Slots()
-    disk = Slots()
+    pool: Any = Slots()
+    disk: Any = Slots()
     tenants = Tenants((TenantShare("*"),), {"host": pool, "disk": disk})
     first = tenants.number("t0")
     tenants.counts(first).queries = 5
@@ -252,8 +254,11 @@ class Slots:
         self.gone[heir] = self.gone.get(heir, 0) + self.gone.pop(number, 0)
 
 
+slots_of_none: Any = Slots()
+
+
 def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_the_sum():
-    tenants = Tenants((TenantShare("*"), TenantShare("named")), {"host": Slots()})
+    tenants = Tenants((TenantShare("*"), TenantShare("named")), {"host": slots_of_none})
     seen: set[str] = set()
     last = 0
     for number in range(3000):
@@ -271,7 +276,7 @@ def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_t
 def test_names_with_a_meaning_of_their_own_are_nobodys(name):
     with pytest.raises(ConfigError, match="has a meaning of its own; name it otherwise"):
         Config.from_dict({"tenants": f"{name}=10%"})
-    tenants = Tenants((TenantShare("*"),), {"host": Slots()})
+    tenants = Tenants((TenantShare("*"),), {"host": slots_of_none})
     tenants.counts(tenants.number(name)).queries = 3
     told = tenants.snapshot()
     assert told[f"tenant-{name}"].queries == 3
@@ -340,9 +345,9 @@ def test_what_was_there_goes_in_the_order_it_would_have_gone_in():
         tier = SlotTier(TierName("disk"), pool)
         tier.take_up((numbered(range(8)), np.arange(8)))
         tier.take_up((numbered(range(20, 24)), np.arange(8, 12)))
-    divided.divide([None, None], [1.0, 1.0], 1)
+    divided.eviction.divide([None, None], [1.0, 1.0], 1)
     for count in range(1, 12):
-        assert divided.coldest(count) == plain.coldest(count)
+        assert divided.eviction.coldest(count) == plain.eviction.coldest(count)
 
 
 def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():
@@ -377,7 +382,7 @@ def test_what_waits_in_the_queue_is_fetched_for_its_tenant():
     keep(desk, "a", 1, 4, "a")
     for number in range(2, 8):
         keep(desk, f"b{number}", number, 4, "b")
-    desk.pool.drop(desk.pool.leading(story(1, 4)))
+    desk.pool.drop(desk.pool.lookup(story(1, 4)))
     before = on(desk, "host").get("none", 0)
     request = desk.scheduler.open("again", story(1, 4), Hints(tenant="a"))
     desk.scheduler.prefetch(request)
@@ -403,7 +408,7 @@ def test_one_tenants_wishes_leave_room_for_anothers():
     )
     assert desk.scheduler.control.pin(story(11, 4)).blocks == 4
     assert desk.scheduler.control.pin(story(11, 4)).blocks == 4, "what is held stays held"
-    assert desk.scheduler.stats().pool.refused_holds == 4
+    assert desk.scheduler.stats().pool.refused_pins == 4
     desk.pool.check_integrity()
 
 
@@ -420,8 +425,8 @@ LONGEST = 6  # blocks of a chain
 
 
 class Divided(RuleBasedStateMachine):
-    """Seen to fail where: ``Fair.left`` forgets to count; ``Pool.reserve`` looks at no ceiling;
-    ``given_up`` looks at no ``keeps``; ``Fair.expect`` is not called; ``victims`` asks the policies
+    """Seen to fail where: ``Quotas.left`` forgets to count; ``Pool.reserve`` looks at no ceiling;
+    ``given_up`` looks at no ``keeps``; ``Quotas.expect`` is not called; ``_victims`` asks policies
     of all tenants together.
     """
 
@@ -436,7 +441,7 @@ class Divided(RuleBasedStateMachine):
     def start(self, num_slots, make, ceilings, shares):
         self.now = 0.0
         self.pool = Pool(num_slots, make, clock=lambda: self.now)
-        self.pool.divide(shares, ceilings, 0)
+        self.pool.eviction.divide(shares, ceilings, 0)
         self.shares = shares
         self.most = [int(num_slots * ceiling) for ceiling in ceilings]
         self.leases = []
@@ -444,10 +449,10 @@ class Divided(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9), length=st.integers(1, LONGEST), tenant=st.integers(0, 2))
     def store(self, number, length, tenant):
         pool = self.pool
-        before = [pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        before = [pool.eviction.slots_of_tenant(t) for t in range(NUM_TENANTS)]
         chain = numbered(range(100 * number + 10 * tenant, 100 * number + 10 * tenant + length))
         lease = pool.reserve(chain, tenant=tenant)
-        after = [pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        after = [pool.eviction.slots_of_tenant(t) for t in range(NUM_TENANTS)]
         parts = self.parts(before, tenant)
         for x in range(NUM_TENANTS):
             if x == tenant or after[x] == before[x]:
@@ -472,16 +477,16 @@ class Divided(RuleBasedStateMachine):
 
     def can_lose(self, tenant, chain):
         """Whether a tenant has a block that could go, but for those of the chain itself."""
-        fair = self.pool._fair
+        fair = self.pool.eviction._quotas
         assert fair is not None
         own = np.flatnonzero(fair.owner_of(np.arange(self.pool.num_slots)) == tenant)
-        own = own[~np.isin(own, self.pool._index.find(chain))]
-        return any(self.pool._can_go(slot) for slot in own.tolist())
+        own = own[~np.isin(own, self.pool.table.index.find(chain))]
+        return any(self.pool.table.can_go(slot) for slot in own.tolist())
 
     @rule(number=st.integers(0, 9), tenant=st.integers(0, 2))
     def read(self, number, tenant):
         first = 100 * number + 10 * tenant
-        lease = self.pool.pin(numbered(range(first, first + 6)))
+        lease = self.pool.lease(numbered(range(first, first + 6)))
         if lease is not None:
             self.leases.append(lease)
 
@@ -494,7 +499,7 @@ class Divided(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9), tenant=st.integers(0, 2))
     def hold(self, number, tenant):
         first = 100 * number + 10 * tenant
-        self.pool.hold(self.pool.leading(numbered(range(first, first + 6))), 5.0)
+        self.pool.eviction.pin(self.pool.lookup(numbered(range(first, first + 6))), 5.0)
 
     @rule()
     def wait(self):
@@ -508,15 +513,15 @@ class Divided(RuleBasedStateMachine):
     def is_sound(self):
         self.pool.check_integrity()
         counts = self.pool.counts
-        owned = [self.pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        owned = [self.pool.eviction.slots_of_tenant(t) for t in range(NUM_TENANTS)]
         assert sum(owned) == counts.total - counts.free
         assert all(o <= most for o, most in zip(owned, self.most, strict=True))
-        evicted = [self.pool.evicted_of_tenant(t) for t in range(NUM_TENANTS)]
+        evicted = [self.pool.eviction.evicted_of_tenant(t) for t in range(NUM_TENANTS)]
         assert sum(evicted) == counts.evicted
-        fair = self.pool._fair
+        fair = self.pool.eviction._quotas
         assert fair is not None
-        owners = fair.owner_of(self.pool.holds.all_held())
-        assert fair.held.tolist() == [int((owners == t).sum()) for t in range(NUM_TENANTS)]
+        owners = fair.owner_of(self.pool.eviction.pins.all_pinned())
+        assert fair.pinned.tolist() == [int((owners == t).sum()) for t in range(NUM_TENANTS)]
 
     def teardown(self):
         for lease in getattr(self, "leases", ()):
@@ -531,12 +536,12 @@ def test_a_divided_pool_takes_over_what_is_there():
     lease = pool.reserve(numbered(range(3)))
     assert lease is not None
     lease.commit()
-    pool.divide([None, None], [1.0, 1.0], 0)
-    assert pool.slots_of_tenant(0) == 3
+    pool.eviction.divide([None, None], [1.0, 1.0], 0)
+    assert pool.eviction.slots_of_tenant(0) == 3
     pool.check_integrity()
     other = pool.reserve(numbered(range(50, 57)), tenant=1)
     assert other is not None
     assert pool.match(numbered(range(3))) == 1
     other.commit()
     pool.check_integrity()
-    assert isinstance(pool._policy, Fair)
+    assert isinstance(pool.eviction.policy, Quotas)

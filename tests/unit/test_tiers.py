@@ -81,7 +81,7 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     below.check_integrity()
     chain = desk.scheduler.matcher.slot_keys(0, keys, range(12))
     slots = below.find_cached(chain)
-    assert [below._chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
+    assert [below.table.chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
     assert not desk.scheduler.lower.writeback._early
     desk.check_empty()
 
@@ -135,13 +135,13 @@ def test_a_step_in_which_nothing_changed_looks_for_nothing_to_spill(
     desk.keep("a", story(1, 16), 64)
     settle_down(desk)
     looks: list[int] = []
-    coldest = desk.pool.coldest
+    coldest = desk.pool.eviction.coldest
 
     def look(count: int) -> Keys:
         looks.append(count)
         return coldest(count)
 
-    monkeypatch.setattr(desk.pool, "coldest", look)
+    monkeypatch.setattr(desk.pool.eviction, "coldest", look)
     for _ in range(10):
         assert desk.plan() == []
     assert looks == []

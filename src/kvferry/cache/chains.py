@@ -190,10 +190,6 @@ class Chains:
         np.subtract.at(self._children, parents[~once], 1)
 
 
-# ------------------------------------------------------------------------------------------------
-# How deep in its chain each block is, and which conversation it belongs to.
-
-
 class Conversations:
     """Position and conversation of each slot's block, from when it is given out. Owns these two.
 
@@ -220,33 +216,21 @@ class Conversations:
         above: int,
         chains: Chains | None,
     ) -> None:
-        """Say where in which conversation new blocks are, before ``chains`` links them.
+        """Note where in which conversation new blocks are, before ``chains`` links them.
 
         They are at ``positions`` of a call whose blocks are where ``found`` says, and which follow
         slot ``above``. Without ``chains`` they stand alone.
         """
         if chains is None:
-            self.alone(slots)
+            self._position[slots] = 0
+            self._conversation[slots] = np.arange(self._next, self._next + len(slots))
+            self._next += len(slots)
             return
         first = positions.item(0)
         before = found.item(first - 1) if first else above
-        continues = before == NO_SLOT or not chains.has_children(before)
-        self.join(slots, positions, before, continues=continues)
-
-    def alone(self, slots: SlotArray) -> None:
-        """These new blocks belong to no chain."""
-        self._position[slots] = 0
-        self._conversation[slots] = np.arange(self._next, self._next + len(slots))
-        self._next += len(slots)
-
-    def join(self, slots: SlotArray, places: SlotArray, before: int, *, continues: bool) -> None:
-        """New blocks of one chain, at these places of it, the first right after slot ``before``.
-
-        ``continues`` says that nothing followed that one so far. ``before`` may be ``NO_SLOT``.
-        """
-        first = self._position.item(before) + 1 if before != NO_SLOT else 0
-        self._position[slots] = places + (first - places.item(0))
-        if continues and before != NO_SLOT:
+        start = self._position.item(before) + 1 if before != NO_SLOT else 0
+        self._position[slots] = positions + (start - first)
+        if before != NO_SLOT and not chains.has_children(before):
             self._conversation[slots] = self._conversation.item(before)
         else:
             self._conversation[slots] = self._next

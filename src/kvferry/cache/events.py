@@ -147,7 +147,8 @@ class PolicyFeed:
         self._then: float | None = None
         self.failure: Exception | None = None
         """The first exception of the policy since the last :meth:`raise_failure`."""
-        self._events: deque[PoolEvent] = deque()
+        self.events: deque[PoolEvent] = deque()
+        """What the policy has not been told yet, the oldest first."""
         self.policy: EvictionPolicy
         self.hearer: HearsRequests | None = None
         self.hint_hearer: HearsHints | None = None
@@ -167,14 +168,11 @@ class PolicyFeed:
             kinds += [_LOOKUP, _ANSWER]
         if self.hint_hearer is not None:
             kinds.append(_HINT)
-        self._events = self._log.reader(tuple(kinds)).events
-
-    def __len__(self) -> int:
-        return len(self._events)
+        self.events = self._log.reader(tuple(kinds)).events
 
     def drain(self) -> None:
         """Tell the policy all that waits. What it raises is kept for :meth:`raise_failure`."""
-        events = self._events
+        events = self.events
         while events:
             event = events[0]  # an interrupt leaves it there, to be told again
             self._then = event.at

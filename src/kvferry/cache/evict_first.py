@@ -19,7 +19,7 @@ _MOST_TIMES = 4
 """So often as many entries as there are slots are kept; most of them are stale by then."""
 
 
-class GoesFirst:
+class EvictFirstQueue:
     """Slots by how little they matter, the least first. Owns that order; the pool evicts.
 
     For policies that do not hear hints. A slot that was used, or left, is here no longer: only the
@@ -48,7 +48,8 @@ class GoesFirst:
 
     def forget(self, slots: SlotArray) -> None:
         """They go when their turn comes, like all others."""
-        self._entry[slots] = _NOT_HERE
+        if self._queues:
+            self._entry[slots] = _NOT_HERE
 
     def clear(self) -> None:
         self._entry.fill(_NOT_HERE)

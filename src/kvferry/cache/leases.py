@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -40,8 +40,8 @@ _ENDS_OF_WRITING = (Ending.COMMIT, Ending.ABORT)
 _ENDS_OF_READING = (Ending.RELEASE, Ending.SPOIL)
 
 
-class Owner(Protocol):
-    """Who made a lease: a pool."""
+class LeaseOwner(Protocol):
+    """The pool that made a lease."""
 
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take the slots back; called once, by the lease. ``failed`` are places, all valid."""
@@ -64,7 +64,7 @@ class Lease:
         purpose: Purpose,
         slots: SlotArray,
         positions: SlotArray,
-        owner: Owner,
+        owner: LeaseOwner,
     ) -> None:
         self.purpose = purpose
         self.slots = slots
@@ -79,27 +79,27 @@ class Lease:
         """The bytes are there: the blocks may be matched from now on.
 
         Except at the places in ``failed``: those blocks are aborted, and with them the blocks of
-        this lease that follow one of them in a chain. Nobody could reach these, and they would
-        take room from what can be reached.
+        this lease that follow one of them in a chain. They could not be reached, and would take
+        room from what can be.
         """
-        self._finish(Ending.COMMIT, failed)
+        self._end(Ending.COMMIT, failed)
 
     def abort(self) -> None:
         """The bytes did not come: the slots go back as if never asked for."""
-        self._finish(Ending.ABORT)
+        self._end(Ending.ABORT)
 
     def release(self, failed: Places = _ALL_WELL) -> None:
         """The bytes were read: the slots may be evicted again.
 
         Except at the places in ``failed``: those blocks are spoiled. What follows one of them in a
-        chain is good and stays, to be reached again once its parent is back; but it served nobody,
-        so this is no use of it.
+        chain is good and stays, to be reached again once its parent is back; but it served no
+        request, so this is no use of it.
         """
-        self._finish(Ending.RELEASE, failed)
+        self._end(Ending.RELEASE, failed)
 
     def spoil(self) -> None:
         """The bytes could not be read: the blocks must never be matched again."""
-        self._finish(Ending.SPOIL)
+        self._end(Ending.SPOIL)
 
     def disown(self) -> None:
         """The bytes are in doubt while the claim goes on: its blocks must not be matched.
@@ -108,7 +108,7 @@ class Lease:
         """
         self._owner.disown(self)
 
-    def _finish(self, ending: Ending, failed: Places = _ALL_WELL) -> None:
+    def _end(self, ending: Ending, failed: Places = _ALL_WELL) -> None:
         if self.ended is not None:
             raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
         endings = _ENDS_OF_WRITING if self.purpose is Purpose.WRITE else _ENDS_OF_READING
@@ -128,26 +128,12 @@ class Lease:
         return f"Lease({self.purpose.value}, {len(self)} slots)"
 
 
-# ------------------------------------------------------------------------------------------------
-# What a slot of a pool can be, and how many of a pool's slots are what.
-
-
-class SlotState(IntEnum):
-    """What a slot is; see the drawing at the top of ``pool.py``."""
-
-    FREE = 0
-    WRITING = 1
-    CACHED = 2
-    DOOMED = 3
-    UNREADY = 4
-
-
 @dataclass(frozen=True)
 class PoolCounts:
     """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
 
-    ``unready`` slots exist, but their memory cannot be used yet. ``held`` ones, which are among the
-    leased, stay because somebody asked for that; ``refused_holds`` blocks were to be, and are not.
+    ``unready`` slots exist, but their memory cannot be used yet. ``pinned`` ones are among the
+    leased. ``refused_pins`` counts blocks that the bound left no room to pin.
     """
 
     free: int
@@ -156,5 +142,5 @@ class PoolCounts:
     total: int
     evicted: int
     unready: int = 0
-    held: int = 0
-    refused_holds: int = 0
+    pinned: int = 0
+    refused_pins: int = 0

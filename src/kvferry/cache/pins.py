@@ -24,14 +24,14 @@ FOREVER = float("inf")
 _STEP_SHARE = 16
 """Where some must give way, so large a part of the bound does: not a few with every wish."""
 
-_LOOK_SECONDS = 0.25
+_CHECK_SECONDS = 0.25
 """A hold may end so much later than it could: those that end together are let go together."""
 
 _MOST_TIMES, _LEAST = 4, 1024
 """So often as many entries as may be held are kept, and so many more: most are stale by then."""
 
 
-class Holds:
+class Pins:
     """Owns until when each slot is held, and the bound on how many are. The pool claims them.
 
     Whoever sends a request may wish for something, so no wish takes a look at all slots: what ends
@@ -50,7 +50,7 @@ class Holds:
         self._soft = np.zeros(num_slots)
         self._priority = np.zeros(num_slots, dtype=np.int8)
         self._told = np.zeros(num_slots, dtype=np.int64)  # the wish that last named a slot
-        self._num_wishes = 0
+        self._num_calls = 0
         self._ends: list[tuple[float, int, SlotArray]] = []  # a heap, the first to end first
         self._num_ending = 0
         self._queues: dict[
@@ -63,11 +63,11 @@ class Holds:
         """At most this part of the slots is held from now on; what is held already stays."""
         self.most = int(len(self._firm) * share)
 
-    def held(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+    def pinned(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """For each slot, whether it is held."""
         return np.maximum(self._firm.take(slots), self._soft.take(slots)) > 0
 
-    def all_held(self) -> SlotArray:
+    def all_pinned(self) -> SlotArray:
         return ((self._firm > 0) | (self._soft > 0)).nonzero()[0]
 
     def until(self, slots: SlotArray) -> npt.NDArray[np.float64]:
@@ -86,9 +86,9 @@ class Holds:
         Returns the slots that are held from now on, and those that gave way for them.
         """
         named = slots
-        self._num_wishes += 1
-        self._told[named] = self._num_wishes  # so none of them is in a queue: none gives way
-        fresh = np.flatnonzero(~self.held(slots))
+        self._num_calls += 1
+        self._told[named] = self._num_calls  # so none of them is in a queue: none gives way
+        fresh = np.flatnonzero(~self.pinned(slots))
         gave_way = NO_SLOTS
         lacking = len(fresh) - (self.most - self.count)
         if lacking > 0:
@@ -116,7 +116,7 @@ class Holds:
         soft = slots[(self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)]
         if not len(soft):
             return
-        told, priorities = self._num_wishes, self._priority.take(soft)
+        told, priorities = self._num_calls, self._priority.take(soft)
         self._told[soft] = told
         for priority in np.unique(priorities).tolist():
             part = soft[priorities == priority]
@@ -167,14 +167,14 @@ class Holds:
 
     def drop(self, slots: SlotArray) -> None:
         """These are held no longer; those that were not are ignored."""
-        self.count -= int(np.count_nonzero(self.held(slots)))
+        self.count -= int(np.count_nonzero(self.pinned(slots)))
         self._firm[slots] = 0.0
         self._soft[slots] = 0.0
         self._priority[slots] = 0
 
     def drop_all(self) -> SlotArray:
         """Nothing is held any more; what was."""
-        every = self.all_held() if self.count else NO_SLOTS
+        every = self.all_pinned() if self.count else NO_SLOTS
         self.drop(every)
         self._ends.clear()
         self._queues.clear()
@@ -183,7 +183,7 @@ class Holds:
 
     def _note_end(self, slots: SlotArray, until: float) -> None:
         if len(slots) and until < FOREVER:
-            heappush(self._ends, (until, self._num_wishes, slots))
+            heappush(self._ends, (until, self._num_calls, slots))
             self._num_ending += len(slots)
             if self._num_ending > _MOST_TIMES * self.most + _LEAST:
                 self._note_ends_anew()
@@ -196,12 +196,12 @@ class Holds:
             slots = slots[np.argsort(ends.take(slots), kind="stable")]
             times, firsts = np.unique(ends.take(slots), return_index=True)
             parts = np.split(slots, firsts[1:]) if len(slots) else []
-            start = self._num_wishes
+            start = self._num_calls
             self._ends += [
                 (time, start + n, part)
                 for n, (time, part) in enumerate(zip(times.tolist(), parts, strict=True))
             ]
-            self._num_wishes += len(parts)
+            self._num_calls += len(parts)
         heapify(self._ends)
         self._num_ending = sum(len(part) for _, _, part in self._ends)
 
@@ -209,20 +209,20 @@ class Holds:
         """Let go of what was held until now."""
         if not self._ends or now < self._ends[0][0] or now < self._look_at:
             return NO_SLOTS
-        self._look_at = now + _LOOK_SECONDS
+        self._look_at = now + _CHECK_SECONDS
         found = []
         while self._ends and self._ends[0][0] <= now:
             found.append(heappop(self._ends)[2])
             self._num_ending -= len(found[-1])
         slots = np.unique(np.concatenate(found))
-        slots = slots[self.held(slots)]
+        slots = slots[self.pinned(slots)]
         was_firm = self._firm.take(slots) > 0
         for ends in (self._firm, self._soft):
             ends[slots[ends.take(slots) <= now]] = 0.0
         self._priority[slots[self._soft.take(slots) == 0]] = 0
-        ended = slots[~self.held(slots)]
+        ended = slots[~self.pinned(slots)]
         self.count -= len(ended)
         # What was pinned as well, and is wished for still, may give way again.
-        self._num_wishes += 1
+        self._num_calls += 1
         self._queue(slots[was_firm])
         return ended

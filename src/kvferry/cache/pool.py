@@ -4,40 +4,45 @@ A slot's life::
 
     FREE --reserve--> WRITING --commit--> CACHED --evict--> FREE
                          |                  |  ^
-                         +--abort--> FREE   +--+ pin / release (counted in readers)
+                         +--abort--> FREE   +--+ lease / release (counted in readers)
 
     reset, spoil or disown while claimed: -> DOOMED, not in the index, FREE when the claim ends
     memory still being made ready:           UNREADY --grow--> FREE
 
 Chained keys remember their parent's slot. A slot with children is never evicted, so what is left
-of a conversation is always a prefix of it, and a match stops at a hole only if bytes were lost.
+of a conversation is always a prefix of it, and a lookup stops at a hole only if bytes were lost.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
-from kvferry.cache.events import MANY_EVENTS, EventKind
-from kvferry.cache.eviction import PoolWishes
-from kvferry.cache.integrity import PoolCheck
-from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose, SlotState
-from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker
+from kvferry.cache.events import MANY_EVENTS, EventKind, EventLog
+from kvferry.cache.eviction import Eviction
+from kvferry.cache.integrity import check_pool
+from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose
+from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
-from kvferry.cache.slots import Neighbours
+from kvferry.cache.slots import CACHED, DOOMED, SlotPlacement, SlotState, SlotTable
 from kvferry.core.keys import Duplicates, Keys, require_key
 from kvferry.errors import InputError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 
 PIN_SHARE = 0.25
-# As plain numbers: numpy takes an IntEnum the long way.
-_FREE, _WRITING, _CACHED, _DOOMED, _UNREADY = (int(state) for state in SlotState)
+_MOST_NEWS = 256  # commits remembered for `news_since`; a step has fewer
 
 
-class Pool(PoolWishes):
-    """The slots of one tier. Owns states, index and claims; leaves the bytes to the tier.
+class Pool:
+    """The slots of one tier. Owns leases, lookups and what changes; leaves the bytes to the tier.
+
+    What should be evicted, pinned or shared out among tenants is for ``eviction``. ``log`` has what
+    happens here, for the eviction policy and for all other readers.
 
     Every call takes a whole request's keys. Not thread-safe: it belongs to the scheduler's thread.
     """
@@ -49,22 +54,28 @@ class Pool(PoolWishes):
         *,
         num_ready: int | None = None,
         pin_share: float = PIN_SHARE,
-        side_by_side: bool = False,
+        placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
 
-        ``policy`` makes what says who goes first; ``clock`` is the time it sees, in seconds.
-        ``pin_share`` of the slots, at most, are held for who asks for that. ``side_by_side`` gives
-        out slots as neighbours, for a medium that is read in runs.
+        ``policy`` makes the eviction policy; ``clock`` is the time it sees, in seconds. At most
+        ``pin_share`` of the slots are pinned. ``placed`` gives out slots as neighbours, for a
+        medium that is read in runs.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
-        super().__init__(num_slots, policy, pin_share, clock, side_by_side)
+        self.num_slots = num_slots
         self.num_ready = 0
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0
         """Slots given out for writing so far."""
+        self.generation = 0
+        """Grows whenever blocks become matchable: an unchanged value means no new hits."""
+        self.log = EventLog(clock)
+        self.table = SlotTable(num_slots, self.log, placed=placed)
+        self.eviction = Eviction(self.table, policy, pin_share, clock, placed=placed)
+        self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_MOST_NEWS)
         self._duplicates = Duplicates()
         self._leases: set[Lease] = set()
         self.grow(num_slots if num_ready is None else num_ready)
@@ -74,43 +85,125 @@ class Pool(PoolWishes):
         if num_ready > self.num_slots:
             raise InputError(f"a pool of {self.num_slots} slots cannot have {num_ready} ready")
         if num_ready > self.num_ready:
-            self._push_free(np.arange(self.num_ready, num_ready))
+            self.table.add_free(np.arange(self.num_ready, num_ready))
             self.num_ready = num_ready
 
-    # -- asking ---------------------------------------------------------------------------------
+    # -- lookups: they change nothing -----------------------------------------------------------
+
+    def lookup(self, keys: Keys) -> SlotArray:
+        """The slots of the leading keys whose blocks can be read now."""
+        found = self.table.index.find_leading(keys)
+        if not len(found):
+            return found
+        readable = self.table.state.take(found) == CACHED
+        first = int(readable.argmin())  # of those that cannot be read, if there are any
+        return found if readable[first] else found[:first]
+
+    def match(self, keys: Keys) -> int:
+        """How many leading keys can be read now."""
+        return len(self.lookup(keys))
+
+    def find(self, keys: Keys) -> SlotArray:
+        """The slot of each key whose block is cached or on its way in, ``NO_SLOT`` for others."""
+        return self.table.index.find(keys)
+
+    def find_cached(self, keys: Keys) -> SlotArray:
+        """The slot of each key whose block can be read now, ``NO_SLOT`` for the others."""
+        found = self.table.index.find(keys)
+        found[self.table.state.take(found) != CACHED] = NO_SLOT
+        return found
+
+    def are_cached(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each slot, whether its block can be read now."""
+        return self.table.state.take(slots) == CACHED
+
+    def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether its block can be read now."""
+        return self.table.state.take(self.table.index.find(keys)) == CACHED
+
+    def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether its block is cached or on its way in."""
+        return self.table.index.find(keys) != NO_SLOT
+
+    def slot_of(self, key: Key) -> int:
+        """Where one key's block is or will be; ``NO_SLOT`` if nowhere."""
+        return self.table.index.find_one(key)
+
+    def state_of(self, key: Key) -> SlotState:
+        """The state of one key's slot; FREE if it has none."""
+        slot = self.table.index.find_one(key)
+        return SlotState(self.table.state.item(slot)) if slot != NO_SLOT else SlotState.FREE
+
+    def is_cached(self, key: Key) -> bool:
+        """Whether one key's block can be read now."""
+        slot = self.table.index.find_one(key)
+        return slot != NO_SLOT and self.table.state.item(slot) == CACHED
+
+    def news_since(self, generation: int) -> npt.NDArray[np.uint64] | None:
+        """The first words of the keys committed after a generation; None if too long ago."""
+        count = self.generation - generation
+        if count > len(self._news):
+            return None
+        return np.concatenate([np.empty(0, np.uint64), *islice(reversed(self._news), count)])
 
     def keys_of(self, lease: Lease) -> Keys:
         """The keys of a lease's slots that can be matched."""
         slots = lease.slots
-        return self._index.keys_of(slots[self._state.take(slots) == _CACHED])
+        return self.table.index.keys_of(slots[self.table.state.take(slots) == CACHED])
 
     def key_before(self, lease: Lease) -> Key | None:
         """The key that a lease's first slot follows, if it is here."""
-        parent = self._chains.parent_of(int(lease.slots[0]))
-        return self._index.key_of(parent) if parent != NO_SLOT else None
+        parent = self.table.chains.parent_of(int(lease.slots[0]))
+        return self.table.index.key_of(parent) if parent != NO_SLOT else None
 
-    @property
-    def num_free(self) -> int:
-        return self._free.count
+    def runs_of(self, keys: Keys) -> tuple[SlotArray, tuple[Key | None, ...]]:
+        """Where runs of blocks that follow each other begin among these, which are here.
+
+        And the key of the block before each of the runs, if that is here.
+        """
+        index = self.table.index
+        slots = index.find(keys)
+        parents = self.table.chains.parents_of(slots)
+        starts = np.flatnonzero(np.append(True, parents[1:] != slots[:-1]))
+        firsts = parents[starts].tolist()
+        before = [index.key_of(slot) if slot != NO_SLOT else None for slot in firsts]
+        return starts, tuple(before)
+
+    def line(self, key: Key, most: int) -> Keys:
+        """The blocks that this one follows, and itself last; at most so many of them."""
+        slots: list[int] = []
+        slot = self.table.index.find_one(key)
+        while slot != NO_SLOT and len(slots) < most:
+            slots.append(slot)
+            slot = self.table.chains.parent_of(slot)
+        return self.table.index.keys_of(np.array(slots[::-1], dtype=np.int64))
+
+    def num_shared(self, slots: SlotArray) -> int:
+        """How many slots of a chain, from the first on, others continue from."""
+        return len(slots) - len(self.table.chains.own_end(slots))
+
+    def all_distinct(self, slots: SlotArray) -> bool:
+        """Whether none of these slots is named twice."""
+        return self.table.chains.all_distinct(slots)
 
     # -- claiming -------------------------------------------------------------------------------
 
-    def pin(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
+    def lease(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
         """Claim the leading cached keys for reading; None when the first is not cached."""
-        slots = self.leading(keys)
+        slots = self.lookup(keys)
         return self.claim(slots, purpose) if len(slots) else None
 
     def claim(self, slots: SlotArray, purpose: Purpose = Purpose.READ) -> Lease:
-        """Claim slots that were just found, and can be read, for reading."""
-        if not self._chains.all_distinct(slots):
-            raise InputError(f"{len(slots)} blocks to pin are not distinct; a chain never repeats")
-        readers = self._readers.take(slots)
-        self._num_idle -= len(slots) - int(np.count_nonzero(readers))
-        self._readers[slots] = readers + 1
+        """Claim slots that a lookup just returned for reading."""
+        if not self.table.chains.all_distinct(slots):
+            raise InputError(
+                f"{len(slots)} blocks to lease are not distinct; a chain never repeats"
+            )
+        self.table.claim(slots)
         lease = Lease(purpose, slots, np.arange(len(slots)), self)
         self._leases.add(lease)
-        if len(self._feed) >= MANY_EVENTS:
-            self._feed.drain()
+        if len(self.eviction.feed.events) >= MANY_EVENTS:
+            self.eviction.feed.drain()
         return lease
 
     def reserve(
@@ -119,73 +212,155 @@ class Pool(PoolWishes):
         *,
         parent: Key | None = None,
         chained: bool = True,
-        beside: Neighbours | None = None,
+        found: SlotArray | None = None,
+        placement: SlotPlacement | None = None,
         tenant: int = 0,
     ) -> Lease | None:
         """Claim slots to write the keys that are neither cached nor on their way in.
 
         Evicts as needed. What does not fit is not stored: the lease covers the leading missing
-        keys that got a slot (see ``Lease.positions``), None if there are none. ``parent`` is the
-        key before the first; ``chained=False`` says that the keys do not depend on each other.
-        ``beside`` says where they should lie, in a pool that is ``side_by_side``.
-        Where the pool is divided, they are the ``tenant``'s.
+        keys that got a slot (see ``Lease.positions``), None if there are none.
+
+        ``parent`` is the key before the first; ``chained=False`` says that the keys do not depend
+        on each other. ``found`` is what :meth:`find` returned for these keys, if nothing has
+        changed since. ``placement`` says where the blocks should lie, in a pool that is ``placed``.
+        Where slots belong to tenants, those of the lease are the ``tenant``'s.
         """
-        self.require_distinct(keys)
-        found = self._index.find(keys)
+        if self._duplicates.any_in(keys):
+            raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
+        table, eviction = self.table, self.eviction
+        if found is None:
+            found = table.index.find(keys)
         above = NO_SLOT
         if chained and parent is not None:
             require_key("a parent", parent)
-            above = self._index.find_one(parent)
+            above = table.index.find_one(parent)
         if above != NO_SLOT and np.count_nonzero(found == above):
             raise InputError("a key to reserve is its own parent; a chain never repeats")
         missing = (found == NO_SLOT).nonzero()[0]
-        all_new = above == NO_SLOT and len(missing) == len(found)
         own = NO_SLOTS
-        if not all_new:
+        if above != NO_SLOT or len(missing) != len(found):
             own = np.concatenate(([above], found))
             own = own[own != NO_SLOT]
-        if self._fair is not None:
-            arriving = Arriving(keys, found, above, chained)
-            missing = self._within_ceiling(missing, own, arriving, tenant)
-        if len(missing) > self._free.count:
-            if self._fair is not None:
-                self._fair.expect(tenant, len(missing), self.num_ready)
-            self._make_room(
-                len(missing) + self._num_spare, own, Arriving(keys, found, above, chained)
-            )
-        if len(own):
-            self._use(own[self._state.take(own) == _CACHED])
-        # Chains change below; the policy hears of what happened while they are as they were then.
-        self._feed.drain()
-        positions = missing[: self._free.count]
-        near = beside.at(positions) if beside is not None else None
-        slots = self._give_out(len(positions), near)
-        if self._fair is not None:
-            self._fair.own(slots, tenant)
         arriving = Arriving(keys, found, above, chained)
+        quotas = table.quotas
+        if quotas is not None:
+            missing = eviction.within_ceiling(missing, own, Arriving(*arriving), tenant)
+        if len(missing) > table.free.count:
+            if quotas is not None:
+                quotas.expect(tenant, len(missing), self.num_ready)
+            eviction.make_room(len(missing), own, arriving)
+        if len(own):
+            eviction.use(own[table.state.take(own) == CACHED])
+        # Chains change below; the policy hears of what happened while they are as they were then.
+        eviction.feed.drain()
+        positions = missing[: table.free.count]
+        near = placement.at(positions) if placement is not None else None
+        slots = table.give_out(len(positions), near) if len(positions) else NO_SLOTS
+        if quotas is not None:
+            quotas.own(slots, tenant)
         self._link(arriving, positions, slots)
         if not len(slots):
             return None
+        self.num_reserved += len(slots)
         lease = Lease(Purpose.WRITE, slots, positions, self)
         self._leases.add(lease)
         return lease
 
-    def require_distinct(self, keys: Keys) -> None:
-        """InputError where a key is there twice: a chain that closes on itself has no end."""
-        if self._duplicates.any_in(keys):
-            raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
+    def _link(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
+        """These keys have these slots, and follow each other, from now on.
+
+        ``positions`` are those of the missing keys; ``arriving`` says where the others are.
+        """
+        table = self.table
+        keys, found, above, chained = arriving
+        if len(slots):
+            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
+            new = keys if len(slots) == len(keys.array) else keys.take(positions)
+            table.index.insert(new, slots)
+            if self.eviction.feed.policy.wants_chains:
+                chains = table.chains if chained else None
+                table.conversations.arrive(slots, positions, found, above, chains)
+        if chained and len(slots) == len(found):
+            table.chains.begin(slots, above)
+        elif chained:
+            placed = found.copy()
+            placed[positions] = slots
+            table.chains.link(placed, np.concatenate(([above], placed[:-1])))
 
     def touch(self, keys: Keys) -> None:
         """These keys were used (a hit elsewhere, say): keep them longer."""
-        found = self._index.find(keys)
-        found = found[self._state.take(found) == _CACHED]
-        self._use(found[self._chains.last_mentions(found)])
+        found = self.table.index.find(keys)
+        found = found[self.table.state.take(found) == CACHED]
+        self.eviction.use(found[self.table.chains.last_mentions(found)])
+        if len(self.eviction.feed.events) >= MANY_EVENTS:
+            self.eviction.feed.drain()
 
     def give_out_next(self, slots: SlotArray) -> None:
         """The next slots to be reserved are these free ones, in this order."""
-        self._free.give_out_next(slots)
+        self.table.free.give_out_next(slots)
+
+    # -- requests, and what the policy learns ---------------------------------------------------
+
+    @property
+    def hears_requests(self) -> bool:
+        """Whether the policy wants to be told of requests."""
+        return self.eviction.feed.hearer is not None
+
+    def asked(
+        self,
+        keys: Keys | Callable[[], Keys],
+        num_tokens: int,
+        slots: SlotArray,
+        at: float | None = None,
+    ) -> None:
+        """A request of so many tokens, with these whole blocks, found the leading ``slots``.
+
+        ``at`` is when, if not now.
+        """
+        self.log.append(EventKind.LOOKUP, slots, keys, tokens=num_tokens, at=at)
+        if len(self.eviction.feed.events) >= MANY_EVENTS:
+            self.eviction.feed.drain()
+
+    def answered(
+        self, keys: Keys | Callable[[], Keys], num_tokens: int, at: float | None = None
+    ) -> None:
+        """A request with these whole blocks ended with so many generated tokens."""
+        self.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=num_tokens, at=at)
+
+    def hint(self, keys: Keys, evidence: Evidence) -> int:
+        """A hint for a request with these keys, whose leading blocks are here.
+
+        Returns how many of those were to be pinned for it, and are not.
+        """
+        slots = self.lookup(keys)
+        return self.eviction.hint(slots, evidence) if len(slots) else 0
+
+    def catch_up(self) -> None:
+        """There is time: tell the eviction policy what happened since."""
+        self.eviction.feed.drain()
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of the eviction policy since the last call, if any."""
+        if self.eviction.feed.failure is not None:
+            self.eviction.feed.raise_failure()
 
     # -- letting go -----------------------------------------------------------------------------
+
+    def drop(self, slots: SlotArray) -> int:
+        """Forget the blocks at the end of a chain that no other follows; returns how many.
+
+        Claimed ones are free when their claim ends, also those that are still being written: a
+        slow rank may touch their slots until then.
+        """
+        self.eviction.feed.drain()
+        going = np.ascontiguousarray(self.table.chains.own_end(slots)[::-1])
+        self.eviction.unpin(going)
+        idle = self.table.is_idle(going)
+        self._doom(going[~idle])
+        if idle.any():
+            self.eviction.drop(going[idle])
+        return len(going)
 
     def disown(self, lease: Lease) -> None:
         """Stop believing in a lease that is still open: its keys may be stored elsewhere now.
@@ -198,120 +373,86 @@ class Pool(PoolWishes):
 
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
-        self._unclaim(self._holds.drop_all())
-        self._feed.drain()
-        self._first.clear()
-        state = self._state[:-1]
-        idle = (state == _CACHED) & (self._readers == 0)
-        in_use = (state != _FREE) & (state != _UNREADY)
-        cached = np.flatnonzero(state == _CACHED)
-        if len(cached):
-            self.log.append(EventKind.EVICT, NO_SLOTS, self._index.keys_of(cached))
-        self._index.clear()
-        self._feed.policy.clear()
-        self._chains.clear()
-        state[in_use] = _DOOMED
-        self._push_free(np.flatnonzero(idle))
-        self._num_idle = 0
-        self._num_doomed = int(np.count_nonzero(state == _DOOMED))
+        self.eviction.reset()
+        self.table.doom_all()
 
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
-        """Take a lease's slots back. Called by the lease itself, exactly once."""
+        """Take a lease's slots back. Called by the lease itself, exactly once.
+
+        No policy runs here: what it has to learn is in the log.
+        """
+        table, log, slots = self.table, self.log, lease.slots
         self._leases.remove(lease)
-        slots = lease.slots
         readers = None
         if lease.purpose is not Purpose.WRITE:
-            readers = self._readers.take(slots) - 1
-            self._readers[slots] = readers
-        unused = slots[:0]
+            readers = table.readers.take(slots) - 1
+            table.readers[slots] = readers
+        unused = NO_SLOTS
         if ending is Ending.ABORT or ending is Ending.SPOIL:
             self._doom(slots)
         elif len(failed):
             lost = slots[failed]
-            unused = slots[self._chains.follow(slots, lost)]
+            unused = slots[table.chains.follow(slots, lost)]
             self._doom(np.union1d(lost, unused) if ending is Ending.COMMIT else np.unique(lost))
         if readers is not None and np.count_nonzero(readers):
-            slots = slots[self._readers.take(slots) == 0]  # what was lost is held no more
-        if self._num_doomed:
-            doomed = self._state.take(slots) == _DOOMED
-            self._num_doomed -= int(np.count_nonzero(doomed))
-            self._push_free(np.sort(slots[doomed]))
+            slots = slots[table.readers.take(slots) == 0]  # lost blocks are pinned no more
+        if table.num_doomed:
+            doomed = table.state.take(slots) == DOOMED
+            table.num_doomed -= int(np.count_nonzero(doomed))
+            table.add_free(np.sort(slots[doomed]))
             slots = slots[~doomed]
-        # What was claimed by nobody else and is not doomed is cached from here on.
-        self._num_idle += len(slots)
+        # Slots that nothing else claims and that are not doomed are cached from here on.
+        table.num_idle += len(slots)
         if ending is Ending.COMMIT:
-            self._state[slots] = _CACHED
+            table.state[slots] = CACHED
             self.generation += 1
-            self._news.append(self._index.first_words_of(slots))
-            self.log.append(EventKind.STORE, slots)
+            self._news.append(table.index.first_words_of(slots))
+            log.append(EventKind.STORE, slots)
         elif lease.purpose is Purpose.COPY:
-            self.log.append(EventKind.RETURN, slots)
+            log.append(EventKind.RETURN, slots)
         elif len(unused):
             idle = np.isin(slots, unused)
-            self.log.append(EventKind.RETURN, slots[idle][::-1])
-            self._use(slots[~idle])
+            log.append(EventKind.RETURN, slots[idle][::-1])
+            self.eviction.use(slots[~idle])
         elif len(slots):
-            self._use(slots)
+            self.eviction.use(slots)
 
-    # -- looking --------------------------------------------------------------------------------
+    def _doom(self, slots: SlotArray) -> None:
+        """Nothing matches these claimed slots any more; they are freed when their claims end."""
+        table = self.table
+        if table.num_doomed:
+            slots = slots[table.state.take(slots) != DOOMED]
+        if len(slots):
+            self.eviction.forget(slots)
+            table.doom(slots)
+
+    # -- counts ---------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be given out without evicting anything."""
+        return self.table.free.count
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
 
     @property
     def counts(self) -> PoolCounts:
         """How the slots are used now. Kept up to date, so that asking costs nothing."""
+        table, pins = self.table, self.eviction.pins
         return PoolCounts(
-            free=self._free.count,
-            cached=self._num_idle,
-            leased=self.num_ready - self._free.count - self._num_idle,
+            free=table.free.count,
+            cached=table.num_idle,
+            leased=self.num_ready - table.free.count - table.num_idle,
             total=self.num_slots,
-            evicted=self._num_evicted,
+            evicted=table.num_evicted,
             unready=self.num_slots - self.num_ready,
-            held=self._holds.count,
-            refused_holds=self._holds.num_refused,
+            pinned=pins.count,
+            refused_pins=pins.num_refused,
         )
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._leases)
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
-        PoolCheck(
-            state=self._state[:-1],
-            readers=self._readers,
-            free=self._free.slots,
-            num_ready=self.num_ready,
-            index=self._index,
-            chains=self._chains,
-            policy=self._policy,
-            leases=self._leases,
-            held=self._holds.all_held(),
-            counts=self.counts,
-            num_doomed=self._num_doomed,
-        ).check()
-
-    def _give_out(self, count: int, beside: Neighbours | None) -> SlotArray:
-        """So many free slots, to be written from now on."""
-        slots = self._free.take(count, beside)
-        if count:
-            self.num_reserved += count
-            self._state[slots] = _WRITING
-        return slots
-
-    def _link(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
-        """These keys have these slots, and follow each other, from now on.
-
-        ``positions`` are those of the missing keys; ``arriving`` says where the others are.
-        """
-        keys, found, above, chained = arriving
-        if len(slots):
-            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
-            new = keys if len(slots) == len(keys.array) else keys.take(positions)
-            self._index.insert(new, slots)
-            if self._feed.policy.wants_chains:
-                chains = self._chains if chained else None
-                self._conversations.arrive(slots, positions, found, above, chains)
-        if chained and len(slots) == len(found):
-            self._chains.begin(slots, above)
-        elif chained:
-            found[positions] = slots
-            self._chains.link(found, np.concatenate(([above], found[:-1])))
+        check_pool(self.table, self.eviction, self._leases, self.counts, self.num_ready)

@@ -61,7 +61,7 @@ class PoolReplay:
             Its leading blocks that were found, by tier.
         """
         self._now = at
-        reading = self.pool.pin(keys)
+        reading = self.pool.lease(keys)
         found = reading.slots if reading is not None else NO_SLOTS
         hit = len(found)
         # It is stored when it is over, so its answer is known by then.

@@ -1,14 +1,34 @@
-"""The free slots of a pool, in the order in which they are given out."""
+"""The slots of a tier: which are free, in which order those are given out, and what all hold."""
 
 from __future__ import annotations
 
 from collections import deque
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from kvferry.cache.chains import Chains, Conversations
+from kvferry.cache.events import EventKind, EventLog
+from kvferry.cache.index import Index
+from kvferry.cache.policies.quotas import Quotas
 from kvferry.errors import InputError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
+
+
+class SlotState(IntEnum):
+    """What a slot is; see the drawing at the top of ``pool.py``."""
+
+    FREE = 0
+    WRITING = 1
+    CACHED = 2
+    DOOMED = 3
+    UNREADY = 4
+
+
+# As plain numbers: numpy takes an IntEnum the long way.
+FREE, WRITING, CACHED, DOOMED, UNREADY = (state.value for state in SlotState)
 
 
 class FreeSlots:
@@ -35,7 +55,7 @@ class FreeSlots:
         self._stack[self.count : end] = ascending[::-1]
         self.count = end
 
-    def take(self, count: int, beside: object = None) -> SlotArray:
+    def take(self, count: int, placement: object = None) -> SlotArray:
         """As many slots, of which there are enough; wherever they are."""
         self.count -= count
         return self._stack[self.count : self.count + count][::-1].astype(np.int64)
@@ -52,35 +72,14 @@ class FreeSlots:
         self._stack[len(others) : self.count] = slots[::-1]
 
 
-# ------------------------------------------------------------------------------------------------
-# The free slots of a pool whose slots are places on a medium: given out side by side.
-#
-# ::
-#
-#     extents      |  A A A A . .|. . B B B B|C C . . . .|. . . . . .|
-#     B's beginning is still to come, and goes before it; C's end, and goes behind it
-#
-# A conversation is read back in a few long reads if its blocks lie in neighbouring places in their
-# order. They come in pieces: each goes beside its neighbours if there is room, else into a hole
-# that
-# fits, else into an extent of its own, whose rest is left for its neighbours.
-
 EXTENT = 64
 """Slots of one extent: 6 MiB of small blocks, which a drive reads as fast as it can."""
 
 _LOOK_EXTENTS = 64
 """So many are looked at together for a run that is long enough."""
 
-_SPARE_SHARE = 64
-_MOST_SPARE = 4096
 
-
-def num_spare(num_slots: int) -> int:
-    """So many slots are made free beyond need where others must go: single slots are no runs."""
-    return min(num_slots // _SPARE_SHARE, _MOST_SPARE)
-
-
-class Neighbours(NamedTuple):
+class SlotPlacement(NamedTuple):
     """Where new blocks should lie. ``wanted`` names a slot for each, or ``NO_SLOT``.
 
     Those with the same number in ``runs`` follow each other. ``grows_down`` says that what comes
@@ -91,12 +90,24 @@ class Neighbours(NamedTuple):
     runs: SlotArray
     grows_down: bool
 
-    def at(self, positions: SlotArray) -> Neighbours:
-        return Neighbours(self.wanted[positions], self.runs[positions], self.grows_down)
+    def at(self, positions: SlotArray) -> SlotPlacement:
+        return SlotPlacement(self.wanted[positions], self.runs[positions], self.grows_down)
 
 
 class FreeRuns:
-    """Free slots by extent. Owns which are free and which extents to try next."""
+    """Free slots by extent, for slots that are places on a medium which is read in runs.
+
+    ::
+
+        extents      |  A A A A . .|. . B B B B|C C . . . .|. . . . . .|
+        B's beginning is still to come, and goes before it; C's end, and goes behind it
+
+    A conversation is read back in a few long reads if its blocks lie in neighbouring places in
+    order. They come in pieces: each goes next to its neighbours if there is room, else into a hole
+    that fits, else into an extent of its own, whose rest is left for its neighbours.
+
+    Owns which slots are free and which extents to try next.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.count = 0
@@ -126,21 +137,21 @@ class FreeRuns:
             raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
         self._next = slots
 
-    def take(self, count: int, beside: Neighbours | None = None) -> SlotArray:
+    def take(self, count: int, placement: SlotPlacement | None = None) -> SlotArray:
         """As many slots, of which there are enough: those wanted that are free, else runs."""
         slots = np.full(count, NO_SLOT, dtype=np.int64)
         if len(self._next):
             taken, self._next = self._next[:count], self._next[count:]
             slots[: len(taken)] = taken
-        elif beside is not None:
-            self._grant(slots, beside.wanted)
+        elif placement is not None:
+            self._grant(slots, placement.wanted)
         self._free[slots[slots != NO_SLOT]] = False
         lacking = np.flatnonzero(slots == NO_SLOT)
         if len(lacking):
-            runs = beside.runs[lacking] if beside is not None else np.zeros_like(lacking)
+            runs = placement.runs[lacking] if placement is not None else np.zeros_like(lacking)
             cuts = np.flatnonzero((np.diff(runs) != 0) | (np.diff(lacking) != 1)) + 1
             parts = [slots[part[0] : part[-1] + 1] for part in np.split(lacking, cuts)]
-            self._fill(parts, grows_down=beside is not None and beside.grows_down)
+            self._fill(parts, grows_down=placement is not None and placement.grows_down)
         self.count -= count
         return slots
 
@@ -212,3 +223,87 @@ def _cut(hole: range, count: int, *, at_end: bool) -> tuple[range, list[range]]:
     taken = range(room.stop - count, room.stop) if at_end else range(room.start, room.start + count)
     rest = (range(hole.start, taken.start), range(taken.stop, hole.stop))
     return taken, [part for part in rest if part]
+
+
+class SlotTable:
+    """State, readers, key and chain of every slot of a tier. Decides nothing: pools do."""
+
+    def __init__(self, num_slots: int, log: EventLog, *, placed: bool) -> None:
+        self.num_slots = num_slots
+        self.log = log
+        self.index = Index(num_slots)
+        self.chains = Chains(num_slots)
+        self.conversations = Conversations(num_slots)
+        # One more than there are slots: what NO_SLOT names is never cached.
+        self.state = np.full(num_slots + 1, UNREADY, dtype=np.int8)
+        self.readers = np.zeros(num_slots, dtype=np.int32)
+        self.free: FreeRuns | FreeSlots = FreeRuns(num_slots) if placed else FreeSlots(num_slots)
+        self.quotas: Quotas | None = None
+        """Which tenant owns each slot, where slots belong to tenants."""
+        self.num_idle = 0
+        """Cached slots that no lease and no pin claims."""
+        self.num_doomed = 0
+        self.num_evicted = 0
+
+    def is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each slot, whether its block is cached and no lease and no pin claims it."""
+        return (self.readers.take(slots) == 0) & (self.state.take(slots) == CACHED)
+
+    def can_go(self, slot: int) -> bool:
+        """Whether one slot is idle, and no block follows its block."""
+        is_idle = self.state.item(slot) == CACHED and not self.readers.item(slot)
+        return is_idle and not self.chains.has_children(slot)
+
+    def claim(self, slots: SlotArray) -> None:
+        """These distinct slots have one reader more."""
+        readers = self.readers.take(slots)
+        self.num_idle -= len(slots) - int(np.count_nonzero(readers))
+        self.readers[slots] = readers + 1
+
+    def add_free(self, ascending: SlotArray) -> None:
+        """These slots can be given out from now on."""
+        if self.quotas is not None:
+            self.quotas.left(ascending)
+        self.state[ascending] = FREE
+        self.free.push(ascending)
+
+    def give_out(self, count: int, placement: SlotPlacement | None) -> SlotArray:
+        """So many free slots, to be written from now on."""
+        slots = self.free.take(count, placement)
+        self.state[slots] = WRITING
+        return slots
+
+    def evict(self, going: SlotArray, untold: SlotArray) -> None:
+        """Free these idle slots, each after its followers. ``untold``: those the policy holds."""
+        self.num_idle -= len(going)
+        self.log.append(EventKind.EVICT, untold, self.index.keys_of(going))
+        self.index.remove(going)
+        self.chains.leave(going)
+        ascending = going.copy()
+        ascending.sort(kind="stable")  # quick where there are runs
+        self.add_free(ascending)
+
+    def doom(self, slots: SlotArray) -> None:
+        """Nothing matches these claimed slots any more; they are freed when their claims end."""
+        cached = slots[self.state.take(slots) == CACHED]
+        self.log.append(EventKind.EVICT, slots, self.index.keys_of(cached))
+        self.index.remove(slots)
+        self.chains.unlink(slots)
+        self.state[slots] = DOOMED
+        self.num_doomed += len(slots)
+
+    def doom_all(self) -> None:
+        """Forget every block: idle slots are free, claimed ones when their claims end."""
+        state = self.state[:-1]
+        cached = state == CACHED
+        idle = cached & (self.readers == 0)
+        in_use = (state != FREE) & (state != UNREADY)
+        if np.count_nonzero(cached):
+            keys = self.index.keys_of(np.flatnonzero(cached))
+            self.log.append(EventKind.EVICT, NO_SLOTS, keys)
+        self.index.clear()
+        self.chains.clear()
+        state[in_use] = DOOMED
+        self.add_free(np.flatnonzero(idle))
+        self.num_idle = 0
+        self.num_doomed = int(np.count_nonzero(state == DOOMED))

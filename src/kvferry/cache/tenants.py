@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from kvferry.cache.eviction import Eviction
 from kvferry.settings.tenants import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
 
 MOST_OTHERS = 16
@@ -18,19 +18,6 @@ MOST_OTHERS = 16
 MOST_SHOWN = 64
 """So many of them are ever counted by name: whoever sends a request chooses one, and whoever
 collects the counts keeps every name for good. Those that come later count as other."""
-
-
-class Divided(Protocol):
-    """A pool whose slots belong to tenants."""
-
-    def slots_of_tenant(self, number: int) -> int:
-        """How many slots a tenant has."""
-
-    def evicted_of_tenant(self, number: int) -> int:
-        """How many blocks of a tenant made room so far."""
-
-    def pass_on_tenant(self, number: int, heir: int) -> None:
-        """A number goes to another name: what was counted for it counts for its heir."""
 
 
 @dataclass
@@ -51,7 +38,7 @@ class Tenants:
     on a tier is nobody's: all of it together counts as one more tenant (``before``).
     """
 
-    def __init__(self, shares: Sequence[TenantShare], pools: Mapping[str, Divided]) -> None:
+    def __init__(self, shares: Sequence[TenantShare], pools: Mapping[str, Eviction]) -> None:
         default = next((each for each in shares if each.name == EVERYBODY_ELSE), TenantShare("*"))
         named = [each for each in shares if each.name != EVERYBODY_ELSE]
         rest = MOST_OTHERS + 1

@@ -165,7 +165,7 @@ class Control:
         count = 0
         for where in self._placements(keys):
             for place in where.places:
-                count += place.pool.let_go(place.slots)
+                count += place.pool.eviction.unpin(place.slots)
         return self._done(keys, blocks=count)
 
     def prefetch(self, keys: Keys, pin_seconds: float | None = None) -> Acted:
@@ -276,7 +276,7 @@ class Control:
         held = unknown = 0
         for where in self._placements(keys):
             for place in where.places:
-                held += int(np.count_nonzero(place.pool.holds.held(place.slots)))
+                held += int(np.count_nonzero(place.pool.eviction.pins.pinned(place.slots)))
         if parts.lower.can_be_asked:
             for g, group in enumerate(parts.matcher.groups):
                 chain = parts.matcher.all_keys(g, keys)
@@ -397,7 +397,7 @@ class Ahead:
         parts = self._parts
         for g, group in enumerate(parts.matcher.groups):
             if isinstance(group, reach.FullAttention):
-                slots = parts.pool.leading(parts.matcher.all_keys(g, early.prefetch.keys))
+                slots = parts.pool.lookup(parts.matcher.all_keys(g, early.prefetch.keys))
                 came = slots[-early.prefetch.num_slots :]
                 if len(came):
-                    parts.pool.go_first(came, _LAST)
+                    parts.pool.eviction.evict_first(came, _LAST)

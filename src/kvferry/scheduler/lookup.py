@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from kvferry.cache import reach
 from kvferry.cache.index import num_leading
-from kvferry.cache.leases import Lease, SlotState
+from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
@@ -200,7 +201,7 @@ class Matcher:
             size = group.block_tokens
             blocks = range(computed_tokens // size, -(-most // size))
             asked.append(self.slot_keys(g, keys, blocks))
-            slots = self._host.leading(asked[g]) if blocks else NO_SLOTS
+            slots = self._host.lookup(asked[g]) if blocks else NO_SLOTS
             found.append(slots)
             longest = min(longest, (blocks.start + len(slots)) * size)
         longest = max(longest - longest % self._step, computed_tokens)

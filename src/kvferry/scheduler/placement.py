@@ -96,8 +96,8 @@ class ChainPlacement:
             here = place.readable(self.reached)
             if held[here.blocks].all():
                 continue  # a tier below need not keep it, too
-            count = here.pool.hold(here.slots, seconds)
-            held[here.blocks[here.pool.holds.held(here.slots)]] = True
+            count = here.pool.eviction.pin(here.slots, seconds)
+            held[here.blocks[here.pool.eviction.pins.pinned(here.slots)]] = True
             if count < len(here.slots):
                 refused.append(bound_words(here.name, here.pool, len(here.slots) - count))
         return int(np.count_nonzero(held)), refused
@@ -143,12 +143,14 @@ def _reached(chain: Keys, places: tuple[TierBlocks, ...], lower: LowerTiers) -> 
 
 
 def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
-    """Why so many blocks are not held."""
+    """Why so many blocks are not pinned."""
+    pins = pool.eviction.pins
     words = (
-        f"{num_blocks} blocks are not kept on {tier}: pins and keeps hold {pool.holds.count} of "
-        f"at most {pool.holds.most} blocks there (pin_share)"
+        f"{num_blocks} blocks are not kept on {tier}: pins and keeps hold {pins.count} of "
+        f"at most {pins.most} blocks there (pin_share)"
     )
-    return f"{words}, each tenant's at most its part of those" if pool.is_divided else words
+    is_divided = pool.eviction.is_divided
+    return f"{words}, each tenant's at most its part of those" if is_divided else words
 
 
 def tell_pools(
@@ -174,7 +176,7 @@ def _tell_place(hints: Hints, where: ChainPlacement, place: TierBlocks) -> list[
         evidence = Evidence(hints.ended, hints.continues, hints.within)
         if where.is_chained:
             first = here.at(where.num_shared) if hints.ended else 0
-            lacking = here.pool.hint_slots(here.slots, evidence, first=first)
+            lacking = here.pool.eviction.hint(here.slots, evidence, first=first)
         else:
             lacking = here.pool.hint(where.keys, evidence)
     if hints.priorities and where.is_chained:
@@ -196,14 +198,14 @@ def _rank(priorities: Sequence[TokenPriority], where: ChainPlacement, place: Tie
         if told.priority < DEFAULT_PRIORITY:
             here = place.readable(stop)
             first = here.at(max(start, where.num_shared))
-            pool.go_first(here.slots, told.priority, first=first)
+            pool.eviction.evict_first(here.slots, told.priority, first=first)
             is_high[start:stop] = False
         elif told.priority > DEFAULT_PRIORITY:
             # With what comes before it, or it could not be reached.
             here = place.readable(min(stop, where.reached))
             seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
             if here.at(start) < len(here.slots):
-                pool.hold(here.slots, seconds, told.priority)
+                pool.eviction.pin(here.slots, seconds, told.priority)
                 is_high[here.blocks] = True
     high = place.slots[is_high[place.blocks]]
-    return int(np.count_nonzero(~pool.holds.held(high)))
+    return int(np.count_nonzero(~pool.eviction.pins.pinned(high)))

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvferry.cache import reach
 from kvferry.cache.index import num_leading
-from kvferry.cache.leases import SlotState
 from kvferry.cache.policies.load_or_compute import Decision
+from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
@@ -242,7 +242,7 @@ class ComingLoad:
     def order(self, request: Any, parts: Any) -> Ordered | None:
         """Order what has come up since; None if that is nothing."""
         rest = slice(self.sent - self.first, self.last - self.first)
-        slots = parts.pool.leading(self._keys[rest])
+        slots = parts.pool.lookup(self._keys[rest])
         if not len(slots):
             return None
         stop = self.sent + len(slots)
@@ -319,7 +319,7 @@ class ComingLoads:
             return None  # the tier hangs, as far as anybody can see
         keys = request.chain.keys()
         asked = parts.matcher.slot_keys(0, keys, blocks)
-        slots = parts.pool.leading(asked)
+        slots = parts.pool.lookup(asked)
         if not len(slots) or self._is_joined(request):
             return None
         count = num_leading(parts.pool.cached(asked) | coming.brings(asked))

@@ -123,7 +123,7 @@ class Requests:
     def _leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
         """The leading slots of a request, as far as its hit goes: what is behind is not there."""
         keys = self.matcher.all_keys(g, chain.keys())[:num_blocks]
-        return self.pool.leading(keys) if len(keys) else NO_SLOTS
+        return self.pool.lookup(keys) if len(keys) else NO_SLOTS
 
     def note_answer(self, request: Request) -> None:
         """Append how many tokens a request that is over got: what its chain has grown by."""

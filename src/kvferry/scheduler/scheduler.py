@@ -703,7 +703,7 @@ def _lower(
         flush_seconds=config.tier_flush,
     )
     for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
-        each.holds.bound(config.pin_share)
+        each.eviction.pins.bound(config.pin_share)
     return lower
 
 
@@ -711,9 +711,9 @@ def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTie
     """The tenants, who have their parts of every pool from now on."""
     pools: dict[str, Pool] = {HOST: pool}
     pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
-    tenants = Tenants(shares, pools)
+    tenants = Tenants(shares, {name: each.eviction for name, each in pools.items()})
     for each in pools.values():
-        each.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
+        each.eviction.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
     for tier in tiers:
         if tier.pool is None:
             log.warning(

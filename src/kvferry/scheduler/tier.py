@@ -28,7 +28,7 @@ from kvferry.cache.leases import Lease, PoolCounts
 from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import Neighbours
+from kvferry.cache.slots import SlotPlacement
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed
@@ -248,7 +248,7 @@ class SlotTier(LowerTier):
         for start in range(0, len(keys), _RESTORE_BLOCKS):
             part = slice(start, start + _RESTORE_BLOCKS)
             # Which block follows which is learnt when the chain is stored again.
-            lease = self.pool.reserve(keys[part], chained=False, tenant=self.pool.before)
+            lease = self.pool.reserve(keys[part], chained=False, tenant=self.pool.eviction.before)
             assert lease is not None
             assert np.array_equal(lease.slots, places[part])
             lease.commit()
@@ -276,13 +276,13 @@ class SlotTier(LowerTier):
         runs: Runs | None = None,
         tenant: int = 0,
     ) -> Room | None:
-        beside = None
+        placement = None
         if runs is None and chained:
             runs = (_FIRST, (parent,))
         if runs is not None and len(keys):
-            beside = self._placement.wish(keys, runs, grows_down=not chained)
+            placement = self._placement.wish(keys, runs, grows_down=not chained)
         lease = self.pool.reserve(
-            keys, parent=parent, chained=chained, beside=beside, tenant=tenant
+            keys, parent=parent, chained=chained, placement=placement, tenant=tenant
         )
         if lease is None:
             return None
@@ -491,7 +491,7 @@ def lower_tier(
         return PackedTier(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
     if num_places is None:
         return KeyedTier(name, write)
-    tier = SlotTier(name, Pool(num_places, policy, side_by_side=True), write)
+    tier = SlotTier(name, Pool(num_places, policy, placed=True), write)
     if any(len(places) for _, places in recovered):
         try:
             tier.restore(recovered)
@@ -656,7 +656,7 @@ class RunPlacement:
     def clear(self) -> None:
         self._awaited.clear()
 
-    def wish(self, keys: Keys, runs: Runs, *, grows_down: bool) -> Neighbours:
+    def wish(self, keys: Keys, runs: Runs, *, grows_down: bool) -> SlotPlacement:
         """Right before the block that follows a run, or right behind the one it follows."""
         starts, before = runs
         lengths = np.diff(np.append(starts, len(keys)))
@@ -671,7 +671,7 @@ class RunPlacement:
                 slot = self._pool.slot_of(parent)
                 if slot != NO_SLOT:
                     wanted[start : start + length] = np.arange(slot + 1, slot + 1 + length)
-        return Neighbours(wanted, numbers, grows_down)
+        return SlotPlacement(wanted, numbers, grows_down)
 
     def note(self, keys: Keys, runs: Runs, lease: Lease) -> None:
         """These got slots: the block before each run, if still to come, should lie before it."""

@@ -125,7 +125,7 @@ class LowerTiers:
         self._moves: dict[TransferId, Move] = {}
         self._asking: dict[TransferId, tuple[LowerTier, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
-        host.feeds_below = bool(self.tiers)
+        host.eviction.feeds_below = bool(self.tiers)
         remains = tuple(tier.name for tier in self.tiers if tier.has_remains)
         if remains:
             transfers.forget(remains)

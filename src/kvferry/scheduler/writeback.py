@@ -207,7 +207,9 @@ class Writeback:
         """
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
-        wanted = max(self._watermark.depth - self._host.num_free, self._host.num_near_ceiling)
+        wanted = max(
+            self._watermark.depth - self._host.num_free, self._host.eviction.num_near_ceiling
+        )
         # A search of the coldest takes as long as a step's other work, and mostly finds nothing.
         now = self._clock()
         state = (self._num_reserved, self._host.generation, self._num_changes)
@@ -221,7 +223,7 @@ class Writeback:
             self._clean, self._clean_until = state, now + _CLEAN_SECONDS
 
     def _spill_to(self, tier: LowerTier, wanted: int, now: float) -> bool:
-        coldest = self._host.coldest(wanted + self._most_more)
+        coldest = self._host.eviction.coldest(wanted + self._most_more)
         lacks = ~tier.known(coldest, now)
         num_asked = int(np.count_nonzero(lacks[:wanted]))
         # Not chained: here ends come before beginnings, the order in which they should be evicted.
@@ -305,7 +307,7 @@ class Writeback:
 
     def _search(self, tier: LowerTier, now: float) -> None:
         self._seen = self._host.generation
-        found = self._host.coldest(self._host.num_slots)
+        found = self._host.eviction.coldest(self._host.num_slots)
         self._left = found.take(~tier.known(found, now))
         self._num_found = len(self._left)
         self._began, self._say_at = now, now + _SAY_AFTER
@@ -336,7 +338,7 @@ class Writeback:
         runs: Runs | None = None,
     ) -> bool:
         """Order those of the host's blocks that a tier lacks and has room for, by tenant."""
-        owners = self._host.tenants_of(keys)
+        owners = self._host.eviction.tenants_of(keys)
         if owners is None or not len(keys):
             return self._send_one(tier, keys, parent, chained, runs, 0)
         tenant = int(owners[0])  # blocks stored together, as a chain, are one tenant's
@@ -365,7 +367,7 @@ class Writeback:
         if room is None:
             return False
         going = keys.take(room.positions)
-        reading = self._host.pin(going, Purpose.COPY)
+        reading = self._host.lease(going, Purpose.COPY)
         assert reading is not None
         following = None
         before: tuple[Key | None, ...] = ()
@@ -398,7 +400,7 @@ class Writeback:
         line = self._host.line(key, tier.most_in_one)
         ends = [at for at, each in enumerate(line) if boundaries.ends(each)]
         line = line[ends[-1] + 1 :] if ends else line
-        reading = self._host.pin(line, Purpose.COPY)
+        reading = self._host.lease(line, Purpose.COPY)
         if reading is None or len(reading) < len(line):
             if reading is not None:
                 reading.release()

@@ -102,7 +102,7 @@ class TierCurve:
             PoolReplay(max(1, round(blocks * share)), self._policy) for blocks in self._blocks
         ]
         for replay in self._pools:
-            replay.pool.feeds_below = self._feeds_below
+            replay.pool.eviction.feeds_below = self._feeds_below
         self._hits = [0.0] * len(TIMES)
         self._sampled = self._asked = self._tokens = 0.0
 

@@ -138,7 +138,7 @@ _READS: dict[Metric, Callable[[Snapshot], Values]] = {
     names.STALE_RECEIPTS: lambda s: s.stats.stale_receipts,
     names.DEFERRED_STORES: lambda s: s.stats.shed_stores,
     names.EVICTED: _pools("evicted"),
-    names.REFUSED_PINS: _pools("refused_holds"),
+    names.REFUSED_PINS: _pools("refused_pins"),
     names.LOOKUP_BLOCKS: lambda s: {tier: asked for tier, (asked, _) in s.stats.asked.items()},
     names.FOUND_BLOCKS: lambda s: {tier: found for tier, (_, found) in s.stats.asked.items()},
     names.LOST_BLOCKS: lambda s: s.stats.lost_blocks,
@@ -161,7 +161,7 @@ _READS: dict[Metric, Callable[[Snapshot], Values]] = {
     names.TENANT_SLOTS: _tenant_tiers("slots"),
     names.TENANT_EVICTED: _tenant_tiers("evicted"),
     names.SLOTS: _slots,
-    names.PINNED_SLOTS: _pools("held"),
+    names.PINNED_SLOTS: _pools("pinned"),
     names.SLOT_BYTES: lambda s: s.slot_bytes,
     names.LEASES: lambda s: s.stats.leases,
     names.TIER_UNAVAILABLE: lambda s: {

@@ -28,7 +28,7 @@ _ROUNDING = 1e-6
 """29% of 100 slots are 29, and not the 28.999... that floats make of it."""
 
 
-class TenantParts:
+class QuotaShares:
     """Each tenant's part of all slots. Owns the promised ones; who is there it is told.
 
     ``shares`` has the promised part of each, None for an even one, which is ``at_most`` as given.
@@ -102,7 +102,7 @@ def _down_to_tier(count: int, surplus: list[float]) -> list[int]:
 _NOBODY = -1
 
 
-class Fair:
+class Quotas:
     """One policy for each tenant. Owns whose each slot is, and how many each has.
 
     Tenants are numbers, 0 and up; ``shares`` has a part of all slots for each, None for an even one
@@ -120,7 +120,7 @@ class Fair:
     ) -> None:
         self._make = make
         self._residents = residents
-        self._shares = TenantParts(shares, [1.0] * len(shares) if at_most is None else at_most)
+        self._shares = QuotaShares(shares, [1.0] * len(shares) if at_most is None else at_most)
         first = make(residents)
         self.wants_chains = first.wants_chains
         self._inner: dict[int, EvictionPolicy] = {}
@@ -131,7 +131,7 @@ class Fair:
         """By tenant, the slots that are its own, whatever becomes of them."""
         self.evicted = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the blocks that made room for others."""
-        self.held = np.zeros(len(shares), dtype=np.int64)
+        self.pinned = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the slots that somebody asked to stay; the pool counts them."""
         self._comer, self._coming = _NOBODY, 0
         self._num_slots = residents.num_slots
@@ -171,10 +171,10 @@ class Fair:
         owners = self._owner.take(slots)
         self.evicted += np.bincount(owners[owners >= 0], minlength=len(self.evicted))
 
-    def count_held(self, slots: SlotArray, sign: int) -> None:
+    def count_pinned(self, slots: SlotArray, sign: int) -> None:
         """These are held from now on, or (-1) no more."""
         owners = self._owner.take(slots)
-        self.held += sign * np.bincount(owners[owners >= 0], minlength=len(self.held))
+        self.pinned += sign * np.bincount(owners[owners >= 0], minlength=len(self.pinned))
 
     def part_of(self, tenant: int) -> float:
         """Which part of all is a tenant's: its share, or an even one of what shares leave over."""
