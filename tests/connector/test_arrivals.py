@@ -44,8 +44,10 @@ def compute(sides: Sides, request: Any, **others: int) -> None:
 
 
 def is_stored(sides: Sides, tag: int) -> bool:
-    found, _ = sides.side.match(request_of(f"probe{tag}", hashes_of(tag)), 0)
-    return found == 4 * BLOCK_TOKENS
+    probe = request_of(f"probe{tag}", hashes_of(tag))
+    found, _ = sides.side.match(probe, 0)
+    sides.side.finished(probe)
+    return bool(found == 4 * BLOCK_TOKENS)
 
 
 def is_told(sides, name):

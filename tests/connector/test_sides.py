@@ -297,7 +297,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     for flight in sides.side.serving.scheduler.transfers._in_flight.values():
         flight.deadline = 0.0
     sides.side.serving.scheduler.transfers.next_deadline = 0.0
-    sides.side.serving.settle(())
+    sides.side.serving._settle(())
     sides.side.finished(compute(sides, "other", [bytes([n]) * 32 for n in range(20, 24)]))
     for _ in range(2):
         sides.run(sides.orders())

@@ -163,7 +163,7 @@ def live_on(lives: Lives, rng: random.Random, *, breaks: bool) -> None:
         assert lives.vllm.serving is serving, lives.vllm.side.guard.reason
         parts = serving.scheduler._requests
         left = [parts.live, parts.answered, parts.pinned, parts.released]
-        left += [serving._requests, serving._promises]
+        left += [serving._requests, *vars(serving._promises).values()]
         assert not any(left)
         serving.scheduler.check_integrity()
         assert serving.scheduler.stats().hit_tokens > 0

@@ -24,16 +24,14 @@ def quiet_steps(skipper: StepSkipper) -> int:
 
 def test_the_first_step_is_looked_at():
     skipper = StepSkipper()
-    assert not skipper.is_quiet
     assert not skipper.skips_quiet(step(DECODING))
-    assert not skipper.may_be_calm(step(DECODING, new=1))
+    assert not skipper.num_calm
 
 
 @pytest.mark.parametrize(("num_tokens", "count"), [(-3, 0), (0, 0), (5, 5), (32, 32), (9999, 32)])
 def test_quiet_lasts_as_long_as_nobody_has_more_to_store(num_tokens, count):
     skipper = StepSkipper()
     skipper.looked(num_tokens)
-    assert skipper.is_quiet == (count > 0)
     assert quiet_steps(skipper) == count
 
 
@@ -49,22 +47,9 @@ def test_a_step_that_does_more_than_decode_is_not_quiet_and_costs_no_quiet(other
     assert quiet_steps(skipper) == 5
 
 
-def test_what_happens_ends_the_quiet_and_leaves_the_calm():
+def test_a_look_ends_the_quiet_and_the_calm():
     skipper = StepSkipper()
     skipper.looked(5)
-    skipper.disturb()
-    assert not skipper.is_quiet
-    assert skipper.may_be_calm(step(DECODING, new=1))
+    assert (skipper.num_quiet, skipper.num_calm) == (5, 4)
     skipper.look_next()
-    assert not skipper.may_be_calm(step(DECODING, new=1))
-
-
-def test_calm_is_for_steps_that_bring_requests_and_take_none_off():
-    skipper = StepSkipper()
-    skipper.looked(0)
-    assert not skipper.may_be_calm(step(DECODING))
-    assert not skipper.may_be_calm(step(DECODING, new=1, preempted=1))
-    for _ in range(4):
-        assert skipper.may_be_calm(step(DECODING, new=1))
-        skipper.skip_calm()
-    assert not skipper.may_be_calm(step(DECODING, new=1))
+    assert (skipper.num_quiet, skipper.num_calm) == (0, 0)

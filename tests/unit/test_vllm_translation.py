@@ -320,7 +320,7 @@ def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone(
     blocks, ended = VllmEngine((reach.FullAttention(16),), NAMESPACE, pool), ferried(request)
     (unknown,) = blocks.remains(ended, 80, 0)
     assert list(unknown) == [3, NO_BLOCK, 1, NO_BLOCK, NO_BLOCK]
-    blocks.remember(ended, ([3, 2, 4, 5],))
+    ended.chain.end(([3, 2, 4, 5],))
     (known,) = blocks.remains(ended, 80, 0)
     assert list(known) == [3, NO_BLOCK, 4, NO_BLOCK, NO_BLOCK]
     (later,) = blocks.remains(ended, 64, 32)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.cache.reach import FullAttention, Group
 from kvferry.config import Config
-from kvferry.core.keys import Keys
+from kvferry.core.keys import KeyChain, Keys
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import BlockTable, EngineBlocks, Ordered
@@ -28,6 +28,16 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     num_output_tokens: int
     num_preemptions: int
+
+
+class EngineKeys(KeyChain, Protocol):
+    """The keys of one of the engine's requests."""
+
+    num_past: int
+    """Keys of blocks that the engine has already, perhaps of a request that has ended."""
+
+    def end(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request ends with these blocks, by group."""
 
 
 class Step(NamedTuple):
@@ -68,12 +78,6 @@ class EngineAdapter(EngineBlocks, Protocol):
 
     def table(self, ids: Sequence[int]) -> BlockTable:
         """The engine's block table with NO_BLOCK for blocks that a request does not have."""
-
-    def resume(self, request: Request, num_computed_tokens: int) -> None:
-        """The engine has so many tokens of this request already, perhaps of one that ended."""
-
-    def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """A request ends that has these blocks, by group."""
 
     def hold(self, mentions: Iterable[DeviceBlocks | Ordered]) -> None:
         """Hold these blocks, once for each mention."""

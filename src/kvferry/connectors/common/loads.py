@@ -54,13 +54,10 @@ class PromisedLoads:
     """Loads that the engine waits for and that no rank was told of, and all loads in pieces."""
 
     def __init__(self) -> None:
-        self._whole: dict[Request, tuple[tuple[TransferId, ...], tuple[int, ...]]] = {}
-        self._pieces: dict[Request, LoadInPieces] = {}
+        self.whole: dict[Request, tuple[tuple[TransferId, ...], tuple[int, ...]]] = {}
+        self.pieces: dict[Request, LoadInPieces] = {}
         self._early: set[str] = set()
-        self._ended: dict[str, EndedLoad] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._whole or self._pieces or self._ended)
+        self.ended: dict[str, EndedLoad] = {}
 
     def promise(
         self,
@@ -73,39 +70,39 @@ class PromisedLoads:
     ) -> None:
         """The engine counts on ``blocks``; ``ordered`` is what will fill them, or nothing."""
         if not ordered:
-            self._ended[request.id] = EndedLoad(blocks, blocks, epoch)
+            self.ended[request.id] = EndedLoad(blocks, blocks, epoch)
         elif request.has_more_to_load:
-            self._pieces[request] = LoadInPieces(request, blocks, epoch)
+            self.pieces[request] = LoadInPieces(request, blocks, epoch)
             self.order(ordered)
         else:
-            self._whole[request] = tuple([part.transfer for part in ordered]), blocks
+            self.whole[request] = tuple([part.transfer for part in ordered]), blocks
             if is_early:
                 self._early.add(request.id)
 
     def order(self, pieces: Iterable[Ordered]) -> None:
         """More pieces were ordered."""
         for piece in pieces:
-            self._pieces[piece.request].order(piece)
+            self.pieces[piece.request].order(piece)
 
     def land(self, landed: Iterable[Landing]) -> None:
         """These transfers have ended on every rank."""
-        for landing in landed if self._pieces else ():
-            for load in self._pieces.values():
+        for landing in landed:
+            for load in self.pieces.values():
                 load.land(landing)
 
     @property
     def are_ending(self) -> bool:
         """Whether the ranks are about to be told that a load in pieces has ended."""
-        return bool(self._pieces) and any(load.has_ended for load in self._pieces.values())
+        return any(load.has_ended for load in self.pieces.values())
 
     def take_loads(self) -> dict[str, tuple[TransferId, ...]]:
         """Loads of a step's plan, without those that were cancelled since they were ordered."""
         loads = {
             request.id: transfers
-            for request, (transfers, _) in self._whole.items()
+            for request, (transfers, _) in self.whole.items()
             if request.loading.issuperset(transfers)
         }
-        self._whole.clear()
+        self.whole.clear()
         return loads
 
     def take_early(self) -> frozenset[str]:
@@ -116,21 +113,21 @@ class PromisedLoads:
 
     def take_ended(self) -> dict[str, EndedLoad]:
         """Loads that the ranks are to tell the engine of. Call it with every plan."""
-        for request, load in tuple(self._pieces.items()):
+        for request, load in tuple(self.pieces.items()):
             load.send()
             if load.has_ended:
-                del self._pieces[request]
-                self._ended[request.id] = load.ended()
-        ended, self._ended = self._ended, {}
+                del self.pieces[request]
+                self.ended[request.id] = load.ended()
+        ended, self.ended = self.ended, {}
         return ended
 
     @property
     def unkept(self) -> dict[str, EndedLoad]:
         """Every load that the engine waits for and no rank was told of, as it stands now."""
-        unkept = dict(self._ended)
-        for request, load in self._pieces.items():
+        unkept = dict(self.ended)
+        for request, load in self.pieces.items():
             unkept[request.id] = load.ended()
-        for request, (_, blocks) in self._whole.items():
+        for request, (_, blocks) in self.whole.items():
             unkept[request.id] = EndedLoad(blocks, blocks)
         return unkept
 

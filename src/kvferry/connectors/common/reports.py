@@ -12,7 +12,6 @@ from typing import Any
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.messages import RankShape, StepReceipts
-from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import LowerTier
 from kvferry.telemetry import catalog as names
@@ -157,6 +156,8 @@ class Reports:
         self._reported_at = 0.0
         self.mailbox = Mailbox()
         self._control = self._control_api(setup, hash_tokens)
+        self.takes_orders = self._control is not None
+        """Whether orders may name requests that have ended."""
         self._endpoint: Any = None
         if setup.config.metrics_port is not None:
             self._serve(setup, shape)
@@ -209,11 +210,6 @@ class Reports:
         self._pinned |= dict(report.pinned)
         for rank, tier, disk in report.disks:
             self._disks[rank, tier] = disk
-
-    def finished(self, request: Request) -> None:
-        """A request ends that orders may name later."""
-        if self._control is not None:
-            self._scheduler.control.remember(request.id, request.chain.keys())
 
     @property
     def has_orders(self) -> bool:

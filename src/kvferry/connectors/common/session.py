@@ -21,7 +21,13 @@ from typing import Any
 from kvferry.cache import reach
 from kvferry.cache.policies.contract import policy_named
 from kvferry.cache.pool import Pool
-from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
+from kvferry.connectors.common.contract import (
+    EngineAdapter,
+    EngineKeys,
+    EngineRequest,
+    SessionSetup,
+    Step,
+)
 from kvferry.connectors.common.guard import Guard
 from kvferry.connectors.common.loads import PromisedLoads
 from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
@@ -63,35 +69,26 @@ _OTHERS = (State.ANSWERED, State.LOADING, State.LOADED, State.RUNNING)
 
 
 class StepSkipper:
-    """Counts the steps that may still be skipped. Owns two numbers.
+    """Counts the steps that may still be skipped; set ``num_quiet`` to 0 when something happens.
 
     *Quiet* steps only decode one more token of each request. *Calm* steps also bring requests that
     were answered at once and can be counted later: they come where others end, and then the GPU
     waits for the engine's scheduler; a step later, while it decodes, the scheduler waits.
     """
 
-    __slots__ = ("_num_calm", "_num_quiet")
+    __slots__ = ("num_calm", "num_quiet")
 
     def __init__(self) -> None:
-        self._num_quiet = self._num_calm = 0
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the next step may be a quiet one."""
-        return self._num_quiet > 0
-
-    def disturb(self) -> None:
-        """Something happened: the next step is not quiet."""
-        self._num_quiet = 0
+        self.num_quiet = self.num_calm = 0
 
     def look_next(self) -> None:
         """The next step is looked at, whatever requests it brings."""
-        self._num_quiet = self._num_calm = 0
+        self.num_quiet = self.num_calm = 0
 
     def looked(self, num_tokens: int) -> None:
         """A step was looked at; each request may compute so many tokens before the next look."""
-        self._num_quiet = min(num_tokens, _MOST_QUIET)
-        self._num_calm = _MOST_CALM
+        self.num_quiet = min(num_tokens, _MOST_QUIET)
+        self.num_calm = _MOST_CALM
 
     def skips_quiet(self, step: Step) -> bool:
         """Whether this step only decodes one more token of each running request.
@@ -100,19 +97,12 @@ class StepSkipper:
         """
         num_running = len(step.scheduled)
         # A step that runs nothing is a chance for what waits, so it is always looked at.
-        if self._num_quiet <= 0 or not num_running or step.num_tokens != num_running:
+        if self.num_quiet <= 0 or not num_running or step.num_tokens != num_running:
             return False
         if step.new or step.preempted:
             return False
-        self._num_quiet -= 1
+        self.num_quiet -= 1
         return True
-
-    def may_be_calm(self, step: Step) -> bool:
-        """Whether this step brings requests and preempts none."""
-        return bool(self._num_calm and step.new and not step.preempted)
-
-    def skip_calm(self) -> None:
-        self._num_calm -= 1
 
 
 class DeadlinePoll:
@@ -144,11 +134,10 @@ class DeadlinePoll:
 class RequestState:
     """One of the engine's requests, and the scheduler's request of the same name. Owns neither."""
 
-    __slots__ = ("_began", "claimed", "computed", "is_timed", "ours", "preemptions", "theirs")
-
     def __init__(self, theirs: EngineRequest, ours: Request) -> None:
         self.theirs = theirs
         self.ours = ours
+        self.keys: EngineKeys = ours.chain  # type: ignore[assignment]  # the adapter opened it
         self.preemptions = theirs.num_preemptions
         self.computed = 0
         """Tokens that the engine had when it last asked for a match."""
@@ -195,6 +184,7 @@ class Serving:
         groups = setup.groups
         self.engine = engine
         self._setup = setup
+        self._hash_tokens = engine.hash_tokens
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
         self._claims_whole = setup.is_full and not setup.uses_drafts
@@ -255,12 +245,13 @@ class Serving:
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
-        if self._promises.are_ending:  # it may want the same blocks, which the device has soon
+        # A request may want the blocks of a load that ends: the device has them soon.
+        if self._promises.pieces and self._promises.are_ending:
             self._skipper.look_next()
             return None
         state = self._state_of(request)
         state.computed, state.claimed = computed_tokens, 0
-        self.engine.resume(state.ours, computed_tokens)
+        state.keys.num_past = computed_tokens // self._hash_tokens
         # One token must be computed, or there is none to sample from. The engine computes the last
         # token again where a load brings all of them: a step of one token, as in decoding, where
         # the end of a block would be a prefill. But where only the last block is missing on the
@@ -292,7 +283,7 @@ class Serving:
         state = self._state_of(request)
         ours, claimed = state.ours, state.claimed
         if not num_external_tokens and ours.state is State.ANSWERED:
-            self._skipper.disturb()
+            self._skipper.num_quiet = 0
             return
         # Also without a load: a request that comes back with one token would count as not run.
         self._skipper.look_next()
@@ -347,7 +338,7 @@ class Serving:
         skipper = self._skipper
         if skipper.skips_quiet(step):
             return self._quiet_orders
-        if skipper.may_be_calm(step) and self._is_calm(step):
+        if skipper.num_calm and step.new and not step.preempted and self._is_calm(step):
             self._let_run(step)
             return self._quiet_orders
         plan = self._plan(step)
@@ -355,7 +346,7 @@ class Serving:
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
         promises = self._promises
-        if not promises:
+        if not (promises.whole or promises.pieces or promises.ended):
             return StepOrders(plan, computes=computes, epoch=epoch)
         return StepOrders(
             plan,
@@ -373,7 +364,10 @@ class Serving:
         requests being timed. A request with a long prompt stores it as it computes.
         """
         rests = self._rests
-        if self._promises or self._times_prefills or self._is_lazy or self.scheduler.num_queued:
+        promises = self._promises
+        if promises.whole or promises.pieces or promises.ended:
+            return False
+        if self._times_prefills or self._is_lazy or self.scheduler.num_queued:
             return False
         if rests.held or (rests and not rests.can_wait):
             return False
@@ -390,7 +384,7 @@ class Serving:
 
     def _let_run(self, step: Step) -> None:
         """A calm step: note of its new requests what cannot be noted later."""
-        self._skipper.skip_calm()
+        self._skipper.num_calm -= 1
         for request_id in step.new:
             state = self._requests[request_id]
             state.ours.run()
@@ -401,7 +395,7 @@ class Serving:
     def _plan(self, step: Step) -> Plan:
         scheduler = self.scheduler
         if not self._has_settled and self._deadlines.is_due(time.monotonic()):
-            self.settle(())
+            self._settle(())
         self._has_settled = False
         self.reports.mailbox.answer()
         self._unlooked.clear()
@@ -479,11 +473,12 @@ class Serving:
         """The ranks' answers of one step."""
         for rank, num_slots in report.ready:  # host memory grows while requests run
             self.scheduler.note_ready(rank, num_slots)
-        self.reports.note(report)
+        if report.pinned or report.disks:
+            self.reports.note(report)
         for health in report.health:
             self._note_health(health)
-        self._skipper.disturb()
-        self.settle(report.receipts)
+        self._skipper.num_quiet = 0
+        self._settle(report.receipts)
         self._has_settled = True
         if self.scheduler.epoch in report.stale:
             log.warning("The model's weights have changed: kvferry forgets what it has stored.")
@@ -498,7 +493,7 @@ class Serving:
             log.warning("tier %s is available again on rank %d", change.tier, change.rank)
         self.scheduler.note_health(change)
 
-    def settle(self, receipts: Sequence[Receipt]) -> None:
+    def _settle(self, receipts: Sequence[Receipt]) -> None:
         polls = self._deadlines.polls(time.monotonic())
         settled = self.scheduler.settle(receipts, looks=polls)
         self.engine.release(settled.released)
@@ -506,7 +501,8 @@ class Serving:
             self.engine.hold(settled.ordered)
             self._promises.order(settled.ordered)
         if settled.landed:
-            self._promises.land(settled.landed)
+            if self._promises.pieces:
+                self._promises.land(settled.landed)
             if self.reports.events is not None:
                 self.reports.events.settled()
         for failure in settled.failed:
@@ -526,11 +522,12 @@ class Serving:
         ``block_ids`` are the blocks it had, by group. (Those of a window are stored at once: soon
         they belong to other requests.)
         """
-        self._skipper.disturb()
+        self._skipper.num_quiet = 0
         state = self._requests.pop(request.request_id, None)
         if state is not None:
-            self.reports.finished(state.ours)
-            self.engine.remember(state.ours, block_ids)
+            if self.reports.takes_orders:
+                self.scheduler.control.remember(state.ours.id, state.keys.keys())
+            state.keys.end(block_ids)
             self._hold(state.ours.leave(request.num_computed_tokens))
 
     def reset(self) -> None:
@@ -549,7 +546,9 @@ class Serving:
         scheduler = self.scheduler
         is_moving = self._rests or scheduler.num_queued or scheduler.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
-        return bool(is_moving or is_left or self._promises or self.reports.has_orders)
+        promises = self._promises
+        is_promised = promises.whole or promises.pieces or promises.ended
+        return bool(is_moving or is_left or is_promised or self.reports.has_orders)
 
     @property
     def frees_soon(self) -> bool:
@@ -563,7 +562,7 @@ class Serving:
 
     def take_stats(self) -> dict[str, float] | None:
         """What was counted since the last call, once a second; None if that is nothing."""
-        if self._skipper.is_quiet:
+        if self._skipper.num_quiet > 0:
             return None
         # With nothing left to do there is no other step for long.
         if not (self.reports.is_due or (not self._requests and not self.has_work)):
@@ -757,7 +756,12 @@ class SchedulerSession:
 
     def finished(self, request: EngineRequest, block_ids: Sequence[Sequence[int]] = ()) -> None:
         """A request ends that has these blocks, by group."""
-        self._guarded("finished", lambda serving: serving.finished(request, block_ids))
+        serving = self.serving
+        if serving is not None:
+            try:
+                serving.finished(request, block_ids)
+            except Exception as error:
+                self._trip("finished", error)
 
     def reset(self) -> bool:
         """Forget everything; returns whether blocks on disk stay forgotten whatever happens next.

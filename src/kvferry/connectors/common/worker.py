@@ -100,8 +100,6 @@ class WriteFence:
 
     def hold(self, transfers: list[Transfer]) -> list[Transfer]:
         """Keep those that write to a tier which outlives the server; returns the others."""
-        if not self.names:
-            return transfers
         self._held += [transfer for transfer in transfers if transfer.dst in self.names]
         return [transfer for transfer in transfers if transfer.dst not in self.names]
 
@@ -191,6 +189,7 @@ class WorkerSession:
         self._memory: RankMemory | None = None
         self._worker: Worker | None = None
         self._status: RankStatus | None = None
+        self._is_grown = True  # nothing of the host memory is left to report
         self._has_sent_shape = self._drained = False
         self._later: Plan = NO_PLAN
         self._computes = False
@@ -232,7 +231,7 @@ class WorkerSession:
         memory = self._memory = open_rank(
             cache.device, cache.layouts, self._config, self._place, contents, self._broadcast
         )
-        self._status = RankStatus(self.rank, memory)
+        self._status, self._is_grown = RankStatus(self.rank, memory), False
         mover = mover_of(memory, self._place)
         if self._config.overlap_loads != "off" and len(cache.layouts) == 1:
             self.layerwise = LayerwiseLoads(
@@ -297,7 +296,7 @@ class WorkerSession:
         self._computes = orders.computes
         if self._later.transfers:
             self._flush()
-        if self._fence:
+        if self._fence.names and self._fence:
             self._release_fence(orders.epoch)
         if orders.epoch != self._freshness.epoch:
             self._freshness.enter(orders.epoch)
@@ -308,20 +307,17 @@ class WorkerSession:
             self._is_run_due = False
             if self._memory is not None and not self._is_grown:
                 self._memory.note_step()
-            if self._fence.is_due():
+            if self._fence.names and self._fence.is_due():
                 self._check_fence()
         else:
-            self._flush()
-            if self._fence:
+            if self._later.transfers:
+                self._flush()
+            if self._fence.names and self._fence:
                 self._check_fence()
                 self._release_fence(orders.epoch)
         if orders.drain:
             self._drain()
             self._drained = True
-
-    @property
-    def _is_grown(self) -> bool:
-        return self._status is None or self._status.is_grown
 
     def _carry_out(self, orders: StepOrders) -> None:
         plan = orders.plan
@@ -339,14 +335,14 @@ class WorkerSession:
         if orders.ended:
             self._ended |= orders.ended
             self._freshness.mark()  # what came of them must fit the weights as they are now
-        if orders.epoch == FIRST_EPOCH:
+        if self._fence.names and orders.epoch == FIRST_EPOCH:
             others = self._fence.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
             others = []
         if others or plan.questions or plan.forget:
             self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
-        if any(transfer.dst == DEVICE for transfer in others):
+        if others and others[0].dst == DEVICE:  # a plan has loads first
             self._freshness.mark()
             self._fence.note_mark()
         self._later = Plan(plan.step, tuple(stores))
@@ -370,7 +366,8 @@ class WorkerSession:
         """The step's forward is queued: its blocks may be stored."""
         if self.layerwise is not None and self._computes:
             self.layerwise.end_forward()
-        self._flush()
+        if self._later.transfers:
+            self._flush()
 
     def _flush(self) -> None:
         if self._later.transfers:
@@ -432,9 +429,12 @@ class WorkerSession:
         if self._worker is None and not self._ended:
             return
         try:
-            self._freshness.look()
+            if self._freshness.is_marked:
+                self._freshness.look()
             if self._worker is not None:
-                self._take_all(self._worker.poll())
+                receipts = self._worker.poll()
+                if receipts:
+                    self._take_all(receipts)
                 if self.shape.tiers:
                     self._health += self._worker.health()
             if self._ended:
@@ -511,7 +511,10 @@ class WorkerSession:
         """What the scheduler side does not know yet; None if that is nothing."""
         if not (self.is_busy or self._receipts):
             return None
-        news = self._status.news() if self._status is not None else {}
+        news: dict[str, Any] = {}
+        if self._status is not None and (not self._is_grown or self.shape.tiers):
+            news = self._status.news()
+            self._is_grown = self._status.is_grown
         if self._freshness.unreported:
             news["stale"] = self._freshness.take_stale()
         if self._receipts:
@@ -524,5 +527,6 @@ class WorkerSession:
             news["shapes"] = (self.shape,)
             self._has_sent_shape, self.shape = True, self.shape.without_blocks()
         awaits = self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended
-        self.is_busy = bool(awaits or self._later.transfers or self._fence or not self._is_grown)
+        is_held = self._fence.names and self._fence
+        self.is_busy = bool(awaits or self._later.transfers or is_held or not self._is_grown)
         return StepReceipts(**news) if news else None

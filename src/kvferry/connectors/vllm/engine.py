@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ _HINTS = (("max_offload_tokens", "max_store_tokens"), ("max_load_tokens", "max_l
 """Parameters of vLLM's own offloading, and the hints that mean the same."""
 
 _NO_KEYS = Keys.empty()
+_hash_of = attrgetter("block_hash")
 
 
 class EndedKeys:
@@ -156,14 +158,6 @@ class VllmEngine:
             hints = replace(hints, tenant=tenant_of(salt))
         return scheduler.open(request.request_id, keys, hints, unheeded=reason)
 
-    def resume(self, request: Request, num_computed_tokens: int) -> None:
-        keys: Any = request.chain
-        keys.num_past = num_computed_tokens // self.hash_tokens
-
-    def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        keys: Any = request.chain
-        keys.end(block_ids)
-
     # -- what there is --------------------------------------------------------------------------
 
     @property
@@ -271,7 +265,8 @@ class VllmEngine:
         table = [NO_BLOCK] * first
         suffix = number.to_bytes(_GROUP_BYTES, "big")
         wanted, there = [name + suffix for name in names], had[first:length]
-        if [blocks[likely].block_hash for likely in there] == wanted:  # mostly: at once
+        known = map(_hash_of, map(blocks.__getitem__, there))
+        if list(known) == wanted:  # mostly: at once
             return np.array([*table, *there], dtype=np.int64)
         for name, whole, likely in zip(names, wanted, chain(there, repeat(NULL_BLOCK))):  # noqa: B905
             if blocks[likely].block_hash == whole:
@@ -293,7 +288,7 @@ class VllmEngine:
         blocks = self._pool.blocks
         for mention in mentions:
             numbers = mention.blocks.tolist()
-            self._pool.touch([blocks[number] for number in numbers])
+            self._pool.touch(list(map(blocks.__getitem__, numbers)))
             self._held.update(numbers)
 
     def release(self, mentions: Iterable[DeviceBlocks]) -> None:
@@ -301,7 +296,7 @@ class VllmEngine:
         for mention in mentions:
             numbers = mention.blocks.tolist()
             # Backwards: the end of a conversation is the first to be given away.
-            self._pool.free_blocks([blocks[number] for number in reversed(numbers)])
+            self._pool.free_blocks(list(map(blocks.__getitem__, reversed(numbers))))
             # Mostly each is held once. By hand else: a load has a thousand blocks, and subtracting
             # counters takes twice as long.
             counts = list(map(held.pop, numbers, repeat(0)))
