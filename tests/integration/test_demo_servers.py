@@ -11,7 +11,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -268,13 +267,3 @@ def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
     assert not part.tokens_equal
     assert part.verdict.startswith("1 of 1 answers differ")
     assert "The store was away for a while: remote: the master is gone." in part.gain
-
-
-def test_no_saving_is_told_where_nothing_was_shared() -> None:
-    alone = a_run([1, 2])
-    saved = a_run([1, 2], read_bytes=4096)
-    saved = replace(saved, turns=[replace(saved.turns[0], prefilled_tokens=8)])
-    assert "sharing saved 75%" in fleet_part(2, saved, alone).gain
-    vain = fleet_part(2, replace(saved, facts=alone.facts), alone)
-    assert "no saving can be shown" in vain.gain
-    assert vain.facts["prefill_saved_share"] is None

@@ -10,7 +10,6 @@ from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
@@ -119,27 +118,6 @@ def test_an_engine_that_is_gone_is_said(endpoint, tmp_path):
     assert "cannot be reached" in dom
     assert 'id="error" role="alert" hidden' not in dom
     assert re.search(r"<main hidden", dom)
-
-
-@needs_chromium
-@pytest.mark.parametrize("idle", ["refused", ""])
-def test_one_that_serves_nothing_says_so_beside_its_version(endpoint, server, tmp_path, idle):
-    endpoint.show(Snapshot(stats(queries=10, moved=10), "1.2.3", idle=idle))
-    dom = browse(server.url, tmp_path)
-    said = re.search(r'<small id="version"([^>]*)>([^<]*)</small>', dom)
-    assert said is not None
-    assert said[2] == ("1.2.3, idle (refused): nothing is served" if idle else "1.2.3")
-    assert ('class="bad"' in said[1]) == bool(idle)
-
-
-@needs_chromium
-def test_the_last_view_stays_while_an_engine_restarts(endpoint, server, tmp_path):
-    with urlopen(f"{server.url}view.json") as reply:
-        assert json.load(reply)["view"]["queries"] == 10
-    endpoint.text = ""
-    dom = browse(server.url, tmp_path)
-    assert "has no kvferry metrics" in dom
-    assert "75%" in dom
 
 
 def test_files_ask_for_nothing_elsewhere():

@@ -28,34 +28,9 @@ def endpoint():
     fake.close()
 
 
-def test_help_names_every_command():
-    text = invoke("--help").output
-    for name in ("demo", "doctor", "calibrate", "top", "explain", "config", "version"):
-        assert f"\n  {name}" in text
-
-
-@pytest.mark.parametrize("name", ["doctor", "top", "explain", "config", "completion", "version"])
-def test_every_command_has_help(name):
-    result = invoke(name, "--help")
-    assert result.exit_code == 0
-    assert name == "completion" or "--json" in result.output
-
-
 def test_version():
     assert invoke("version").output == f"kvferry {kvferry.__version__}\n"
     assert json.loads(invoke("version", "--json").output) == {"version": kvferry.__version__}
-
-
-def test_version_as_people_ask_for_it():
-    assert invoke("--version").output == f"kvferry {kvferry.__version__}\n"
-
-
-@pytest.mark.parametrize("command", [(), ("top",), ("version",)])
-def test_short_help(command):
-    result = invoke(*command, "-h")
-    assert result.exit_code == 0
-    assert result.output == invoke(*command, "--help").output
-    assert "-h, --help" in result.output
 
 
 @pytest.mark.parametrize(
@@ -71,14 +46,6 @@ def test_a_command_that_is_not_there_is_answered_with_the_nearest(typed, words):
     result = invoke(*typed)
     assert result.exit_code == 2
     assert words in result.output
-
-
-def test_a_port_that_is_taken_is_one_line(endpoint):
-    port = endpoint.url.rstrip("/").rpartition(":")[2]
-    result = invoke("top", endpoint.url, "--web", "--port", port)
-    assert result.exit_code == 1
-    (line,) = result.output.splitlines()
-    assert line.startswith(f"Error: cannot listen on 127.0.0.1:{port}: ")
 
 
 @pytest.mark.parametrize("other", ["--json", "--once"])
@@ -204,13 +171,6 @@ def test_config_refuses_what_an_engine_would_refuse():
 
 
 # -- completion ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_for_each_shell(shell):
-    result = invoke("completion", shell)
-    assert result.exit_code == 0, result.output
-    assert "_KVFERRY_COMPLETE" in result.output
 
 
 def test_the_shell_is_answered_with_commands_and_options():

@@ -137,12 +137,6 @@ def test_a_store_in_use_says_by_whom(run: Run, folder: Path) -> None:
         assert "open in process" in run("ls", folder).stdout
 
 
-def test_models_live_side_by_side(run: Run, both: Path) -> None:
-    stores = json.loads(run("ls", both, "--json").stdout)["stores"]
-    assert {told["label"] for told in stores} == {"some-model", "another"}
-    assert sum(told["bytes"] for told in stores) <= 8 << 20
-
-
 def test_one_of_another_format_is_shown_as_what_it_is(run: Run, folder: Path) -> None:
     (store_in(folder) / "superblock").write_bytes(b"nonsense" * 512)
     (told,) = json.loads(run("ls", folder, "--json").stdout)["stores"]
@@ -167,12 +161,6 @@ def test_every_bit_that_turned_is_found(run: Run, folder: Path) -> None:
     assert told["checked"] == BLOCKS
     assert sorted(told["bad_places"]) == [3, 4, 11]
     assert "3 of 16 blocks are damaged" in run("verify", folder).stderr
-
-
-def test_blocks_that_are_not_there_any_more_are_found(run: Run, folder: Path) -> None:
-    os.truncate(store_in(folder) / BLOCKS_NAME, 5 * 2 * 16 * 64 * 4)
-    (told,) = json.loads(run("verify", folder, "--json").stdout)["stores"]
-    assert sorted(told["bad_places"]) == list(range(5, BLOCKS))
 
 
 def test_a_store_in_use_cannot_be_verified(run: Run, folder: Path) -> None:
@@ -218,14 +206,6 @@ def test_purge_must_be_told_what(run: Run, folder: Path, monkeypatch: pytest.Mon
     assert store_in(folder).is_dir()
     assert run("purge", "--all", "--yes").exit_code == 0
     assert not list(folder.glob("kvferry-*"))
-
-
-def test_purge_removes_one_and_leaves_the_others(run: Run, both: Path) -> None:
-    kept, gone = both.glob("kvferry-*")
-    found = run("purge", gone, "--yes", "--json")
-    assert [told["gone"] for told in json.loads(found.stdout)["stores"]] == [True]
-    assert kept.is_dir()
-    assert not gone.exists()
 
 
 def test_what_is_in_use_is_refused_by_name_and_the_rest_goes(run: Run, folder: Path) -> None:

@@ -34,15 +34,6 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(simulate_command, [*map(str, arguments), "--jobs", "1"])
 
 
-def test_a_table_for_people(trace: Path) -> None:
-    done = run(trace, "--policy", "lru,arc", "--capacity", "10,20+20", "--halves")
-    assert done.exit_code == 0, done.output
-    words = done.output.split()
-    for word in ("70", "lru", "arc", "all-knowing", "20+20", "half"):
-        assert word in words or any(word in each for each in words), done.output
-    assert done.output.count("lru") == 2
-
-
 def test_json_and_a_picture(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "out.svg"
     done = run(trace, "--policy", "lru", "--capacity", "10,40", "--json", "--plot", picture)
@@ -73,13 +64,6 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_simulated(
     assert done.exit_code == 1
     assert f"'{name}' must end in .svg, for a picture, or .html" in done.output
     assert not (tmp_path / name).exists()
-
-
-def test_the_ending_of_a_picture_may_be_in_capitals(trace: Path, tmp_path: Path) -> None:
-    for name, begins in (("OUT.SVG", "<svg"), ("out.Html", "<!DOCTYPE html>"), ("a.htm", "<!DOC")):
-        done = run(trace, "--policy", "lru", "--capacity", "10", "--plot", tmp_path / name)
-        assert done.exit_code == 0, done.output
-        assert (tmp_path / name).read_text().startswith(begins)
 
 
 def test_sizes_are_blocks_where_it_is_known_what_a_token_takes(trace: Path) -> None:
@@ -124,14 +108,6 @@ def test_what_cannot_be_meant_is_refused_in_one_line(
     assert done.exit_code in (1, 2)
     assert says in done.output
     assert "Traceback" not in done.output
-
-
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "letter.txt"
-    path.write_text("Dear Sir\n")
-    done = run(path)
-    assert done.exit_code == 1
-    assert "line 1: no JSON" in done.output
 
 
 def test_options() -> None:

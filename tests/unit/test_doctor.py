@@ -72,11 +72,7 @@ def with_card(**changes) -> Environment:
     return replace(FIT, gpu=lambda: replace(CARD, **changes))
 
 
-def without(package: str) -> Environment:
-    return replace(FIT, package={**PACKAGES, package: None}.get)
-
-
-def with_package(name: str, version: str) -> Environment:
+def with_package(name: str, version: str | None) -> Environment:
     return replace(FIT, package={**PACKAGES, name: version}.get)
 
 
@@ -119,146 +115,69 @@ def test_a_tier_that_cannot_be_used_yet_is_a_warning(monkeypatch):
     assert "its cable was pulled" in found.words
 
 
-SICK = {
-    "no such tier": (
-        settings(tiers="no_such_package.store:open_it"),
-        "tier store",
-        Grade.FAIL,
-        "correct the setting tiers",
-    ),
-    "python too old": (replace(FIT, python=(3, 9)), "python", Grade.FAIL, "3.10 to 3.14"),
-    "python too new": (replace(FIT, python=(3, 15)), "python", Grade.FAIL, "3.10 to 3.14"),
-    "settings refused": (
-        replace(FIT, config=raising(ConfigError("host: unknown unit in '64G'"))),
-        "settings",
-        Grade.FAIL,
-        "correct the file or the variable",
-    ),
-    "card without driver": (
-        replace(FIT, gpu=raising(OSError("libcuda.so.1: cannot open"))),
-        "gpu",
-        Grade.FAIL,
-        "--gpus all",
-    ),
-    "driver refuses": (
-        replace(FIT, gpu=raising(DriverError("cuInit(): no device"))),
-        "gpu",
-        Grade.FAIL,
-        "--gpus all",
-    ),
-    "no card": (
-        replace(FIT, gpu=raising(OSError("no libcuda")), cards=lambda: ()),
-        "gpu",
-        Grade.WARN,
-        "demo",
-    ),
-    "no batch copy": (
-        with_card(batch_form=BatchForm.ABSENT),
-        "batch copy",
-        Grade.WARN,
-        "CUDA 12.8 or newer",
-    ),
-    "half the lanes": (with_card(width="8"), "link", Grade.WARN, "reseat the card"),
-    "older generation": (with_card(speed="16.0 GT/s PCIe"), "link", Grade.WARN, "firmware"),
-    "another socket": (
-        replace(FIT, processors=lambda: frozenset(range(8))),
-        "numa",
-        Grade.WARN,
-        "numactl --cpunodebind=1",
-    ),
-    "no torch": (without("torch"), "torch", Grade.FAIL, "kvferry[gpu]"),
-    "torch for CPUs": (with_package("torch", "2.13.0+cpu"), "torch", Grade.FAIL, "your driver"),
-    "no triton": (without("triton"), "triton", Grade.WARN, "kvferry[gpu]"),
-    "not measured": (
-        replace(FIT, has_profile=lambda identity, paths: False),
-        "calibration",
-        Grade.WARN,
-        "kvferry calibrate",
-    ),
-    "too little memory": (settings(host="500GiB"), "host memory", Grade.FAIL, "ask for less"),
-    "container too small": (settings(host="31GiB"), "host memory", Grade.FAIL, "docker run"),
-    "too many ranks": (
+def on(**changes) -> Environment:
+    return replace(FIT, **changes)
+
+
+W, F = Grade.WARN, Grade.FAIL
+NEVER = {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}
+UNKNOWN = Machine(read=lambda path: None, env={})
+SICK = (
+    ("tier store", F, "correct the setting tiers", settings(tiers="no_such_package.store:open_it")),
+    ("python", F, "3.10 to 3.14", on(python=(3, 9))),
+    ("python", F, "3.10 to 3.14", on(python=(3, 15))),
+    ("settings", F, "correct the file", on(config=raising(ConfigError("host: unknown unit")))),
+    ("gpu", F, "--gpus all", on(gpu=raising(OSError("libcuda.so.1: cannot open")))),
+    ("gpu", F, "--gpus all", on(gpu=raising(DriverError("cuInit(): no device")))),
+    ("gpu", W, "demo", on(gpu=raising(OSError("no libcuda")), cards=lambda: ())),
+    ("batch copy", W, "CUDA 12.8 or newer", with_card(batch_form=BatchForm.ABSENT)),
+    ("link", W, "reseat the card", with_card(width="8")),
+    ("link", W, "firmware", with_card(speed="16.0 GT/s PCIe")),
+    ("numa", W, "numactl --cpunodebind=1", on(processors=lambda: frozenset(range(8)))),
+    ("torch", F, "kvferry[gpu]", with_package("torch", None)),
+    ("torch", F, "your driver", with_package("torch", "2.13.0+cpu")),
+    ("triton", W, "kvferry[gpu]", with_package("triton", None)),
+    ("calibration", W, "kvferry calibrate", on(has_profile=lambda identity, paths: False)),
+    ("host memory", F, "ask for less", settings(host="500GiB")),
+    ("host memory", F, "docker run", settings(host="31GiB")),
+    (
+        *("host memory", F, "ask for less"),
         replace(settings(host="16GiB"), machine=machine(LOCAL_WORLD_SIZE="4")),
-        "host memory",
-        Grade.FAIL,
-        "ask for less",
     ),
-    "memory unknown": (
-        replace(settings(host="auto"), machine=Machine(read=lambda path: None, env={})),
-        "host memory",
-        Grade.FAIL,
-        "8GiB",
-    ),
-    "memlock": (
-        replace(FIT, machine=machine(memlock=8 * MiB)),
-        "locked memory",
-        Grade.WARN,
-        "ulimit -l unlimited",
-    ),
-    "memlock, pinning required": (
+    ("host memory", F, "8GiB", replace(settings(host="auto"), machine=UNKNOWN)),
+    ("locked memory", W, "ulimit -l unlimited", on(machine=machine(memlock=8 * MiB))),
+    (
+        *("locked memory", W, "ulimit -l unlimited"),
         replace(settings(host_pin="required"), machine=machine(memlock=8 * MiB)),
-        "locked memory",
-        Grade.WARN,
-        "ulimit -l unlimited",
     ),
-    "shm of a plain container": (
-        replace(FIT, room=lambda path: (64 * MiB, 64 * MiB)),
-        "/dev/shm",
-        Grade.WARN,
-        "--shm-size",
-    ),
-    "no shm": (replace(FIT, room=lambda path: None), "/dev/shm", Grade.FAIL, "medium: Memory"),
-    "no huge pages": (
-        replace(
-            FIT,
-            machine=machine(
-                {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}
-            ),
-        ),
-        "huge pages",
-        Grade.WARN,
-        "echo madvise",
-    ),
-    "vllm too old": (with_package("vllm", "0.9.1"), "vllm", Grade.FAIL, "install a vLLM"),
-    "vllm not tested": (with_package("vllm", "9.0.0"), "vllm", Grade.WARN, "in service"),
-    "connector not installed": (
-        replace(FIT, plugins=lambda group: ("other",)),
-        "connector",
-        Grade.FAIL,
-        "with pip",
-    ),
-    "connector shut out": (
-        replace(FIT, machine=machine(VLLM_PLUGINS="lora,other")),
-        "connector",
-        Grade.FAIL,
-        "unset VLLM_PLUGINS",
-    ),
-    "hash seed": (
+    ("/dev/shm", W, "--shm-size", on(room=lambda path: (64 * MiB, 64 * MiB))),
+    ("/dev/shm", F, "medium: Memory", on(room=lambda path: None)),
+    ("huge pages", W, "echo madvise", on(machine=machine(NEVER))),
+    ("vllm", F, "install a vLLM", with_package("vllm", "0.9.1")),
+    ("vllm", W, "in service", with_package("vllm", "9.0.0")),
+    ("connector", F, "with pip", on(plugins=lambda group: ("other",))),
+    ("connector", F, "unset VLLM_PLUGINS", on(machine=machine(VLLM_PLUGINS="lora,other"))),
+    (
+        *("hash seed", W, "PYTHONHASHSEED=0"),
         replace(with_package("vllm", "0.28.0"), machine=machine(PYTHONHASHSEED=None)),
-        "hash seed",
-        Grade.WARN,
-        "PYTHONHASHSEED=0",
     ),
-}
+)
 
 
-@pytest.mark.parametrize(("env", "name", "grade", "remedy"), SICK.values(), ids=SICK)
-def test_each_ailment_has_its_line_and_remedy(env, name, grade, remedy):
+@pytest.mark.parametrize(("name", "grade", "remedy", "env"), SICK)
+def test_each_ailment_has_its_line_its_remedy_and_its_exit_code(name, grade, remedy, env):
     found = line(env, name)
     assert found.grade is grade
     assert remedy in found.remedy
+    done = CliRunner().invoke(kvferry, ["doctor", "--json"], obj=env)
+    assert done.exit_code == (1 if grade is F else 0), done.output
+    shown = json.loads(done.output)
+    assert shown["fit"] is (grade is not F)
+    assert (name, grade.value) in [(f["name"], f["grade"]) for f in shown["findings"]]
 
 
-@pytest.mark.parametrize(("env", "name", "grade", "remedy"), SICK.values(), ids=SICK)
-def test_the_exit_code_follows_the_worst_line(env, name, grade, remedy):
-    plain = CliRunner().invoke(kvferry, ["doctor"], obj=env)
-    assert plain.exit_code == (1 if grade is Grade.FAIL else 0), plain.output
-    assert CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=env).exit_code == 1
-    shown = json.loads(CliRunner().invoke(kvferry, ["doctor", "--json"], obj=env).output)
-    assert shown["fit"] is (grade is not Grade.FAIL)
-    assert {"name": name, "grade": grade.value} in [
-        {"name": f["name"], "grade": f["grade"]} for f in shown["findings"]
-    ]
+def test_strict_fails_for_a_warning():
+    assert CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=SICK[6][3]).exit_code == 1
 
 
 def test_a_fit_machine_passes_strictly():

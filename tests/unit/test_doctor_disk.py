@@ -62,68 +62,32 @@ def test_a_fit_drive_is_ok_in_every_line() -> None:
     assert "100GiB free of 200GiB; up to 64GiB will be used" in found["disk /: space"].words
 
 
+W, F = Grade.WARN, Grade.FAIL
+CACHED, LAZY = replace(FAST, is_direct=False), replace(FAST, read_rate=90.0 * MiB)
+KEY = base64.b64encode(bytes(32)).decode()
+
+
 @pytest.mark.parametrize(
     ("env", "settings", "line", "grade", "words"),
     [
-        ({"machine": machine("tmpfs")}, {}, "disk /", Grade.WARN, "is memory"),
-        ({"machine": machine("nfs4")}, {}, "disk /", Grade.WARN, "on another machine"),
-        ({"machine": machine("overlay")}, {}, "disk /", Grade.WARN, "container's own layer"),
-        ({}, {"disk": "/no/such"}, "disk /no/such", Grade.WARN, "would be made in /, on ext4"),
-        ({"room": lambda path: None}, {}, "disk /: space", Grade.FAIL, "cannot be read"),
+        ({"machine": machine("tmpfs")}, {}, "disk /", W, "is memory"),
+        ({"machine": machine("nfs4")}, {}, "disk /", W, "on another machine"),
+        ({"machine": machine("overlay")}, {}, "disk /", W, "container's own layer"),
+        ({}, {"disk": "/no/such"}, "disk /no/such", W, "would be made in /, on ext4"),
+        ({"room": lambda path: None}, {}, "disk /: space", F, "cannot be read"),
+        ({"room": lambda path: (GiB, GiB)}, {}, "disk /: space", F, "no more blocks can be"),
+        ({"room": lambda path: (90 * GiB, 40 * GiB)}, {}, "disk /: space", W, "is 64GiB here"),
+        ({"drive": lambda _: DriveFacts(error="denied")}, {}, "disk /: drive", F, "denied"),
+        ({"drive": lambda _: CACHED}, {}, "disk /: drive", W, "through the page cache"),
+        ({"drive": lambda _: LAZY}, {}, "disk /: drive", W, "90MiB/s read"),
+        ({"reach": lambda: ""}, {}, "disk processes", F, "no block can be moved"),
+        ({"reach": lambda: "/proc/self/mem"}, {}, "disk processes", W, "forbidden here"),
+        ({"package": {}.get}, {}, "disk checksums", F, "xxhash is not installed"),
+        ({"machine": machine(**{KEY_ENV: "x"})}, {}, "disk encryption", F, "holds no key"),
         (
-            {"room": lambda path: (GiB, GiB)},
+            {"machine": machine(**{KEY_ENV: KEY}), "package": {"xxhash": "4"}.get},
             {},
-            "disk /: space",
-            Grade.FAIL,
-            "no more blocks can be stored",
-        ),
-        (
-            {"room": lambda path: (90 * GiB, 40 * GiB)},
-            {},
-            "disk /: space",
-            Grade.WARN,
-            "disk_size is 64GiB here",
-        ),
-        (
-            {"drive": lambda directory: DriveFacts(error="Permission denied")},
-            {},
-            "disk /: drive",
-            Grade.FAIL,
-            "Permission denied",
-        ),
-        (
-            {"drive": lambda directory: replace(FAST, is_direct=False)},
-            {},
-            "disk /: drive",
-            Grade.WARN,
-            "through the page cache",
-        ),
-        (
-            {"drive": lambda directory: replace(FAST, read_rate=90.0 * MiB)},
-            {},
-            "disk /: drive",
-            Grade.WARN,
-            "90MiB/s read",
-        ),
-        ({"reach": lambda: ""}, {}, "disk processes", Grade.FAIL, "no block can be moved"),
-        ({"reach": lambda: "/proc/self/mem"}, {}, "disk processes", Grade.WARN, "forbidden here"),
-        ({"package": {}.get}, {}, "disk checksums", Grade.FAIL, "xxhash is not installed"),
-        (
-            {"machine": machine(**{KEY_ENV: "nonsense"})},
-            {},
-            "disk encryption",
-            Grade.FAIL,
-            f"{KEY_ENV} holds no key",
-        ),
-        (
-            {
-                "machine": machine(**{KEY_ENV: base64.b64encode(bytes(32)).decode()}),
-                "package": {"xxhash": "4"}.get,
-            },
-            {},
-            "disk encryption",
-            Grade.FAIL,
-            "cryptography is not installed",
+            *("disk encryption", F, "cryptography is not installed"),
         ),
     ],
 )
@@ -140,11 +104,6 @@ def test_a_key_is_used_and_not_shown() -> None:
     key = base64.b64encode(os.urandom(32)).decode()
     found = findings(replace(FIT, machine=machine(**{KEY_ENV: key})))["disk encryption"]
     assert found.words == f"on, AES-GCM with the key of {KEY_ENV}"
-
-
-def test_two_directories_share_the_size() -> None:
-    found = findings(FIT, disk=["/proc", "/sys"])
-    assert "up to 32GiB" in found["disk /sys: space"].words
 
 
 def test_nothing_is_measured_where_there_is_no_room() -> None:

@@ -63,19 +63,6 @@ def test_every_number_is_whole_at_every_width(width):
     assert "…" not in words
 
 
-@pytest.mark.parametrize("width", [30, 60, 200])
-def test_no_label_is_said_twice(width):
-    words = " ".join(lines(look(), width))
-    for label in ("Why requests got no more", "Load or compute", "Troubles", "hit rate", "pinned"):
-        assert words.count(label) == 1, label
-
-
-def test_there_is_more_to_see_where_there_is_room():
-    narrow, wide = lines(look(), 60), lines(look(), 200)
-    assert len(narrow) > len(wide)
-    assert max(line.count("█") for line in wide) > max(line.count("█") for line in narrow)
-
-
 def test_drives_have_a_line_and_their_troubles_another():
     view = look()
     drives = DrivesView(10, 20, 3.5e9, 1.2e9, {"damaged": 2, "late": 1}, 5, 0.4, 1, 0)
@@ -92,24 +79,11 @@ def test_drives_have_a_line_and_their_troubles_another():
     assert "failed blocks" not in said
 
 
-@pytest.mark.parametrize(("leases", "words"), [(0, "0 leases"), (1, "1 lease"), (2, "2 leases")])
-def test_one_is_not_many(leases, words):
-    said = " ".join(lines(look(leases=leases, queries=1, full_hits=1), 200))
-    assert re.search(rf"{words}(?!\w)", said)
-    assert re.search(r"1 request, .* 1 full hit(?!s)", said)
-
-
 def test_an_error_is_shown_with_the_last_view():
     shown = lines(look(), 40, error="it is gone \x1b[2J and that is a long story to tell")
     assert any("it is gone" in line for line in shown)
     assert "\x1b" not in "".join(shown)
     assert any("hit rate" in line for line in shown)
-
-
-def test_nothing_moved_and_nothing_known():
-    empty = look(routes=[], tiers=[], misses={}, decisions={}, troubles={}, load_rate=None)
-    for width in (30, 200):
-        assert any("Nothing has moved yet" in line for line in lines(empty, width))
 
 
 def test_names_with_markup_are_shown_as_they_are():
@@ -160,10 +134,6 @@ def test_one_that_serves_nothing_says_so_before_any_number(width, idle, words):
     assert words in said
     assert said.index(words) < said.index("hit rate")
     assert "\x1b" not in said
-
-
-def test_one_that_serves_does_not_speak_of_idleness():
-    assert "idle" not in " ".join(lines(look(idle=""), 200))
 
 
 # -- explain --------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from kvferry.tools.demo.model import (
     Decoder,
     ModelShape,
     Span,
-    Tiling,
     limit_matrix_threads,
 )
 
@@ -192,17 +191,6 @@ def test_a_changed_kv_byte_changes_the_outcome() -> None:
         decoder.forward([Span(tokens[96:], 96, (blocks,))], kv)
         outcomes.add(hashlib.sha256(kv_of(kv, blocks, 100)[-1][96:].tobytes()).hexdigest())
     assert len(outcomes) == 2
-
-
-def test_a_row_sits_where_its_position_says() -> None:
-    positions = np.array([3, 4, 3, 3 + TILE, 4])
-    tiling = Tiling(positions)
-    rows = np.arange(5, dtype=np.float32).reshape(5, 1) + 1
-    tiles = tiling.to_tiles(rows)
-    assert tiles.shape == (3, TILE, 1)
-    assert tiles[:, 3, 0].tolist() == [1, 3, 4]
-    assert tiles[:, 4, 0].tolist() == [2, 5, 0]
-    assert np.array_equal(tiling.to_rows(tiles), rows)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from kvferry.telemetry.source import Snapshot, exposition, installed_version
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.tools.top.scrape import base_url, explain, parse, read
 from kvferry.tools.top.view import HISTORY, Watch
-from kvferry.tools.words import show_bytes, show_seconds, show_share, sparkline
 
 
 @pytest.fixture
@@ -98,18 +97,6 @@ def test_drives_say_what_they_do_what_fails_and_what_is_not_durable(endpoint):
     assert (told.read_bytes, told.durable_lag) == (2000, 0.25), "ages are not added up"
 
 
-@pytest.mark.parametrize("why", ["refused", "failed"])
-def test_an_idle_kvferry_says_why(endpoint, why):
-    endpoint.show_as_vllm(Snapshot(stats(queries=1), "1.2.3", idle=why))
-    assert Watch(endpoint.url).look().idle == why
-
-
-@pytest.mark.parametrize("idle", ["", None], ids=["serving", "an engine that is never idle"])
-def test_a_kvferry_that_serves_is_not_idle(endpoint, idle):
-    endpoint.show(Snapshot(stats(queries=1), "1.2.3", idle=idle))
-    assert Watch(endpoint.url).look().idle == ""
-
-
 def test_all_that_an_idle_connector_tells_is_enough_for_a_view(endpoint):
     """It never had a scheduler, so there is nothing else on vLLM's endpoint."""
     lines = []
@@ -122,15 +109,6 @@ def test_all_that_an_idle_connector_tells_is_enough_for_a_view(endpoint):
     assert view.idle == "refused"
     assert view.version == installed_version()
     assert (view.queries, view.tiers, view.recent) == (0, [], [])
-
-
-def test_one_that_goes_idle_is_seen_at_the_next_look(endpoint):
-    endpoint.show_as_vllm(Snapshot(stats(queries=9), "1.2.3", idle=""))
-    watch = Watch(endpoint.url)
-    assert watch.look().idle == ""
-    endpoint.show_as_vllm(Snapshot(stats(queries=9), "1.2.3", idle="failed"))
-    view = watch.look()
-    assert (view.idle, view.queries) == ("failed", 18)
 
 
 def test_history_is_bounded():
@@ -157,14 +135,6 @@ def test_vllms_endpoint_is_understood_and_its_engines_summed(endpoint):
     assert view.routes[1].total_bytes == 2_000_000_000
     assert view.tiers[0].cached == 1200
     assert view.recent == []
-
-
-def test_vllms_endpoint_is_asked_for_requests_only_once(endpoint):
-    endpoint.show_as_vllm(Snapshot(stats(queries=10), ""))
-    watch = Watch(endpoint.url)
-    for _ in range(3):
-        watch.look()
-    assert endpoint.paths.count(("explain",)) == 1
 
 
 @pytest.mark.parametrize(
@@ -213,29 +183,7 @@ def test_a_request_that_is_not_remembered_says_so(endpoint):
     assert endpoint.paths[-1] == ("explain", "a/b?c")
 
 
-@pytest.mark.parametrize(
-    ("given", "base"),
-    [
-        ("localhost:8000", "http://localhost:8000"),
-        ("http://h:1/metrics", "http://h:1"),
-        ("https://h/metrics/", "https://h"),
-        ("http://h:1/", "http://h:1"),
-    ],
-)
-def test_addresses_are_taken_as_people_write_them(given, base):
-    assert base_url(given) == base
-
-
 @pytest.mark.parametrize("given", ["file:///etc/passwd", "ftp://h/x", "http://", ""])
 def test_other_addresses_are_refused(given):
     with pytest.raises(InputError, match="no address"):
         base_url(given)
-
-
-def test_numbers_are_shown_as_people_read_them():
-    assert [show_bytes(n) for n in (0, 999, 1e3, 2.5e9)] == ["0 B", "999 B", "1.0 kB", "2.5 GB"]
-    assert [show_share(s) for s in (None, 0.5)] == ["–", "50%"]
-    assert [show_seconds(s) for s in (2, 0.02, 2e-5)] == ["2.00 s", "20.0 ms", "20 µs"]
-    assert sparkline([0, 1, 2], 5) == "▁▅█"
-    assert sparkline([0, 0], 5) == "▁▁"
-    assert sparkline([], 5) == ""

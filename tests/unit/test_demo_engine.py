@@ -79,18 +79,6 @@ def test_tokens_ignore_device_size_and_step_size(
     tight.memory.check_integrity(num_held=0)
 
 
-@pytest.mark.parametrize("block_tokens", [1, 8, 64])
-def test_tokens_ignore_the_block_size(runners: list[Runner], block_tokens: int) -> None:
-    answers = []
-    for tokens in (16, block_tokens):
-        num_blocks = 20 * 16 // tokens
-        runners.append(Runner(Decoder(HYBRID), num_blocks=num_blocks, block_tokens=tokens))
-        loop = Engine(runners[-1])
-        answers.append(serve(loop, CHAT).answers())
-        loop.memory.check_integrity(num_held=0)
-    assert answers[0] == answers[1]
-
-
 def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[Runner]) -> None:
     loop = engine(runners, 40, step_tokens=20)
     loop.submit(ServedRequest("a", prompt(8), 30))
@@ -147,41 +135,6 @@ def test_preemption_takes_the_latest_and_tokens_stay(runners: list[Runner]) -> N
     loop.memory.check_integrity(num_held=0)
 
 
-def test_a_request_waits_for_its_arrival(runners: list[Runner]) -> None:
-    now = [0.0]
-    runners.append(Runner(Decoder(SHAPE), num_blocks=8))
-    loop = Engine(runners[-1], clock=lambda: now[0])
-    request = ServedRequest("late", prompt(5), 1, arrival=0.001)
-    loop.submit(request)
-    assert loop.step() == []
-    assert request.state is ServedState.WAITING
-    now[0] = 0.001
-    assert loop.step() == [request]
-    assert request.first_token_at == 0.001
-
-
-def test_aborts_leave_nothing_behind(runners: list[Runner]) -> None:
-    loop = engine(runners, 12, step_tokens=16, max_running=3)
-    rng = np.random.default_rng(11)
-    survivors = []
-    for number in range(24):
-        request = ServedRequest(f"r{number:02d}", prompt(int(rng.integers(5, 70)), seed=number), 12)
-        loop.submit(request)
-        for _ in range(int(rng.integers(0, 4))):
-            loop.step()
-        if rng.random() < 0.5 and request.state is not ServedState.FINISHED:
-            loop.abort(request.id)
-            assert request.state is ServedState.ABORTED
-        else:
-            survivors.append(request)
-        loop.memory.check_integrity()
-    loop.run()
-    loop.memory.check_integrity(num_held=0)
-    assert len(survivors) > 5
-    for request in survivors:
-        assert request.generated == alone(runners, request)
-
-
 def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
     loop = engine(runners, 4)
     with pytest.raises(InputError, match="may grow to 70 tokens; 4 device blocks of 16"):
@@ -206,8 +159,3 @@ def test_a_fault_in_the_model_reaches_the_caller(runners: list[Runner]) -> None:
     loop.submit(ServedRequest("bad", (96, 97), 1))
     with pytest.raises(IndexError):
         loop.step()
-
-
-def test_a_workload_refuses_empty_conversations() -> None:
-    with pytest.raises(InputError, match="num_turns must be at least 1, got 0"):
-        Chat(num_turns=0)

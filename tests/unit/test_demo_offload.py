@@ -134,74 +134,10 @@ def test_what_a_small_host_drops_comes_back_from_a_tier(
     assert loop.counts.num_loaded_tokens > 0
 
 
-@pytest.mark.parametrize("bound", ["max_storing_blocks", "max_loading_blocks"])
-def test_tight_bounds_on_transfers_only_cost_time(build: Build, bound: str) -> None:
-    loop = build(20, config=Config.from_dict({bound: 1}))
-    assert serve(loop, CHAT).answers() == truth(CHAT)
-
-
 def test_a_policy_that_never_loads_computes_everything(build: Build) -> None:
     loop = build(20, config=Config(load_policy="never"))
     assert serve(loop, CHAT).answers() == truth(CHAT)
     assert loop.counts.num_loaded_tokens == 0
-
-
-def test_what_was_stored_is_not_computed_again(build: Build) -> None:
-    loop = build(20)
-    serve_in_turn(loop)
-    with Runner(Decoder(FULL), num_blocks=20) as runner:
-        bare = Engine(runner)
-        serve_in_turn(bare)
-    assert loop.counts.num_prefill_tokens * 2 < bare.counts.num_prefill_tokens
-
-
-def test_a_host_that_is_too_small_as_well_only_costs_time(build: Build) -> None:
-    loop = build(20, host_bytes=60_000)
-    assert serve(loop, CHAT).answers() == truth(CHAT)
-    assert loop.offloader is not None
-    assert loop.offloader.scheduler.pool.counts.evicted > 0
-
-
-def test_preempted_requests_come_back_with_the_same_tokens(build: Build) -> None:
-    chat = Chat(
-        num_conversations=4,
-        num_turns=2,
-        opening_tokens=30,
-        question_tokens=5,
-        answer_tokens=50,
-        num_users=4,
-        vocab=97,
-    )
-    loop = build(14)
-    assert serve(loop, chat).answers() == truth(chat)
-    assert loop.counts.num_preemptions > 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_aborts_leave_nothing_behind(build: Build, seed: int) -> None:
-    loop = build(14, shape=SHAPES["hybrid"], step_tokens=16, max_running=4)
-    rng = np.random.default_rng(seed)
-    shared = prompt(64)
-    survivors: list[ServedRequest] = []
-    for number in range(30):
-        own = prompt(int(rng.integers(1, 40)), seed=number % 7)
-        request = ServedRequest(f"r{number:02d}", shared[: int(rng.integers(1, 65))] + own, 12)
-        loop.submit(request)
-        for _ in range(int(rng.integers(0, 6))):
-            loop.step()
-        if rng.random() < 0.4 and request.state is not ServedState.FINISHED:
-            loop.abort(request.id)
-        else:
-            survivors.append(request)
-        loop.memory.check_integrity()
-    loop.run()
-    with Runner(Decoder(SHAPES["hybrid"]), num_blocks=40) as runner:
-        alone = Engine(runner)
-        copies = [ServedRequest(r.id, r.prompt, r.max_new_tokens) for r in survivors]
-        for copy in copies:
-            alone.submit(copy)
-        alone.run()
-    assert [r.generated for r in survivors] == [c.generated for c in copies]
 
 
 class Flaky(CpuEngine):
