@@ -1,1 +1,5 @@
-"""Devices: where a block lies on one, and how it gets to and from host slots, by which path."""
+"""Copies between device memory and host slots: layouts, drivers, kernels, paths, planner, engines.
+
+Owns streams, events and staging memory. Knows nothing of keys, requests or policies, and never
+calls back into a higher package: it returns receipts.
+"""

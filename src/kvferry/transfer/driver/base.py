@@ -348,6 +348,27 @@ class Driver(ABC):
             self._call("unregister_host", address, asked=f"{address:#x}")
 
 
+class Handles:
+    """Owns what a driver gave out, until ``close`` gives it back, the newest first."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[Callable[[int], None], int]] = []
+
+    def take(self, handle: int, give: Callable[[int], None]) -> int:
+        """Own ``handle``, which ``give`` gives back; returns it."""
+        self._taken.append((give, handle))
+        return handle
+
+    def close(self) -> None:
+        """Give everything back. A refusal is logged and loses one handle. Safe to call twice."""
+        while self._taken:
+            give, handle = self._taken.pop()
+            try:
+                give(handle)
+            except DriverError as error:
+                log.warning("something taken from the driver was not given back: %s", error)
+
+
 class EventPool:
     """Owns every event it ever handed out, until ``close``. Safe to use from several threads."""
 
@@ -376,11 +397,10 @@ class EventPool:
         """Destroy every event, held or not: the driver lets pending ones end first."""
         with self._lock:
             events, self._all, self._free = self._all, set(), []
+        handles = Handles()
         for event in events:
-            try:
-                self._driver.destroy_event(event)
-            except DriverError as error:
-                log.warning("an event was not given back: %s", error)
+            handles.take(event, self._driver.destroy_event)
+        handles.close()
 
 
 def pcie_link(bus_id: str, sysfs: Path = SYSFS) -> str:

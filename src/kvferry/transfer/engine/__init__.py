@@ -1,1 +1,4 @@
-"""The copy engines, GPU and CPU: order copies around compute, and give a receipt for each."""
+"""Copy engines: the order of copies and compute, and one receipt per transfer.
+
+Owns streams, events and the threads that queue copies; leaves how to copy to the paths.
+"""

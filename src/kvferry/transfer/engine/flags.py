@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.errors import DeadlineError, DriverError
-from kvferry.transfer.driver.base import Driver, EventPool
+from kvferry.transfer.driver.base import Driver, EventPool, Handles
 from kvferry.types import TransferId
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class HostFlags:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._handles = Handles()
         self._base = 0
         self._scratch = 0
         self._next = 0
@@ -79,9 +80,10 @@ class HostFlags:
         """Take the memory, where the driver can wait for values; no flag is made before."""
         if self._driver.has_values:
             try:
-                self._base = self._driver.alloc_host(4 * NUM_FLAGS)
+                driver, take = self._driver, self._handles.take
+                self._base = take(driver.alloc_host(4 * NUM_FLAGS), driver.free_host)
                 ctypes.memset(self._base, 0, 4 * NUM_FLAGS)
-                self._scratch = self._driver.alloc_device(_SCRATCH_BYTES)
+                self._scratch = take(driver.alloc_device(_SCRATCH_BYTES), driver.free_device)
             except DriverError as error:
                 log.warning("callers of loads wait until these are queued: %s", error)
                 self.close()
@@ -114,14 +116,8 @@ class HostFlags:
             for flag in self._last:
                 if flag is not None:
                     flag.set_now()
-        base, self._base = self._base, 0
-        scratch, self._scratch = self._scratch, 0
-        for give, address in ((self._driver.free_host, base), (self._driver.free_device, scratch)):
-            try:
-                if address:
-                    give(address)
-            except DriverError as error:
-                log.warning("the memory of flags was not given back: %s", error)
+        self._base = self._scratch = 0
+        self._handles.close()
 
 
 def _word(address: int) -> ctypes.c_uint32:

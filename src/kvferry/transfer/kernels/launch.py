@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.errors import DriverError, InputError
-from kvferry.transfer.driver.base import Driver, Priority
+from kvferry.transfer.driver.base import Driver, Handles, Priority
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.tables import RowShape, RowTable, common_alignment, row_shape
@@ -278,6 +278,7 @@ class Kernels:
         # Layouts are kept alive, so that an id is never that of another one.
         self._layouts: dict[int, tuple[GroupLayout, int]] = {}
         self._tables: dict[tuple[int, RowShape], tuple[RowTable, int]] = {}
+        self._handles = Handles()
         self._prepared: dict[tuple[int, Direction, int], Prepared] = {}
 
     def find(self, job: CopyJob) -> Prepared | None:
@@ -303,10 +304,9 @@ class Kernels:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
         self._prepared.clear()
         with self._lock:
-            tables, self._tables = self._tables, {}
+            self._tables.clear()
             self._layouts.clear()
-        for _, address in tables.values():
-            _give_back(self._driver.free_device, address)
+            self._handles.close()
 
     def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
         # Only host slots can be aligned worse than the layout; a ring never is.
@@ -353,29 +353,17 @@ class Kernels:
     def _upload(self, rows: RowTable) -> int:
         """Copy on a stream of its own and wait: the next user of the table may be on any stream."""
         table = rows.tables()
-        driver = self._driver
-        pinned = driver.alloc_host(table.nbytes)
+        driver, meanwhile, kept = self._driver, Handles(), Handles()
         try:
+            pinned = meanwhile.take(driver.alloc_host(table.nbytes), driver.free_host)
             ctypes.memmove(pinned, table.ctypes.data, table.nbytes)
-            address = driver.alloc_device(table.nbytes)
-            try:
-                stream = driver.create_stream(Priority.HIGH)
-                try:
-                    driver.copy_async(address, pinned, table.nbytes, stream)
-                    driver.synchronize_stream(stream)
-                finally:
-                    _give_back(driver.destroy_stream, stream)
-            except DriverError:
-                _give_back(driver.free_device, address)
-                raise
+            address = kept.take(driver.alloc_device(table.nbytes), driver.free_device)
+            stream = meanwhile.take(driver.create_stream(Priority.HIGH), driver.destroy_stream)
+            driver.copy_async(address, pinned, table.nbytes, stream)
+            driver.synchronize_stream(stream)
+        except DriverError:
+            kept.close()
+            raise
         finally:
-            _give_back(driver.free_host, pinned)
-        return address
-
-
-def _give_back(give: Callable[[int], None], handle: int) -> None:
-    """A refusal loses the handle, not the table: a raise here would leak that too."""
-    try:
-        give(handle)
-    except DriverError as error:
-        log.warning("part of a kernel's table was not given back: %s", error)
+            meanwhile.close()
+        return self._handles.take(address, driver.free_device)

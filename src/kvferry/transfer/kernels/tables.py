@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver.base import Driver, Handles
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.layout import GroupLayout, Int64s
 
@@ -39,6 +39,7 @@ class _Buffer:
     device: int
     ids: Int64s
     event: int
+    handles: Handles
     is_fenced: bool = False
     """Whether the event marks the end of its use; until then only its taker knows."""
 
@@ -106,15 +107,7 @@ class IdBuffers:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         buffers, self._buffers, self._taken = self._buffers, [], None
         for buffer in buffers:
-            for give, handle in (
-                (self._driver.free_host, buffer.host),
-                (self._driver.free_device, buffer.device),
-                (self._driver.destroy_event, buffer.event),
-            ):
-                try:
-                    give(handle)
-                except DriverError as error:
-                    log.warning("an id buffer was not given back: %s", error)
+            buffer.handles.close()
 
     def _take(self, count: int) -> _Buffer:
         """A free buffer of at least ``count`` ids: the one used last, else the one idle longest."""
@@ -138,20 +131,16 @@ class IdBuffers:
 
     def _make(self, count: int) -> _Buffer:
         size = max(MIN_IDS, 1 << (count - 1).bit_length())
-        event = self._driver.create_event(timing=False)
+        driver, handles = self._driver, Handles()
         try:
-            host = self._driver.alloc_host(8 * size)
+            event = handles.take(driver.create_event(timing=False), driver.destroy_event)
+            host = handles.take(driver.alloc_host(8 * size), driver.free_host)
+            device = handles.take(driver.alloc_device(8 * size), driver.free_device)
         except DriverError:
-            self._driver.destroy_event(event)
-            raise
-        try:
-            device = self._driver.alloc_device(8 * size)
-        except DriverError:
-            self._driver.destroy_event(event)
-            self._driver.free_host(host)
+            handles.close()
             raise
         ids = np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(host))
-        return _Buffer(host, device, ids, event)
+        return _Buffer(host, device, ids, event, handles)
 
 
 LANES = 32

@@ -1,1 +1,4 @@
-"""The ways to copy: each takes a job and queues all of it on a stream."""
+"""The copy paths, one contract: loop, dma, kernel, staged.
+
+A path queues one job on a stream. It owns its staging memory; the engine orders the streams.
+"""

@@ -12,17 +12,14 @@ Slots may share memory, so a slot is free when all its parts are.
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Driver, Priority
+from kvferry.transfer.driver.base import Driver, Handles, Priority
 from kvferry.transfer.job import Direction
-
-log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 NUM_LARGE, NUM_SMALL = 4, 2
@@ -100,7 +97,8 @@ class Ring:
         self._alone: Slots | None = None
         self._shared: dict[Direction, Slots] = {}
         self._latest: dict[Direction, int] = {}
-        self._give_back: list[tuple[Callable[[int], None], int]] = []
+        self._handles = Handles()
+        self._streams: list[int] = []
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +107,7 @@ class Ring:
     @property
     def streams(self) -> list[int]:
         """All its streams; empty before it is open."""
-        return [handle for give, handle in self._give_back if give == self._driver.destroy_stream]
+        return self._streams
 
     def open(self) -> None:
         """Take the ring's memory, once; DriverError leaves nothing taken."""
@@ -137,12 +135,8 @@ class Ring:
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         self._alone, self._shared, self._latest = None, {}, {}
-        while self._give_back:
-            give, handle = self._give_back.pop()
-            try:
-                give(handle)
-            except DriverError as error:
-                log.warning("part of the ring was not given back: %s", error)
+        self._streams = []
+        self._handles.close()
 
     def _is_other_at_work(self, direction: Direction) -> bool:
         other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
@@ -157,7 +151,7 @@ class Ring:
     def _take_all(self) -> None:
         driver, large, small = self._driver, self._large_bytes, self._small_bytes
         size = NUM_LARGE * large + NUM_SMALL * small
-        base = self._take(driver.alloc_device(size), driver.free_device)
+        base = self._handles.take(driver.alloc_device(size), driver.free_device)
         a, b, c, d = (RingPart(base + number * large) for number in range(NUM_LARGE))
         end = base + NUM_LARGE * large
         s, t = (RingPart(end + number * small) for number in range(NUM_SMALL))
@@ -183,17 +177,16 @@ class Ring:
     def _slot(self, parts: tuple[RingPart, ...], num_bytes: int, stream: int) -> RingSlot:
         driver = self._driver
         events = (
-            self._take(driver.create_event(timing=False), driver.destroy_event) for _ in range(4)
+            self._handles.take(driver.create_event(timing=False), driver.destroy_event)
+            for _ in range(4)
         )
         return RingSlot(parts, num_bytes, stream, *events)
 
     def _stream(self) -> int:
         driver = self._driver
-        return self._take(driver.create_stream(Priority.HIGH), driver.destroy_stream)
-
-    def _take(self, handle: int, give: Callable[[int], None]) -> int:
-        self._give_back.append((give, handle))
-        return handle
+        stream = driver.create_stream(Priority.HIGH)
+        self._streams.append(self._handles.take(stream, driver.destroy_stream))
+        return stream
 
 
 def _whole_pages(num_bytes: int) -> int:

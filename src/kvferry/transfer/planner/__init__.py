@@ -1,1 +1,4 @@
-"""Which path for which transfer: measured on this machine, kept, and explained."""
+"""Which path for which transfer: measured on this machine, kept, and explained.
+
+Owns the profile and the choice; copies nothing while the engine runs.
+"""

@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from importlib import import_module, metadata, util
 
 import numpy as np
 
 from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS
-from kvferry.transfer.driver.base import BatchForm, Driver, Priority
+from kvferry.transfer.driver.base import BatchForm, Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
@@ -73,7 +72,7 @@ class CopyRig:
         self.host_bytes = host_bytes or num_bytes
         self._rng = np.random.default_rng(0)
         self._layouts: dict[tuple[int, int], GroupLayout] = {}
-        self._give_back: list[Callable[[], None]] = []
+        self._handles = Handles()
         try:
             self._take()
         except Exception:
@@ -175,27 +174,22 @@ class CopyRig:
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
-        while self._give_back:
-            self._give_back.pop()()
+        self._handles.close()
 
     def _take(self) -> None:
-        driver = self.driver
-        self.host = driver.alloc_host(self.host_bytes)
-        self._give_back.append(partial(driver.free_host, self.host))
-        self.device = driver.alloc_device(2 * self.num_bytes)
-        self._give_back.append(partial(driver.free_device, self.device))
-        self.streams: dict[Direction, int] = {}
-        for direction, priority in (
-            (Direction.LOAD, Priority.HIGH),
-            (Direction.STORE, Priority.LOW),
-        ):
-            stream = driver.create_stream(priority)
-            self.streams[direction] = stream
-            self._give_back.append(partial(driver.destroy_stream, stream))
-        self._events = (driver.create_event(timing=True), driver.create_event(timing=True))
-        self.ready = driver.create_event(timing=False)
-        for event in (*self._events, self.ready):
-            self._give_back.append(partial(driver.destroy_event, event))
+        driver, take = self.driver, self._handles.take
+        self.host = take(driver.alloc_host(self.host_bytes), driver.free_host)
+        self.device = take(driver.alloc_device(2 * self.num_bytes), driver.free_device)
+        priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
+        self.streams = {
+            direction: take(driver.create_stream(priority), driver.destroy_stream)
+            for direction, priority in priorities.items()
+        }
+        start, end, self.ready = (
+            take(driver.create_event(timing=timing), driver.destroy_event)
+            for timing in (True, True, False)
+        )
+        self._events = start, end
         driver.record_event(self.ready, self.streams[Direction.LOAD])
         self._fill()
 
