@@ -25,7 +25,7 @@ import numpy as np
 
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
 from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError, LayoutError
-from kvferry.transfer.driver.base import Driver, EventPool, Priority
+from kvferry.transfer.driver.base import Driver, EventPool, Handles, Priority
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.engine.flags import FlagProbe, FlagWatchdog, HostFlags
 from kvferry.transfer.job import CopyJob, Direction
@@ -143,6 +143,7 @@ class GpuEngine(Closing):
         self._watchdog = FlagWatchdog(patience=patience, timeout=close_timeout)
         self._probe = FlagProbe(driver, self._flags, self._order_events)
         self._flagged: PendingCopy | None = None
+        self._streams = Handles()
         self._queues = self._open_queues(patience)
         self._start_here = StartHere(self._queues.values(), None)
         self._start_in_order = StartHere(self._queues.values(), self.order_compute_after_loads)
@@ -391,10 +392,11 @@ class GpuEngine(Closing):
         with self._driver.current():
             for direction, priority in priorities.items():
                 try:
-                    stream = self._driver.create_stream(priority)
+                    created = self._driver.create_stream(priority)
                 except Exception:
-                    self._destroy_streams(queues)
+                    self._streams.close()
                     raise
+                stream = self._streams.take(created, self._driver.destroy_stream)
                 queues[direction] = CopyQueue(
                     direction.value,
                     self._driver,
@@ -427,18 +429,11 @@ class GpuEngine(Closing):
         try:
             with self._driver.current():
                 self._flags.close()
-                self._destroy_streams(self._queues)
+                self._streams.close()
                 self._order_events.close()
                 self._timing_events.close()
         except Exception:
             log.exception("the engine's streams and events were not given back")
-
-    def _destroy_streams(self, queues: Mapping[Direction, CopyQueue]) -> None:
-        for queue in queues.values():
-            try:
-                self._driver.destroy_stream(queue.stream)
-            except Exception:
-                log.exception("a stream was not given back")
 
 
 def _require_within(what: str, slots: SlotArray, count: int) -> None:
