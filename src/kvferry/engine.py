@@ -43,8 +43,7 @@ from kvferry.hostmem.slots import HostTier
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.control import Acted
 from kvferry.scheduler.journal import Explanation, Reason
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import FailedLoad, Scheduler, Settled
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, EngineBlocks, Ordered

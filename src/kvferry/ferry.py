@@ -27,16 +27,15 @@ from kvferry.hostmem.growth import GrowthStats
 from kvferry.rank import RankMemory
 from kvferry.scheduler.control import Acted
 from kvferry.scheduler.journal import Copy, Explanation
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode, lower_tier
-from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.scheduler.transfers import NO_BLOCK, Ordered
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tickets import Awaited, Done, EarlyLoads, Hit, PendingHits, Ticket, Tickets
+from kvferry.tickets import Awaited, Done, Hit, PendingHits, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, MatchState, SlotArray
 from kvferry.worker import Worker
@@ -60,6 +59,7 @@ _POLL_SECONDS = 0.02
 """Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
+_GONE = "the hit is gone: it was released, loaded, or too old"
 _LONG_BYTES = 32 << 20
 """Policies learn of requests while at least this much is being copied, which takes longer."""
 
@@ -106,7 +106,8 @@ class Ferry(Closing):
             has_tiers=self._has_tiers,
         )
         self._tickets.awaited_by(self._awaited.wait)
-        self._early = EarlyLoads(self._scheduler, self._tickets, namespace.block_tokens)
+        self._promised: dict[Request, tuple[Ticket, int, int]] = {}
+        """Loads of pending hits: the ticket, the blocks on the device before, those to come."""
         self._mailbox = Mailbox()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
@@ -200,10 +201,7 @@ class Ferry(Closing):
         request = hit.request
         tables = self._tables.whole(device_blocks, before=hit.on_device)
         if hit.is_pending and len(tables) == 1 and len(tables[0]) > hit.on_device:
-            ticket = self._early.begin(request, tables[0], hit.on_device, hit.coming)
-            self._pending.drop(request)
-            self._load_early()
-            return ticket
+            return self._load_promised(hit, tables)
         self._tables.require_distinct(tables, request.needed_blocks)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + hit.num_blocks:
             raise InputError(
@@ -218,9 +216,42 @@ class Ferry(Closing):
             self._send_now(compute_waits=True)
             return ticket
         self.release(hit)
-        gone = "the hit is gone: it was released, loaded, or too old" if len(hit) else ""
+        gone = _GONE if len(hit) else ""
         self._tickets.end(Done(ticket, 0, gone, ok=not gone))
         return ticket
+
+    def _load_promised(self, hit: Hit, tables: Sequence[SlotArray]) -> Ticket:
+        """Load a pending hit, whose blocks still come up from a lower tier, as they come."""
+        request, tokens, first = hit.request, self.namespace.block_tokens, hit.on_device
+        is_gone = request not in self._scheduler or request.state is State.LOADING
+        coming = hit.coming if is_gone else max(0, request.promised_tokens // tokens - first)
+        num_blocks = len(tables[0]) - first
+        if num_blocks != coming:
+            raise InputError(
+                f"{coming} blocks of this hit are coming up, got {num_blocks} device blocks; "
+                "ask again (Ferry.again), or load none of it"
+            )
+        self._tables.require_distinct(tables, [range(first, len(tables[0]))])
+        ordered = () if is_gone else request.load_promised(tables[0])
+        self._pending.drop(request)
+        ticket = self._tickets.give()
+        if is_gone or request.state is not State.LOADING:
+            self.release(hit)
+            self._tickets.end(Done(ticket, 0, _GONE, ok=False))
+            return ticket
+        self._tickets.begin(ticket)
+        self._promised[request] = (ticket, first, num_blocks)
+        self._send_promised(ordered)
+        return ticket
+
+    def _send_promised(self, ordered: Sequence[Ordered]) -> None:
+        """Send on what has come up of pending hits that are loaded, ahead of later compute."""
+        if ordered:
+            for part in ordered:
+                self._tickets.add(self._promised[part.request][0], (part,))
+            self._rank.note_step()
+            self._send_plan()
+            self._rank.engine.order_compute_after_loads()
 
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
@@ -395,15 +426,21 @@ class Ferry(Closing):
             for change in self._worker.health():
                 scheduler.note_health(change)
         settled = scheduler.settle(self._worker.poll())
+        self._send_promised(settled.ordered)
         for request in settled.loaded + settled.expired:
+            if request in self._promised:
+                ticket, _, num_blocks = self._promised.pop(request)
+                self._tickets.finish(ticket, num_blocks)
             request.end()
         for failure in settled.failed:
+            if failure.request in self._promised:
+                ticket, first, _ = self._promised.pop(failure.request)
+                num_blocks = failure.first_token // self.namespace.block_tokens - first
+                self._tickets.finish(ticket, num_blocks, failure.reason)
             failure.request.end()
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         for landing in settled.landed:
             self._tickets.land(landing.transfer_id, landing.reason)
-            if self._has_tiers:
-                self._early.land(landing.transfer_id, landing.reason)
         if self._has_tiers:
             self._serve_tiers(has_landed=bool(settled.landed))
         if not settled.landed:  # while copies run, there is time for it
@@ -418,17 +455,8 @@ class Ferry(Closing):
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""
         self._pending.expire()
-        if self._early:
-            self._load_early()
         if has_landed or self._scheduler.num_queued:
             self._send_plan()
-
-    def _load_early(self) -> None:
-        """Send on what has come up of hits that are loaded as they come, ahead of later compute."""
-        if self._early.advance():
-            self._rank.note_step()
-            self._send_plan()
-            self._rank.engine.order_compute_after_loads()
 
     def _note_ready(self) -> None:
         """Host memory that has grown since the last call serves from now on."""

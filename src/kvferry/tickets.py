@@ -6,19 +6,15 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kvferry.cache.reach import FullAttention
-from kvferry.core.keys import Keys
 from kvferry.core.quantities import integer, written
 from kvferry.errors import ClosedError, InputError
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import MatchState, SlotArray, TransferId
+from kvferry.types import MatchState, TransferId
 
 if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
     from asyncio import AbstractEventLoop, Future
@@ -106,20 +102,29 @@ class Tickets:
         """Begin a ticket that ends by :meth:`finish`."""
         self._underway[ticket] = _Underway(1, 0, "")
 
-    def finish(self, done: Done) -> None:
-        """End a ticket that was begun."""
-        del self._underway[done.ticket]
-        self.end(done)
+    def add(self, ticket: Ticket, ordered: Sequence[Ordered]) -> None:
+        """A ticket that was begun also waits for these transfers."""
+        self._underway[ticket].waiting += len(ordered)
+        for part in ordered:
+            self._moving[part.transfer] = (ticket, 0)
+
+    def finish(self, ticket: Ticket, num_blocks: int, reason: str = "") -> None:
+        """End a ticket that was begun, once the transfers that it waits for have landed."""
+        self._underway[ticket].num_blocks = num_blocks
+        self._land(ticket, reason)
 
     def land(self, transfer_id: TransferId, reason: str) -> None:
         """A transfer has ended, with a ``reason`` if it failed; those of others are ignored."""
         ticket, num_blocks = self._moving.pop(transfer_id, (None, 0))
         if ticket is None:
             return
+        self._underway[ticket].num_blocks += 0 if reason else num_blocks
+        self._land(ticket, reason)
+
+    def _land(self, ticket: Ticket, reason: str) -> None:
         way = self._underway[ticket]
         way.waiting -= 1
         way.failure = way.failure or reason
-        way.num_blocks += 0 if reason else num_blocks
         if not way.waiting:
             del self._underway[ticket]
             self.end(Done(ticket, way.num_blocks, way.failure or way.note, not way.failure))
@@ -321,7 +326,7 @@ class Hit:
     @classmethod
     def pending(cls, request: Request, on_device: int, block_tokens: int) -> Hit:
         """The hit of a request that waits for a tier."""
-        hoped = request.below.hoped_tokens // block_tokens if request.below is not None else 0
+        hoped = request.promised_tokens // block_tokens
         return cls(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
 
     def __len__(self) -> int:
@@ -377,122 +382,3 @@ class PendingHits:
         for request in [request for request, until in self._until.items() if until <= now]:
             del self._until[request]
             request.end()
-
-
-# -- loads of hits whose blocks still come up from a tier ---------------------------------------
-
-_piece_numbers = itertools.count()
-
-
-@dataclass(eq=False)
-class _EarlyPiece:
-    """Blocks on their way to the device. ``reason`` says why they did not get there."""
-
-    num_blocks: int
-    waiting: set[TransferId]
-    reason: str = ""
-
-
-@dataclass(eq=False)
-class _EarlyLoad:
-    """One hit. ``request`` waits for what comes up; ``sent`` blocks of ``end`` are on their way."""
-
-    request: Request
-    keys: Keys
-    table: SlotArray
-    ticket: Ticket
-    first: int
-    sent: int
-    end: int
-    pieces: list[_EarlyPiece] = field(default_factory=list)
-
-
-class EarlyLoads:
-    """Loads pending hits piece by piece, while their last blocks still come up from a tier.
-
-    Owns these loads until they end, and the requests that wait for their blocks. Every piece is a
-    request of its own, so a piece that fails, or finds its blocks gone, harms no other. For models
-    of one group whose hits read every block. What does not come up ends a load early: the blocks
-    before it are on the device, the others must be computed.
-    """
-
-    def __init__(self, scheduler: Scheduler, tickets: Tickets, block_tokens: int) -> None:
-        self._scheduler = scheduler
-        self._tickets = tickets
-        self._tokens = block_tokens
-        self._loads: list[_EarlyLoad] = []
-        self._moving: dict[TransferId, _EarlyPiece] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._loads)
-
-    def begin(self, request: Request, table: SlotArray, first: int, num_coming: int) -> Ticket:
-        """Fill the places of a block table after the ``first`` ones, as their blocks come.
-
-        Nothing is ordered before :meth:`advance`. InputError for a table that does not fit what is
-        coming; nothing is lost then.
-        """
-        blocks = np.sort(table[first:])
-        if len(blocks) != num_coming or not isinstance(self._scheduler.groups[0], FullAttention):
-            raise InputError(
-                f"{num_coming} blocks of this hit are coming up, got {len(blocks)} device blocks; "
-                "ask again (Ferry.again), or load none of it"
-            )
-        if np.count_nonzero(blocks[1:] == blocks[:-1]):
-            raise InputError("two blocks of a hit cannot be loaded into one device block")
-        ticket = self._tickets.give()
-        self._tickets.begin(ticket)
-        keys = request.chain.keys()
-        self._loads.append(_EarlyLoad(request, keys, table, ticket, first, first, len(table)))
-        return ticket
-
-    def land(self, transfer_id: TransferId, reason: str) -> None:
-        """A transfer has ended; those of others are ignored."""
-        piece = self._moving.pop(transfer_id, None)
-        if piece is not None:
-            piece.waiting.discard(transfer_id)
-            piece.reason = piece.reason or reason
-
-    def advance(self) -> bool:
-        """Order what has come up, end what is over; return whether there is a plan to send."""
-        has_ordered = False
-        for load in tuple(self._loads):
-            has_ended = not load.request.waits_below  # before we look, or the last may be missed
-            has_ordered |= self._order(load)
-            if (has_ended or load.sent == load.end) and not any(p.waiting for p in load.pieces):
-                self._end(load)
-        return has_ordered
-
-    def _order(self, load: _EarlyLoad) -> bool:
-        if load.sent == load.end or any(piece.reason for piece in load.pieces):
-            return False
-        count = self._scheduler.num_loadable(load.keys, load.sent, load.end)
-        if not count:
-            return False
-        stop = load.sent + count
-        piece = self._scheduler.open(f"early-{next(_piece_numbers)}", load.keys[:stop])
-        piece.is_counted = piece.is_explained = True  # the hit was, as a whole
-        match = piece.match(computed_tokens=load.sent * self._tokens)
-        ordered: Sequence[Ordered] = ()
-        if match.state is MatchState.HIT:
-            stop = match.num_tokens // self._tokens
-            ordered = piece.load([load.table[:stop]])
-        if not ordered:
-            piece.end()
-            return False
-        moving = _EarlyPiece(stop - load.sent, {part.transfer for part in ordered})
-        self._moving |= dict.fromkeys(moving.waiting, moving)
-        load.pieces.append(moving)
-        load.sent = stop
-        return True
-
-    def _end(self, load: _EarlyLoad) -> None:
-        self._loads.remove(load)
-        load.request.end()
-        came = list(itertools.takewhile(lambda piece: not piece.reason, load.pieces))
-        num_blocks = sum(piece.num_blocks for piece in came)
-        reason = next((piece.reason for piece in load.pieces if piece.reason), "")
-        wanted = len(load.table) - load.first
-        if num_blocks < wanted and not reason:
-            reason = f"{wanted - num_blocks} of {wanted} blocks did not come up from below"
-        self._tickets.finish(Done(load.ticket, num_blocks, reason, ok=num_blocks == wanted))

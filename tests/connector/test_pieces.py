@@ -86,7 +86,7 @@ def begin(make: Callable[..., Sides]) -> Any:
         sides = make(num_ranks, tier_write="through", **options)
         parts = scheduler_of(sides)._requests
         parts.lower._piece_slots = 1
-        parts.coming._share = lambda tiers: 1.0
+        parts.pipelined._share = lambda tiers: 1.0
         wanted = [chat(sides, number) for number in range(8)]
         evict(scheduler_of(sides).pool, HOST_BLOCKS)
         gates.extend(Gates(sides, rank, 0) for rank in range(num_ranks))
@@ -277,9 +277,9 @@ def test_a_read_that_takes_too_long_ends_the_load(begin):
 
 def fall_silent(sides: Sides) -> None:
     """Nothing comes up for a minute, as far as loads in pieces can see."""
-    parts = scheduler_of(sides)._requests
-    clock = parts.clock
-    parts.clock = lambda: clock() + 60.001
+    pipelined = scheduler_of(sides)._requests.pipelined
+    clock = pipelined._clock
+    pipelined._clock = lambda: clock() + 60.001
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -321,9 +321,9 @@ def let_two_wait(sides: Sides) -> Any:
     tiers_of(sides)[0]._num_threads = 2 * CHAT_BLOCKS  # one for each read that hangs
     parts = scheduler_of(sides)._requests
     parts.lower._most_promoting = 2 * CHAT_BLOCKS
-    assert parts.coming._max_blocks == NUM_BLOCKS // 2
-    parts.coming._max_blocks = 2 * CHAT_BLOCKS - 1
-    return parts.coming
+    assert parts.pipelined._max_blocks == NUM_BLOCKS // 2
+    parts.pipelined._max_blocks = 2 * CHAT_BLOCKS - 1
+    return parts.pipelined
 
 
 def test_loads_in_pieces_leave_half_of_the_device_to_others(begin):

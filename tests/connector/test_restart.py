@@ -291,5 +291,5 @@ def test_a_request_in_the_queue_has_its_blocks_when_its_turn_comes(make: Make) -
     assert num_tokens == CHAT_BLOCKS * BLOCK_TOKENS
     sides.side.finished(request)
     settle(sides)
-    assert not scheduler_of(sides)._ahead.is_busy
+    assert not scheduler_of(sides).control.has_prefetches
     assert wanted

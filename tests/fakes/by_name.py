@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.keys import Keys
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.transfers import BlockTable, Ordered
 from kvferry.types import DeviceBlocks, Landing, Match, Rank, Receipt

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.types import DEVICE, Transfer, TransferId
 
@@ -117,7 +116,7 @@ def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
 
 def waits_of(request: Request) -> set[TransferId]:
     """What it waits for from below the host."""
-    return request.below.waits if request.below is not None else set()
+    return request.promotion.waits if request.promotion is not None else set()
 
 
 def _check_waits(scheduler: Scheduler) -> None:

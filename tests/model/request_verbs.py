@@ -18,8 +18,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
 from kvferry.errors import InputError
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.scheduler.transfers import BlockTable, Ordered
@@ -298,7 +297,7 @@ class World:
         missed = None
         if request._missed is not None:
             missed = request._missed[0] == self.scheduler.pool.generation
-        below = request.below._has_promoted if request.below is not None else False
+        below = request.promotion.has_promoted if request.promotion is not None else False
         progress = request.progress
         return (
             *(request.state, tuple(progress._stored), progress.is_outdated, found, missed),

@@ -46,7 +46,7 @@ from kvferry.core.identity import scope
 from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import State
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.telemetry.stats import SchedulerStats
@@ -162,7 +162,7 @@ class Serving:
         )
         if setup.piece_slots:
             self.scheduler.lower._piece_slots = setup.piece_slots
-            self.scheduler._requests.coming._share = lambda tiers: 1.0  # type: ignore[method-assign]
+            self.scheduler._requests.pipelined._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
@@ -500,7 +500,7 @@ class Serving:
         for receipt in receipts:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
-        coming = self.scheduler._requests.coming
+        coming = self.scheduler._requests.pipelined
         for load in coming._loads.values():
             assert not load.is_open or self.now < load.since + coming._patience, (
                 "a load waits for a tier that says nothing"
@@ -586,7 +586,7 @@ class Serving:
         scheduler = self.scheduler
         loads = [t for t in scheduler.transfers.in_flight() if t.dst == DEVICE]
         loads += [order.transfer for order in scheduler.transfers._loads]
-        pieces = scheduler._requests.coming
+        pieces = scheduler._requests.pipelined
         assert not self.setup.bounded or pieces.num_held <= self.setup.num_blocks // 2
         coming = pieces._loads
         kept = sum(load.last - load.sent for load in coming.values())
@@ -734,7 +734,7 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
-        assert not scheduler._requests.coming
+        assert not scheduler._requests.pipelined
         assert not scheduler.transfers.blocks_to_device
         assert not scheduler._requests.waits._waiting
         assert not scheduler.requests

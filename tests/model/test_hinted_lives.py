@@ -21,8 +21,7 @@ from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import MatchState, TierName
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from tests.model.request_verbs import VERBS, Action, Life, Scenario, explore
 
-from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import State
 
 SHARED = (Life((1, 2, 3)), Life((1, 2, 4)))
 NEXT_TURN = (Life((1, 2, 3)), Life((1, 2, 4, 5), computed=8))

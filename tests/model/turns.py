@@ -20,8 +20,7 @@ from kvferry.cache.reach import FullAttention
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, Ordered
 from kvferry.types import (

@@ -6,13 +6,13 @@ from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
 
 from kvferry.cache.pool import Pool
-from kvferry.scheduler.control import AHEAD_SECONDS, AHEAD_SHARE, Ahead
+from kvferry.scheduler.control import QUEUE_SECONDS, QUEUE_SHARE, Control
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import HOST, MatchState, TierName
 
 DISK = TierName("disk")
 SLOTS = 128
-SHARE = SLOTS // AHEAD_SHARE
+SHARE = SLOTS // QUEUE_SHARE
 
 
 def below(*numbers: int, blocks: int = 8) -> Desk:
@@ -25,8 +25,8 @@ def below(*numbers: int, blocks: int = 8) -> Desk:
     return desk
 
 
-def ahead(desk: Desk) -> Ahead:
-    return desk.scheduler._ahead
+def ahead(desk: Desk) -> Control:
+    return desk.scheduler.control
 
 
 def queue(desk: Desk, name: str, number: int, blocks: int = 8) -> None:
@@ -43,7 +43,7 @@ def test_what_waits_is_in_the_host_when_its_turn_comes() -> None:
     assert desk.match("a", story(1, 8)).state is MatchState.HIT
     assert desk.scheduler.stats().queries == 1, "counted when it asks, not before"
     desk.plan()
-    assert not ahead(desk).is_busy
+    assert not ahead(desk).has_prefetches
     desk.scheduler.finish("a")
     desk.check_empty()
 
@@ -55,13 +55,13 @@ def test_all_together_take_a_share_of_the_host_and_go_on_as_others_are_served() 
     for _ in range(5):
         desk.run()
     assert desk.pool.counts.cached == SHARE == 16
-    assert ahead(desk).num_slots == SHARE
+    assert ahead(desk).num_queued_slots == SHARE
     for number in range(1, 7):
         assert desk.match(f"r{number}", story(number, 8)).state is MatchState.HIT, number
         desk.scheduler.finish(f"r{number}")
         for _ in range(3):
             desk.run()
-    assert not ahead(desk).is_busy
+    assert not ahead(desk).has_prefetches
     desk.check_empty()
 
 
@@ -85,9 +85,9 @@ def test_what_nobody_came_for_goes_first() -> None:
     queue(desk, "a", 1)
     desk.run()
     desk.run()
-    desk.now += AHEAD_SECONDS
+    desk.now += QUEUE_SECONDS
     desk.run()
-    assert not ahead(desk).is_busy
+    assert not ahead(desk).has_prefetches
     desk.keep("c", story(8, 28), 4 * 28)
     matcher = desk.scheduler.matcher
     assert not desk.pool.cached(matcher.slot_keys(0, story(1, 8), range(8))).any()
@@ -103,7 +103,7 @@ def test_who_is_gone_is_fetched_for_no_more() -> None:
     assert len(desk.flying) == 1
     desk.scheduler.finish("a")
     desk.run()
-    assert not ahead(desk).is_busy
+    assert not ahead(desk).has_prefetches
     desk.run()
     desk.check_empty()
 
@@ -114,7 +114,7 @@ def test_a_reset_ends_it() -> None:
     desk.plan()
     queue(desk, "b", 2)
     desk.scheduler.reset()
-    assert not ahead(desk).is_busy
+    assert not ahead(desk).has_prefetches
     desk.run()
     desk.run()
     desk.check_empty()

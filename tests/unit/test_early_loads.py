@@ -84,7 +84,7 @@ def test_the_first_blocks_are_there_while_the_last_are_read(attach: Open) -> Non
     assert first_blocks(ferry, 6) == wanted[0]
     assert ferry.stats().queries == 1
     settle(ferry)
-    assert not ferry._early
+    assert not ferry._promised
     assert not ferry._scheduler.requests
     ferry._scheduler.check_integrity()
 
@@ -117,7 +117,7 @@ def test_what_does_not_come_up_leaves_what_is_before_it(attach: Open, bad: int) 
     done = ferry.wait(ferry.load(hit, DESTINATION), 20)
     assert not done.ok
     assert done.num_blocks == bad
-    assert "did not come up" in done.reason
+    assert "did not come" in done.reason
     assert first_blocks(ferry, bad) == start_of(wanted[0], bad)
     settle(ferry)
     assert not ferry._scheduler.requests

@@ -17,8 +17,7 @@ from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.scheduler import deferred_stores as rests
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import BlockTable
 from kvferry.types import MatchState

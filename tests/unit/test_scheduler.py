@@ -19,7 +19,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, ReceiptError
 from kvferry.scheduler.journal import Reason
-from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import State
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import DEVICE, HOST, MatchState, Outcome, Plan, Rank, Receipt, TransferId
 

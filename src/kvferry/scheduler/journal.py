@@ -337,7 +337,7 @@ class Bookkeeper:
         self._matcher = matcher
         self._admission = admission
         self._lower = lower
-        self._counts_keys = admission.counts or lower.counts_asked
+        self._counts_keys = admission.counts or lower.writeback.counts_requests
         self._tenants = tenants
         self._ghosts = GhostFilter(pool.num_slots)
         self._observing: Observing | None = None
@@ -399,7 +399,7 @@ class Bookkeeper:
             for g in range(len(self._matcher.groups)):
                 slot_keys = self._matcher.all_keys(g, keys)
                 self._admission.see(slot_keys)
-                self._lower.asked(slot_keys)
+                self._lower.writeback.requested(slot_keys)
 
     def _looked_up(self, event: PoolEvent) -> None:
         answer = event.detail

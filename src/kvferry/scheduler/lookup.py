@@ -27,7 +27,8 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.tiering import LowerTiers
+from kvferry.scheduler.tier import Flags
+from kvferry.scheduler.tiering import LowerTiers, RunBelow, TierLookup
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
@@ -54,6 +55,29 @@ class Missing(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class GroupLookup:
+    """What was found of one group's blocks from number ``first`` on, which have these keys.
+
+    ``slots`` are the host's, also of blocks on their way in; ``cached`` tells which can be read.
+    ``below`` is what lower tiers have; None where no longer hit is possible.
+    """
+
+    first: int
+    keys: Keys
+    slots: SlotArray
+    cached: Flags
+    below: TierLookup | None = None
+
+    def whole(self, flags: Flags, before: bool) -> Flags:
+        """Flags of these blocks, and the same one for each block before them."""
+        return np.concatenate((np.full(self.first, before), flags)) if self.first else flags
+
+    def part(self, blocks: range) -> slice:
+        """Where these blocks of the group are among those that were looked up."""
+        return slice(max(0, blocks.start - self.first), max(0, blocks.stop - self.first))
+
+
+@dataclass(eq=False, slots=True)
 class Lookup:
     """What was found of a request: how far the host alone reaches, and how far with lower tiers.
 
@@ -74,6 +98,7 @@ class Lookup:
     missing: Missing | None
     host: Present | None = None
     everywhere: Present | None = None
+    groups: tuple[GroupLookup, ...] = ()
 
 
 class Matcher:
@@ -153,7 +178,9 @@ class Matcher:
         """Whether this block is in the host, on its way there, or below it."""
         if self._host.state_of(key) is not SlotState.FREE:
             return True
-        return bool(self._lower.tiers) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
+        return bool(self._lower.tiers) and bool(
+            self._lower.lookup(Keys.from_bytes((key,)), chained=False).readable[0]
+        )
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -248,36 +275,34 @@ class Matcher:
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Lookup:
         """Every block of every group, and what lies below the host."""
-        asked: list[Keys] = []
-        found: list[SlotArray] = []
+        groups: list[GroupLookup] = []
         host: Present = []
         for g, group in enumerate(self.groups):
-            count = len(keys) // self._ratios[g]
+            count = len(keys.array) // self._ratios[g]
             first = min(computed_tokens // group.block_tokens, count)
-            asked.append(self.slot_keys(g, keys, range(first, count)))
-            found.append(self._host.find_cached(asked[g]))
-            host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
+            asked = self.slot_keys(g, keys, range(first, count))
+            here = self._host.find(asked)
+            cached = self._host.are_cached(here)
+            each = GroupLookup(first, asked, here, cached)
+            groups.append(each)
+            host.append(each.whole(cached, before=True))
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
         if self._lower.tiers and host_tokens + self.alignment <= max_tokens:
-            everywhere = [
-                np.concatenate(
-                    (here[: -len(below)], here[-len(below) :] | self._lower.cached(below))
-                )
-                if len(below)
-                else here
-                for here, below in zip(host, asked, strict=True)
-            ]
+            everywhere = []
+            for each, chained in zip(groups, self._chained, strict=True):
+                below = each.below = self._lower.lookup(each.keys, chained)
+                everywhere.append(each.whole(each.cached | below.readable, before=True))
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
         slots: list[SlotArray | None] = []
         places: list[range] = []
-        for g, group in enumerate(self.groups):
+        asked_keys: list[Keys] = []
+        for g, each in enumerate(groups):
             blocks = self.needed(g, host_tokens, computed_tokens)
-            first = computed_tokens // group.block_tokens
-            part = slice(max(0, blocks.start - first), max(0, blocks.stop - first))
-            slots.append(found[g][part] if blocks else None)
+            part = each.part(blocks)
+            slots.append(each.slots[part] if blocks else None)
             places.append(blocks)
-            asked[g] = asked[g][part]
+            asked_keys.append(each.keys[part])
         result = Lookup(
             keys,
             computed_tokens,
@@ -286,23 +311,31 @@ class Matcher:
             all_tokens,
             tuple(slots),
             tuple(places),
-            tuple(asked),
+            tuple(asked_keys),
             None,
             host,
             everywhere,
+            tuple(groups),
         )
-        return replace(result, missing=self._first_missing(result))
+        result.missing = self._first_missing(result)
+        return result
 
     def _longest(
         self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> int:
-        longest = reach.longest_hit(
-            self.groups,
-            present,
-            max_tokens,
-            alignment=self.alignment,
-            computed_tokens=computed_tokens,
-        )
+        if self.is_full:  # every hit reads every block
+            longest = max_tokens
+            for group, here in zip(self.groups, present, strict=True):
+                longest = min(longest, num_leading(here) * group.block_tokens)
+            longest = max(longest - longest % self._step, computed_tokens)
+        else:
+            longest = reach.longest_hit(
+                self.groups,
+                present,
+                max_tokens,
+                alignment=self.alignment,
+                computed_tokens=computed_tokens,
+            )
         if not spare_tokens or longest <= computed_tokens:
             return longest
         return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
@@ -398,10 +431,9 @@ class Matcher:
     def _num_to_bring(self, found: Lookup, num_tokens: int) -> int:
         """Blocks that a hit of this length needs and that are not even on their way to the host."""
         count = 0
-        for g in range(len(self.groups)):
+        for g, group in enumerate(found.groups):
             blocks = self.needed(g, num_tokens, found.computed_tokens)
-            if blocks:
-                count += int((~self._host.known(self.slot_keys(g, found.keys, blocks))).sum())
+            count += int(np.count_nonzero(group.slots[group.part(blocks)] == NO_SLOT))
         return count
 
     def to_ask(self, found: Lookup) -> Wanted | None:
@@ -411,10 +443,11 @@ class Matcher:
         """
         assert found.host is not None
         assert found.everywhere is not None
-        keys = [
-            self.slot_keys(g, found.keys, range(len(here))) for g, here in enumerate(found.host)
-        ]
-        unknown = list(map(self._lower.unknown, keys, self._chained))
+        unknown = []
+        for each in found.groups:
+            if each.below is None:
+                return None
+            unknown.append(each.whole(each.below.unknown, before=False))
         maybe = [e | u for e, u in zip(found.everywhere, unknown, strict=True)]
         longest = self._longest(maybe, found.computed_tokens, found.max_tokens)
         if longest <= found.all_tokens:
@@ -424,19 +457,29 @@ class Matcher:
         for g, group in enumerate(self.groups):
             end = -(-hoped.all_tokens // group.block_tokens)
             more = self._lower.most_in_one - 1 if self._chained[g] else None
-            wanted.append(Wanted.of(g, keys[g], unknown[g] & ~found.everywhere[g], end, more))
+            keys = self.slot_keys(g, found.keys, range(len(unknown[g])))
+            wanted.append(Wanted.of(g, keys, unknown[g] & ~found.everywhere[g], end, more))
         return Wanted.joined(wanted)
 
-    def to_promote(self, found: Lookup) -> Iterator[tuple[int, Keys, Key | None]]:
-        """By group, the run of blocks to complete for the longer hit, and the key before it."""
+    def to_promote(self, found: Lookup) -> Iterator[RunBelow]:
+        """By group, the run of blocks to complete for the longer hit."""
         assert found.host is not None
-        for g in range(len(self.groups)):
+        for g, group in enumerate(found.groups):
             blocks = self.needed(g, found.all_tokens, found.computed_tokens)
             lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
-                before = self.key_before(g, found.keys, run.start)
-                yield g, self.slot_keys(g, found.keys, run), before
+                part = group.part(run)
+                known = group.slots[part] != NO_SLOT
+                assert group.below is not None
+                yield RunBelow(
+                    group.keys[part],
+                    known,
+                    known & ~group.cached[part],
+                    group.below.part(part),
+                    self.key_before(g, found.keys, run.start),
+                    self._chained[g],
+                )
 
     # -- lengths --------------------------------------------------------------------------------
 
@@ -451,6 +494,9 @@ class Matcher:
         """The blocks of a group that a hit reads and the engine does not have."""
         if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
             return range(0)
+        if self._chained[g]:
+            size = self.groups[g].block_tokens
+            return range(computed_tokens // size, -(-num_tokens // size))
         return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)
 
 

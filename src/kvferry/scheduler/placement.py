@@ -138,7 +138,8 @@ def _reached(chain: Keys, places: tuple[TierBlocks, ...], lower: LowerTiers) -> 
     for place in places:
         there[place.blocks] = True
     if lower.can_be_asked:
-        there[:-1] |= lower.cached(chain) | lower.unknown(chain, chained=True)
+        below = lower.lookup(chain, chained=True)
+        there[:-1] |= below.readable | below.unknown
     return int(there.argmin())
 
 

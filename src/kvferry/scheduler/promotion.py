@@ -1,293 +1,232 @@
-"""What one request has asked of the tiers below the host, and waits for."""
+"""Promotion: a request's blocks brought up from lower tiers to the host, and on to the device.
+
+::
+
+    tier     ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces land in the host, one after the other
+    device   ──load──> ▓▓▓▓▓▓░░░░░░     a pipelined load takes each on, beside the next one's read
+                         good │  │   end
+                              └ sent
+
+A request that waits for a tier is matched again when all it waits for has landed. A pipelined load
+begins earlier. It takes device blocks before all bytes are here, so an engine is offered one only
+when the rest is read in the time that copying the whole hit takes. What does not come up ends it:
+the blocks before that are on the device, the others are computed. So does a silent tier, and all
+such loads together may take half of the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from enum import Enum
+from collections.abc import Callable, Collection
 from typing import Any
 
-from kvferry.cache import reach
 from kvferry.cache.index import num_leading
-from kvferry.cache.policies.load_or_compute import Decision
+from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
+from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
-from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.lookup import Lookup, Missing, PinnedHit
-from kvferry.scheduler.tiering import RunBelow
+from kvferry.scheduler.lookup import Hits, Lookup, Matcher, Missing, PinnedHit
+from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
     InFlight,
     Ordered,
+    Transfers,
+    Waits,
     checked_blocks,
 )
-from kvferry.types import (
-    NO_SLOT,
-    Key,
-    Match,
-    MatchState,
-    SlotArray,
-    TierName,
-    TransferId,
-)
+from kvferry.types import Match, MatchState, SlotArray, TierName, TransferId
+
+_SHARE = 1 / 8
+"""How much of a hit may still be below when its load begins, while a speed is not known: over a
+GPU's link a drive reads one part in about 15 of what is copied in the same time."""
+
+_PATIENCE = 1 / 5
+"""A load that was begun early and gets nothing more for so much of ``promote_deadline`` ends: its
+last blocks were expected within the time of one copy, which is milliseconds."""
+
+_DEVICE_SHARE = 1 / 2
+"""How much of the device all pipelined loads together may take."""
+
+_GONE = "blocks that were coming up from a lower tier did not come"
+_LATE = "blocks that were coming up from a lower tier did not come in time"
 
 
-class Below:
-    """Questions and promotions of one request. Owns which of them it still waits for.
+class Promotion:
+    """What one request has asked of lower tiers. Owns what it still waits for.
 
-    Once per look: what was not known to be below by then is not there, and what did not come up by
-    then is computed.
+    It asks once, and promotes once, for each match that finds something else. A block that was not
+    known to be below by then is not there; a block that did not come up by then is computed.
     """
 
     __slots__ = (
-        "_has_asked",
-        "_has_promoted",
         "declined",
         "foreseen",
-        "hoped_tokens",
+        "has_asked",
+        "has_promoted",
         "num_asked",
+        "promised_tokens",
         "waits",
     )
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Blocks that tiers were asked for, at the last look that asked."""
+        """Blocks that tiers were asked for, when they last were."""
         self.waits: set[TransferId] = set()
-        self.hoped_tokens = 0
-        """How many tokens its hit has if all comes up that was ordered at the last look."""
+        self.promised_tokens = 0
+        """How many tokens its hit has if all comes up that was ordered last."""
         self.declined: Decision | None = None
-        """Why what lay below was not brought up at the last look: computing it was faster."""
+        """Why what lay below was not brought up last time: computing it was faster."""
         self.foreseen: PinnedHit | None = None
-        """What it was last told it will have; nothing of it is claimed."""
-        self._has_asked = False
-        self._has_promoted = False
-
-    def fetch(
-        self,
-        request: Any,
-        look: Lookup,
-        parts: Any,
-        most_slots: int | None = None,
-    ) -> bool:
-        """Ask for what is not known, or bring up what is; True if the request should wait.
-
-        ``most_slots`` bounds what is brought up, beside the bound on all promotions.
-        """
-        if self._ask(request, look, parts):
-            return True
-        room = parts.lower.room
-        return self._promote(
-            request, look, parts, room if most_slots is None else min(room, most_slots)
-        )
-
-    def _ask(self, request: Any, look: Lookup, parts: Any) -> bool:
-        if self._has_asked or not parts.lower.can_be_asked:
-            return False
-        wanted = parts.matcher.to_ask(look)
-        self.waits |= parts.lower.ask(wanted) if wanted is not None else set()
-        parts.waits.add(request, self.waits)
-        self._has_asked = bool(self.waits)
-        self.num_asked = wanted.num_needed if wanted is not None and self._has_asked else 0
-        return self._has_asked
-
-    def _promote(self, request: Any, look: Lookup, parts: Any, room: int) -> bool:
-        if look.all_tokens <= look.host_tokens or self._has_promoted:
-            return False
-        look = parts.matcher.within(look, room)
-        wanted = list(parts.matcher.to_promote(look))
-        self.declined = None
-        if wanted:
-            num_tokens = look.all_tokens - look.host_tokens
-            runs = [self._run(parts, *each) for each in wanted]
-            decision = parts.lower.worth_promoting(runs, num_tokens, parts.hits.worth)
-            if not decision.load:
-                self.declined = decision
-                return False
-            for run in runs:
-                self.waits |= parts.lower.promote(run, tenant=request.tenant)
-        parts.waits.add(request, self.waits)
-        self._has_promoted = bool(self.waits)
-        self.hoped_tokens = look.all_tokens if self._has_promoted else 0
-        if self._has_promoted:
-            parts.book.counts.promoted_tokens += look.all_tokens - look.host_tokens
-        return self._has_promoted
-
-    @staticmethod
-    def _run(parts: Any, g: int, keys: Keys, parent: Key | None) -> RunBelow:
-        chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
-        slots = parts.pool.find(keys)
-        known, below = slots != NO_SLOT, parts.lower.lookup(keys, chained)
-        return RunBelow(keys, known, known & ~parts.pool.are_cached(slots), below, parent, chained)
-
-    def drop(self, request: Any, parts: Any) -> None:
-        """It waits for nothing any more, and may ask anew."""
-        self.stop_waiting(request, parts)
-        self.renew()
-
-    def stop_waiting(self, request: Any, parts: Any) -> None:
-        """It waits for nothing any more."""
-        parts.waits.remove(request, self.waits)
-        self.waits = set()
-        self.hoped_tokens = 0
-        self.foreseen = None
+        """The hit it was last promised; nothing of it is claimed."""
+        self.has_asked = self.has_promoted = False
 
     def renew(self) -> None:
-        """The next look may ask and bring up again."""
-        self._has_asked = self._has_promoted = False
+        """The next match may ask and promote again."""
+        self.has_asked = self.has_promoted = False
 
 
-# ------------------------------------------------------------------------------------------------
-# Where a request can stand, and what leads from one state to the next.
+class Promoter:
+    """Asks lower tiers and brings up blocks. Owns the count of promoted tokens.
 
-
-class State(Enum):
-    """Where a request stands.
-
-    ::
-
-                        ┌────────── preempt ───────────┐
-                        ▼                              │
-        open ──> UNKNOWN ──match──> MATCHED ──load──> LOADING ──settle──> LOADED
-                   │  ▲                │                  │                 │
-                   │  └── miss, expired┘◀──── failed ─────┘                 │ run, store
-                   └───────────────────── run, store ───────────────────> RUNNING
-                   match: what it wants is on its way: WAITING              │
-                   (whose end may be foreseen: WAITING ──load──> LOADING)   │
-                                                          leave: LEFT ◀─────┤
-                                       stored later, or continued: └──▶ ENDED ◀── end
+    Its callers are requests and prefetches, which have a ``promotion`` and a ``tenant``. They are
+    told by :class:`Waits` when a transfer they wait for has ended.
     """
 
-    UNKNOWN = "unknown"  # nothing is pinned for it, nothing is on its way
-    ANSWERED = "answered"  # the same; it was told so since the last plan
-    WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
-    MATCHED = "matched"  # a hit is pinned for it
-    LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
-    LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
-    RUNNING = "running"  # the engine computes it, in the blocks it has now
-    LEFT = "left"  # it has ended; some of it is to be stored later
-    ENDED = "ended"  # and leaves nothing
+    def __init__(
+        self, matcher: Matcher, lower: LowerTiers, waits: Waits, worth: LoadOrCompute
+    ) -> None:
+        self.promoted_tokens = 0
+        self._matcher = matcher
+        self._lower = lower
+        self._waits = waits
+        self._worth = worth
+
+    def fetch(self, caller: Any, found: Lookup, most_slots: int | None = None) -> bool:
+        """Ask for what is not known, or bring up what is below; whether the caller should wait.
+
+        ``most_slots`` bounds what is brought up, besides the bound on all promotions.
+        """
+        promotion: Promotion = caller.promotion
+        promotion.promised_tokens = 0
+        if not promotion.has_asked and self._lower.can_be_asked:
+            wanted = self._matcher.to_ask(found)
+            if wanted is not None:
+                promotion.waits |= self._lower.ask(wanted)
+            if promotion.waits:
+                promotion.has_asked = True
+                promotion.num_asked = wanted.num_needed if wanted is not None else 0
+                self._waits.add(caller, promotion.waits)
+                return True
+            promotion.num_asked = 0
+        if found.all_tokens <= found.host_tokens or promotion.has_promoted:
+            return False
+        return self._promote(caller, found, most_slots)
+
+    def _promote(self, caller: Any, found: Lookup, most_slots: int | None) -> bool:
+        promotion: Promotion = caller.promotion
+        room = self._lower.room
+        found = self._matcher.within(found, room if most_slots is None else min(room, most_slots))
+        runs = list(self._matcher.to_promote(found))
+        num_tokens = found.all_tokens - found.host_tokens
+        promotion.declined = None
+        if runs:
+            decision = self._lower.worth_promoting(runs, num_tokens, self._worth)
+            if not decision.load:
+                promotion.declined = decision
+                return False
+        for run in runs:
+            promotion.waits |= self._lower.promote(run, tenant=caller.tenant)
+        promotion.has_promoted = bool(promotion.waits)
+        if promotion.has_promoted:
+            promotion.promised_tokens = found.all_tokens
+            self.promoted_tokens += num_tokens
+            self._waits.add(caller, promotion.waits)
+        return promotion.has_promoted
+
+    def stop_waiting(self, caller: Any) -> None:
+        """The caller waits for nothing any more."""
+        promotion: Promotion = caller.promotion
+        self._waits.remove(caller, promotion.waits)
+        promotion.waits = set()
+        promotion.promised_tokens = 0
+        promotion.foreseen = None
 
 
-OVER = (State.LEFT, State.ENDED)
+class PipelinedLoad:
+    """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
 
-
-# ------------------------------------------------------------------------------------------------
-# Loads of hits whose last blocks still come up from a tier: the first go to the device meanwhile.
-#
-# ::
-#
-#     tier   ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces land in the host, one after the other
-#     device  ──load──> ▓▓▓▓▓▓░░░░░░     each goes on as it lands, beside the next one's read
-#                       first │  │   end
-#                        good ┘  └ sent
-#
-# Device blocks are taken before all bytes are here. So a load begins as late as loses nothing: when
-# the rest is read in the time that copying all of it takes. What does not come up ends it early:
-# the
-# blocks before that are on the device, the others are computed. So does a tier that falls silent,
-# and all such loads together may take half of the device: a drive that hangs must not hold it.
-
-_SHARE = 1 / 8
-"""So much of a hit may still be below when its load begins, where a speed is not known yet: on a
-GPU's link a drive reads one part in some 15 of what is copied in the same time."""
-
-_PATIENCE = 1 / 5
-"""A load that gets nothing more for so much of ``promote_deadline`` goes on without: its last
-blocks were to be there in the time of one copy, which is milliseconds."""
-
-_DEVICE_SHARE = 1 / 2
-"""So much of the device all of these loads together may take."""
-
-_GONE = "blocks that were coming up did not"
-_LATE = "blocks that were coming up did not in time"
-
-
-class ComingLoad:
-    """One load in pieces. Owns how far it is ordered and how far what was ordered is good.
-
-    Blocks are counted from the request's start: ``first`` to ``end`` were promised, those up to
-    ``sent`` are ordered, no more than ``last`` ever will be, and those from ``good`` on are lost.
+    Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
+    ``sent`` are ordered, none from ``last`` on ever will be, and those from ``good`` on are lost.
     ``since`` is when the last of them was ordered.
     """
 
     __slots__ = (
-        "_keys",
-        "_table",
         "end",
         "first",
         "good",
+        "keys",
         "last",
+        "patience",
         "pieces",
         "reason",
         "sent",
         "since",
+        "table",
     )
 
-    def __init__(self, look: Lookup, table: SlotArray) -> None:
-        self.first, self.end = look.blocks[0].start, look.blocks[0].stop
+    def __init__(self, hit: PinnedHit, table: SlotArray, now: float, patience: float) -> None:
+        blocks = hit.found.blocks[0]
+        self.first, self.end = blocks.start, blocks.stop
         self.sent = self.first
-        self.since = 0.0
+        self.since = now
+        self.patience = patience
         self.last = self.good = self.end
         self.reason = ""
         self.pieces: dict[TransferId, int] = {}  # where each begins
-        self._keys = look.asked[0]
-        self._table = table
+        self.keys = hit.found.asked[0]
+        self.table = table
 
     @property
     def is_open(self) -> bool:
         """Whether more of it may still be ordered."""
         return self.sent < self.last
 
-    def order(self, request: Any, parts: Any) -> Ordered | None:
-        """Order what has come up since; None if that is nothing."""
-        rest = slice(self.sent - self.first, self.last - self.first)
-        slots = parts.pool.lookup(self._keys[rest])
-        if not len(slots):
-            return None
-        stop = self.sent + len(slots)
-        piece = slice(rest.start, rest.start + len(slots))
-        ordered: Ordered = request.order_load(
-            0,
-            parts.pool.claim(slots),
-            self._table[piece],
-            range(self.sent, stop),
-            self._keys[piece],
-        )
-        self.pieces[ordered.transfer] = self.sent
-        self.sent, self.since = stop, parts.clock()
-        return ordered
 
-    def is_stuck(self, request: Any, parts: Any) -> bool:
-        """Whether the next block will not come up any more."""
-        if not request.waits_below:
-            return True
-        key = self._keys[self.sent - self.first]
-        return parts.pool.state_of(key) is SlotState.FREE
+class PipelinedLoads:
+    """Owns the pipelined loads, by request, and the device blocks that they count as taken.
 
-    def lose(self, block: int, reason: str) -> int:
-        """From this block on it is lost; returns how many blocks will not be ordered any more."""
-        self.good = min(self.good, block)
-        self.reason = self.reason or reason
-        count, self.last = self.last - self.sent, self.sent
-        return count
-
-
-class ComingLoads:
-    """Owns the loads in pieces, by request, and the device blocks that they count as taken.
-
-    For an engine with one group whose hits read every block; others get a load as one.
+    For engines with one group whose hits read every block.
     """
 
-    def __init__(self, parts: Any, shape: EngineShape, config: Config) -> None:
-        reads_all = len(shape.groups) == 1 and parts.matcher.is_full
-        self._is_on = shape.loads_early and reads_all and not shape.spare_tokens
+    def __init__(
+        self,
+        promoter: Promoter,
+        pool: Pool,
+        matcher: Matcher,
+        lower: LowerTiers,
+        hits: Hits,
+        transfers: Transfers,
+        shape: EngineShape,
+        config: Config,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_begun = 0
+        """Loads that began while some of their blocks were still coming up."""
+        self._promoter = promoter
+        self._pool = pool
+        self._matcher = matcher
+        self._lower = lower
+        self._hits = hits
+        self._transfers = transfers
+        self._clock = clock
+        self._is_possible = len(shape.groups) == 1 and matcher.is_full and not shape.spare_tokens
+        self._foresees = shape.loads_early and self._is_possible
         self._max_blocks = shape.bound(None, _DEVICE_SHARE)
         self._patience = config.promote_deadline * _PATIENCE
-        self._parts = parts
-        self._transfers = parts.transfers
-        self._size = parts.sizes[0]
-        self._loads: dict[Any, ComingLoad] = {}
+        self._size = shape.sizes[0]
+        self._loads: dict[Any, PipelinedLoad] = {}
 
     def __bool__(self) -> bool:
         return bool(self._loads)
@@ -300,109 +239,138 @@ class ComingLoads:
     # -- begin ----------------------------------------------------------------------------------
 
     def foresee(self, request: Any, computed_tokens: int, max_tokens: int | None) -> Match | None:
-        """The hit of a request that waits for a tier, if now is the time to begin its load."""
-        below, parts, size = request.below, self._parts, self._size
-        if below is None or not self._is_on:
+        """The hit of a request that waits for a tier, if now is the time to begin its load.
+
+        ``request`` is one that waits for a tier and for nothing else.
+        """
+        promotion: Promotion | None = request.promotion
+        if promotion is None or not self._foresees:
             return None
-        below.foreseen = None
-        if request.state is not State.WAITING or computed_tokens % size:
+        promotion.foreseen = None
+        found = self._promised(request, computed_tokens, max_tokens)
+        inbound = self._lower.inbound(promotion.waits)
+        if found is None or inbound is None:
             return None
-        coming = parts.lower.inbound(below.waits)
-        most = len(request.chain) * parts.matcher.hash_tokens
-        most = most if max_tokens is None else min(most, max_tokens)
-        blocks = range(computed_tokens // size, min(below.hoped_tokens, most) // size)
-        if not blocks or coming is None:
+        if inbound.num_blocks > len(found.blocks[0]) * self._share(inbound.tiers):
             return None
-        if coming.num_blocks > len(blocks) * self._share(coming.tiers):
-            return None
-        if parts.clock() >= coming.heard + self._patience:
-            return None  # the tier hangs, as far as anybody can see
-        keys = request.chain.keys()
-        asked = parts.matcher.slot_keys(0, keys, blocks)
-        slots = parts.pool.lookup(asked)
+        if self._clock() >= inbound.heard + self._patience:
+            return None  # the tier seems to hang
+        slots = self._pool.lookup(found.asked[0])
         if not len(slots) or self._is_joined(request):
             return None
-        count = num_leading(parts.pool.cached(asked) | coming.brings(asked))
-        if not (self._has_room(count) and parts.hits.may_begin(slots, count)):
+        brought = inbound.brings(found.asked[0])
+        count = num_leading(self._pool.cached(found.asked[0]) | brought)
+        if not (self._has_room(count) and self._hits.may_begin(slots, count)):
             return None
-        blocks, asked = blocks[:count], asked[:count]
-        decision = parts.hits.worth_loading(len(blocks) * size, 0, count)
+        decision = self._hits.worth_loading(count * self._size, 0, count)
         if not decision.load:
             return None
-        tokens, missing = blocks.stop * size, None
-        if tokens + size <= most:
-            (key,) = parts.matcher.slot_keys(0, keys, range(blocks.stop, blocks.stop + 1))
-            is_coming = parts.pool.state_of(key) is not SlotState.FREE
-            missing = Missing(0, tokens, key, is_coming)
-        look = Lookup(
-            keys, computed_tokens, most, tokens, tokens, (None,), (blocks,), (asked,), missing
-        )
-        below.foreseen = hit = PinnedHit(look, parts.pool.generation, 0, 0.0)
+        hit = self._hit(found, count)
         hit.decision = decision
-        return Match(MatchState.HIT, tokens, computed_tokens)
+        promotion.foreseen = hit
+        return Match(MatchState.HIT, hit.found.host_tokens, computed_tokens)
+
+    def _promised(
+        self, request: Any, computed_tokens: int, max_tokens: int | None
+    ) -> Lookup | None:
+        """All that a request was promised, as if it were in the host; None if that is nothing."""
+        size, most = self._size, len(request.chain) * self._matcher.hash_tokens
+        most = most if max_tokens is None else min(most, max_tokens)
+        tokens = min(request.promotion.promised_tokens, most)
+        blocks = range(computed_tokens // size, tokens // size)
+        if not blocks or computed_tokens % size:
+            return None
+        keys = request.chain.keys()
+        asked = self._matcher.slot_keys(0, keys, blocks)
+        end = blocks.stop * size
+        return Lookup(keys, computed_tokens, most, end, end, (None,), (blocks,), (asked,), None)
+
+    def _hit(self, found: Lookup, count: int) -> PinnedHit:
+        """The hit of so many of the promised blocks; it claims nothing."""
+        size, blocks = self._size, found.blocks[0][:count]
+        end, missing = blocks.stop * size, None
+        if end + size <= found.max_tokens:
+            behind = range(blocks.stop, blocks.stop + 1)
+            (key,) = self._matcher.slot_keys(0, found.keys, behind)
+            missing = Missing(0, end, key, self._pool.state_of(key) is not SlotState.FREE)
+        found.host_tokens = found.all_tokens = end
+        found.blocks, found.asked = (blocks,), (found.asked[0][:count],)
+        found.missing = missing
+        return PinnedHit(found, self._pool.generation, 0, 0.0)
 
     def _share(self, tiers: Collection[TierName]) -> float:
-        """How much of a hit may be below when its load begins, by what both links have brought."""
-        worth = self._parts.hits.worth
+        """How much of a hit may be below when its load begins, by the speeds of both links."""
+        worth = self._hits.worth
         speeds, link = [worth.bandwidth_of(name) for name in tiers], worth.bandwidth
         known = [speed for speed in speeds if speed]
         return min(1.0, min(known) / link) if link and len(known) == len(speeds) else _SHARE
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether a load of so many blocks may be open beside those that are."""
-        if self._max_blocks is None:
-            return True
-        return self.num_held + num_blocks <= self._max_blocks
+        """Whether a load of so many blocks may be open beside the others."""
+        return self._max_blocks is None or self.num_held + num_blocks <= self._max_blocks
 
     @property
     def num_held(self) -> int:
         """Device blocks of loads that wait for a tier."""
-        return sum(load.end - load.first for load in self._loads.values() if load.is_open)
+        return sum([load.end - load.first for load in self._loads.values() if load.is_open])
 
     def _is_joined(self, request: Any) -> bool:
         """Whether another request is loading blocks that this one waits for."""
-        if not self._parts.hits.joins_loads:
+        if not self._hits.joins_loads:
             return False
+        waits = request.promotion.waits
         return any(
-            load.is_open and not request.below.waits.isdisjoint(other.below.waits)
+            load.is_open and not waits.isdisjoint(other.promotion.waits)
             for other, load in self._loads.items()
-            if request.below is not None and other.below is not None
         )
 
-    def begin(self, request: Any, table: BlockTable) -> tuple[Ordered, ...]:
-        """Order what is up of the hit it was last told of; empty where that was lost meanwhile,
-        or where others have begun that leave no room for it.
+    def begin(
+        self, request: Any, computed_tokens: int, table: BlockTable
+    ) -> tuple[PinnedHit, tuple[Ordered, ...]] | None:
+        """Begin the load of a request that waits for a tier.
+
+        That is the hit it was promised by :meth:`foresee`. Without one, it is all that comes up,
+        however long that takes. Returns the hit and what was ordered of it; None where the hit was
+        lost meanwhile, or where no room is left for it.
+
+        Raises:
+            InputError: the block table is too short.
         """
-        below, parts = request.below, self._parts
-        assert below is not None
-        hit, below.foreseen = below.foreseen, None
-        if hit is None or not hit.is_of(request.chain, parts.matcher.hash_tokens):
-            return ()
-        look, blocks = hit.found, hit.found.blocks[0]
+        hit, patience = request.promotion.foreseen, self._patience
+        is_foreseen = hit is not None
+        request.promotion.foreseen = None
+        if hit is None:
+            found = None
+            if self._is_possible:
+                found = self._promised(request, computed_tokens, None)
+            if found is None:
+                return None
+            hit, patience = self._hit(found, len(found.blocks[0])), float("inf")
+        if not hit.is_of(request.chain, self._matcher.hash_tokens):
+            return None
+        blocks = hit.found.blocks[0]
         if len(table) < blocks.stop:
             raise InputError(
                 f"request {request.id!r}: group 0's block table has {len(table)} blocks, the hit "
-                f"of {look.host_tokens} tokens needs {blocks.stop}"
+                f"of {hit.found.host_tokens} tokens needs {blocks.stop}"
             )
-        if not self._has_room(len(blocks)):  # others have begun since it was told of
-            return ()
-        load = ComingLoad(look, checked_blocks(0, table, blocks, least=0))
-        ordered = load.order(request, parts)
-        if ordered is None:
-            return ()
+        if not self._has_room(len(blocks)):  # other loads have begun since it was promised
+            return None
+        places = checked_blocks(0, table, blocks, least=0)
+        load = PipelinedLoad(hit, places, self._clock(), patience)
+        ordered = self._order(request, load)
+        if ordered is None and is_foreseen:
+            return None
         self._loads[request] = load
+        request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
         self._transfers.count_kept(load.last - load.sent)
-        request.state = State.LOADING
-        request.progress.begin_at(look.host_tokens)
-        request.note_found(hit)
-        request.note_loaded(look.host_tokens - look.computed_tokens)
-        parts.book.counts.early_loads += load.is_open
-        return (ordered,)
+        self.num_begun += load.is_open
+        return hit, (ordered,) if ordered is not None else ()
 
     # -- go on and end --------------------------------------------------------------------------
 
     def note_landed(self, request: Any, flight: InFlight) -> bool:
-        """A transfer of its load ended or is late; False if its load does not come in pieces."""
+        """A transfer of its load ended or is overdue; False if its load is not pipelined."""
         load = self._loads.get(request)
         if load is None:
             return False
@@ -413,43 +381,66 @@ class ComingLoads:
     def advance(self) -> tuple[list[Ordered], list[tuple[Any, Match, str]]]:
         """Order what has come up since the last call; returns that, and the loads that ended.
 
-        Of those: the tokens on the device, those that were promised, and why they are not there.
+        Of each of those: the tokens on the device, those that were promised, and why some are not
+        on the device.
         """
         ordered: list[Ordered] = []
         ended: list[tuple[Any, Match, str]] = []
-        late = self._parts.clock() - self._patience
+        now = self._clock()
         for request, load in tuple(self._loads.items()):
             if load.is_open:
-                piece = load.order(request, self._parts)
+                piece = self._order(request, load)
                 if piece is not None:
                     ordered.append(piece)
                     self._transfers.count_kept(-len(piece.blocks))
-                if load.is_open and load.is_stuck(request, self._parts):
+                if load.is_open and self._is_stuck(request, load):
                     self._lose(load, load.sent, _GONE)
-                elif load.is_open and load.since <= late:
+                elif load.is_open and load.since + load.patience <= now:
                     self._lose(load, load.sent, _LATE)
             if not load.is_open and not request.loading:
                 ended.append((request, self._end(request, load), load.reason))
         return ordered, ended
 
-    def _lose(self, load: ComingLoad, block: int, reason: str) -> None:
-        self._transfers.count_kept(-load.lose(block, reason))
+    def _order(self, request: Any, load: PipelinedLoad) -> Ordered | None:
+        """Order what has come up; None if that is nothing."""
+        start = load.sent - load.first
+        slots = self._pool.lookup(load.keys[start : load.last - load.first])
+        if not len(slots):
+            return None
+        stop = load.sent + len(slots)
+        piece = slice(start, start + len(slots))
+        lease = self._pool.claim(slots)
+        transfer_id = self._transfers.load(request, 0, lease, load.table[piece])
+        self._hits.began(lease)
+        request.loading.add(transfer_id)
+        places = range(load.sent, stop)
+        load.pieces[transfer_id] = load.sent
+        load.sent, load.since = stop, self._clock()
+        return Ordered(0, load.table[piece], transfer_id, places, load.keys[piece], request)
 
-    def _end(self, request: Any, load: ComingLoad) -> Match:
+    def _is_stuck(self, request: Any, load: PipelinedLoad) -> bool:
+        """Whether the next block will not come up any more."""
+        if not request.promotion.waits:
+            return True
+        key = load.keys[load.sent - load.first]
+        return self._pool.state_of(key) is SlotState.FREE
+
+    def _lose(self, load: PipelinedLoad, block: int, reason: str) -> None:
+        """From this block on it is lost, and nothing more of it will be ordered."""
+        load.good = min(load.good, block)
+        load.reason = load.reason or reason
+        self._transfers.count_kept(load.sent - load.last)
+        load.last = load.sent
+
+    def _end(self, request: Any, load: PipelinedLoad) -> Match:
         del self._loads[request]
-        assert request.below is not None
-        request.below.stop_waiting(request, self._parts)
+        self._promoter.stop_waiting(request)
         if not load.reason:
-            request.below.renew()
-        promised = Match(MatchState.HIT, load.end * self._size, load.good * self._size)
-        if load.reason:
-            request.progress.past = promised.computed_tokens
-        if request.state is State.LOADING:
-            request.state = State.UNKNOWN if load.reason else State.LOADED
-        return promised
+            request.promotion.renew()
+        return Match(MatchState.HIT, load.end * self._size, load.good * self._size)
 
     def drop(self, request: Any) -> None:
-        """It is not loaded any further: what was sent lands on its own."""
+        """Load no more of it: what was sent lands on its own."""
         load = self._loads.pop(request, None)
         if load is not None:
             self._lose(load, load.sent, _GONE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 from kvferry.cache.events import EventKind, EventLog
@@ -22,7 +23,7 @@ from kvferry.scheduler.deferred_stores import Deferred, DeferredStores
 from kvferry.scheduler.journal import Asked, Bookkeeper, Hinted, Loaded, Reason, RequestAnswer
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
 from kvferry.scheduler.placement import tell_pools
-from kvferry.scheduler.promotion import OVER, Below, ComingLoads, State
+from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
 from kvferry.scheduler.stores import Stores
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
@@ -48,10 +49,40 @@ NEVER = 1 << 60
 """Tokens: more than any request has."""
 
 
-_IDLE = (State.UNKNOWN, State.ANSWERED, State.LOADED)
-
 Held = tuple[DeviceBlocks, ...] | tuple[Ordered, ...]
 """Device blocks to hold until they are released."""
+
+
+class State(Enum):
+    """Where a request stands.
+
+    ::
+
+                        ┌────────── preempt ───────────┐
+                        ▼                              │
+        open ──> UNKNOWN ──match──> MATCHED ──load──> LOADING ──settle──> LOADED
+                   │  ▲                │                  │                 │
+                   │  └── miss, expired┘◀──── failed ─────┘                 │ run, store
+                   └───────────────────── run, store ───────────────────> RUNNING
+                   match: what it wants is on its way: WAITING              │
+                   (whose end may be foreseen: WAITING ──load──> LOADING)   │
+                                                          leave: LEFT ◀─────┤
+                                       stored later, or continued: └──▶ ENDED ◀── end
+    """
+
+    UNKNOWN = "unknown"  # nothing is pinned for it, nothing is on its way
+    ANSWERED = "answered"  # the same; it was told so since the last plan
+    WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
+    MATCHED = "matched"  # a hit is pinned for it
+    LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
+    LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
+    RUNNING = "running"  # the engine computes it, in the blocks it has now
+    LEFT = "left"  # it has ended; some of it is to be stored later
+    ENDED = "ended"  # and leaves nothing
+
+
+OVER = (State.LEFT, State.ENDED)
+_IDLE = (State.UNKNOWN, State.ANSWERED, State.LOADED)
 
 
 @dataclass(eq=False)
@@ -83,7 +114,8 @@ class Requests:
     answered: dict[Request, None] = field(default_factory=dict)
     least_tokens: int = field(init=False)
     lower_pools: tuple[Pool, ...] = field(init=False)
-    coming: ComingLoads = field(init=False)
+    promoter: Promoter = field(init=False)
+    pipelined: PipelinedLoads = field(init=False)
 
     def __post_init__(self) -> None:
         self.least_tokens = min(self.sizes)
@@ -251,7 +283,6 @@ class Request:
         "_requests",
         "_unheeded",
         "asked_tokens",
-        "below",
         "chain",
         "hints",
         "id",
@@ -261,6 +292,7 @@ class Request:
         "num_storing",
         "own_from",
         "progress",
+        "promotion",
         "state",
         "tenant",
     )
@@ -286,7 +318,7 @@ class Request:
         """From which token on its blocks were nowhere when it came; None until it was answered."""
         self.tenant = 0
         self._requests = requests
-        self.below = Below() if requests.lower.tiers else None  # what it asked of lower tiers
+        self.promotion = Promotion() if requests.lower.tiers else None
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
@@ -337,8 +369,11 @@ class Request:
         requests, chain = self._requests, self.chain
         self._computed = computed_tokens
         if self.loading or self.waits_below or self.state is State.LOADING:
-            coming = requests.coming.foresee(self, computed_tokens, max_tokens)
-            return coming or Match(MatchState.WAIT, computed_tokens, computed_tokens)
+            if self.state is State.WAITING:
+                promised = requests.pipelined.foresee(self, computed_tokens, max_tokens)
+                if promised is not None:
+                    return promised
+            return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if not computed_tokens and self.progress.is_outdated:
             self.progress.renew()  # it has no block, so none from before a reset
         num_keys = len(chain)
@@ -372,7 +407,7 @@ class Request:
     def _look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Match:
         requests = self._requests
         found = requests.matcher.lookup(keys, computed_tokens, max_tokens, requests.spare_tokens)
-        if self.below is not None and self.below.fetch(self, found, requests):
+        if self.promotion is not None and requests.promoter.fetch(self, found):
             if not self.is_counted:
                 self._ask(max_tokens - computed_tokens)
             self.state = State.WAITING
@@ -391,11 +426,13 @@ class Request:
 
     def note_found(self, hit: PinnedHit) -> None:
         """Tell the log's readers of a hit: all that is in the host of what was asked for."""
-        found, below = hit.found, self.below
+        found, promotion = hit.found, self.promotion
         slots = None if found.computed_tokens or found.host is not None else found.slots[0]
         if slots is None and found.host_tokens <= found.computed_tokens == 0:
             slots = NO_SLOTS
-        asked, declined = (0, None) if below is None else (below.num_asked, below.declined)
+        asked, declined = 0, None
+        if promotion is not None:
+            asked, declined = promotion.num_asked, promotion.declined
         self._answered(RequestAnswer.of(self, hit, asked, declined), slots)
 
     def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
@@ -440,7 +477,12 @@ class Request:
     @property
     def waits_below(self) -> bool:
         """Whether it waits for a tier's answer, or for blocks that come up from one."""
-        return self.below is not None and bool(self.below.waits)
+        return self.promotion is not None and bool(self.promotion.waits)
+
+    @property
+    def promised_tokens(self) -> int:
+        """How many tokens it will have if all comes up that it waits for; 0 if that is unknown."""
+        return self.promotion.promised_tokens if self.promotion is not None else 0
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -464,8 +506,8 @@ class Request:
         """
         requests, hit = self._requests, self._hit
         require_tables(tables, len(requests.sizes))
-        if hit is None and self.waits_below:
-            return requests.coming.begin(self, tables[0])
+        if hit is None and self.promotion is not None and self.promotion.foreseen is not None:
+            return self.load_promised(tables[0])
         if hit is None or not hit.leases:
             return ()
         if not hit.is_of(self.chain, requests.matcher.hash_tokens):
@@ -474,8 +516,8 @@ class Request:
         found, pieces = hit.found, hit.pieces(self.id, tables)
         self._hit = None
         del requests.pinned[self]
-        if self.below is not None:
-            self.below.renew()
+        if self.promotion is not None:
+            self.promotion.renew()
         ordered = [
             self.order_load(g, lease, blocks, found.blocks[g], found.asked[g], overlap)
             for g, lease, blocks in pieces
@@ -504,6 +546,22 @@ class Request:
         self.loading.add(transfer_id)
         return Ordered(group, blocks, transfer_id, places, keys, self)
 
+    def load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
+        """Load the hit that ``match`` foresaw, or else all promised tokens, as they come up.
+
+        Returns what is ordered by now; more comes with ``Settled.ordered``. The request is loading
+        from now on, unless what was promised is gone, or the engine has several groups.
+        """
+        begun = self._requests.pipelined.begin(self, self._computed, table)
+        if begun is None:
+            return ()
+        hit, ordered = begun
+        self.state = State.LOADING
+        self.progress.begin_at(hit.found.host_tokens)
+        self.note_found(hit)
+        self.note_loaded(hit.found.host_tokens - hit.found.computed_tokens)
+        return ordered
+
     def note_loaded(self, num_tokens: int, overlap: OverlapDecision | None = None) -> None:
         """So many tokens are brought to the device for it; it may continue what another left."""
         requests = self._requests
@@ -515,7 +573,7 @@ class Request:
     @property
     def has_more_to_load(self) -> bool:
         """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
-        return self._requests.coming.is_open(self)
+        return self._requests.pipelined.is_open(self)
 
     def landed(self, flight: InFlight) -> tuple[Match, str] | None:
         """One of its loads has ended, or is overdue: what was promised, and why it failed.
@@ -528,25 +586,29 @@ class Request:
             return None
         requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
-        if requests.coming.note_landed(self, flight):
+        if requests.pipelined.note_landed(self, flight):
             return None  # told when all of its pieces have ended
         if self.loading and not flight.reason:
             return None
         self.loading.clear()
         promised, self._promised = self._promised, None
         assert promised is not None
-        if flight.reason:
+        self.end_load(promised, flight.reason)
+        return promised, flight.reason
+
+    def end_load(self, promised: Match, reason: str) -> None:
+        """Its load has ended, of which so much was promised; ``reason`` says why it failed."""
+        if reason:
             self.progress.past = promised.computed_tokens
         if self.state is State.LOADING:  # an engine may run it before it has heard of the landing
-            self.state = State.UNKNOWN if flight.reason else State.LOADED
-        return promised, flight.reason
+            self.state = State.UNKNOWN if reason else State.LOADED
 
     def came(self, flight: InFlight) -> None:
         """Blocks it waits for have come up from a lower tier, or will not."""
         self._requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
-        assert self.below is not None
-        self.below.waits.discard(flight.transfer.id)
-        if not self.below.waits and self.state is State.WAITING:
+        assert self.promotion is not None
+        self.promotion.waits.discard(flight.transfer.id)
+        if not self.promotion.waits and self.state is State.WAITING:
             self.state = State.UNKNOWN
 
     # -- run and store --------------------------------------------------------------------------
@@ -630,7 +692,7 @@ class Request:
                     requests.released.extend(rest.held)
         elif self.asked_tokens is not None:
             requests.note_answer(self)
-        if self._hit is not None or self.loading or self.below is not None:
+        if self._hit is not None or self.loading or self.promotion is not None:
             self._drop()
         self.end_left()
         if self.hints is not None and state is not State.LEFT:
@@ -739,9 +801,10 @@ class Request:
                 requests.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             self.loading.clear()
             self._promised = None
-        requests.coming.drop(self)
-        if self.below is not None:
-            self.below.drop(self, requests)
+        requests.pipelined.drop(self)
+        if self.promotion is not None:
+            requests.promoter.stop_waiting(self)
+            self.promotion.renew()
 
     def _let_go(self) -> None:
         hit = self._hit

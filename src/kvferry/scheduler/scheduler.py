@@ -26,11 +26,11 @@ from kvferry.core.identity import new_epoch
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import ClosedError, InputError
 from kvferry.hints import Hints
-from kvferry.scheduler.control import Ahead, Control
+from kvferry.scheduler.control import Control
 from kvferry.scheduler.deferred_stores import DeferredStores
 from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
 from kvferry.scheduler.lookup import Hits, Matcher
-from kvferry.scheduler.promotion import ComingLoads
+from kvferry.scheduler.promotion import PipelinedLoads, Promoter
 from kvferry.scheduler.request import Request, Requests
 from kvferry.scheduler.stores import OnDevice, Stores
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
@@ -214,11 +214,14 @@ class Scheduler:
             deferred=self.deferred,
             clock=clock,
         )
-        requests.coming = ComingLoads(requests, shape, config)
-        self.control = Control(requests)  # actions on blocks by their keys
+        requests.promoter = promoter = Promoter(matcher, lower, requests.waits, self.hits.worth)
+        requests.pipelined = PipelinedLoads(
+            promoter, pool, matcher, lower, self.hits, transfers, shape, config, clock
+        )
+        self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
+        """Acts on blocks by their keys."""
         self.writeback = lower.writeback
         """Writes blocks to the disk while the engine is idle."""
-        self._ahead = Ahead(requests, clock)
         self.onlooker = Onlooker(self._snapshot, self.book.journal)
         """What other threads may read."""
 
@@ -252,11 +255,7 @@ class Scheduler:
         Within a share of the host, and no sooner than the next plan. What came up and is not asked
         for in time is evicted first.
         """
-        self._ahead.ask(request)
-
-    def num_loadable(self, keys: Keys, first: int, end: int) -> int:
-        """How many blocks of the first group, from this one on, are in the host now."""
-        return self.pool.match(self.matcher.slot_keys(0, keys, range(first, end)))
+        self.control.prefetch_queued(request)
 
     def __contains__(self, request: Request) -> bool:
         """Whether this request is one of this scheduler's and has not ended."""
@@ -366,10 +365,8 @@ class Scheduler:
         if self._closed:
             raise ClosedError(_CLOSED)
         if self.lower.tiers:
-            if self.control.is_busy:
+            if self.control.has_prefetches:
                 self.control.advance()
-            if self._ahead.is_busy:
-                self._ahead.advance()
             self.writeback.spill()
         plan = self.transfers.launch(self._clock())
         if self._requests.answered:
@@ -408,7 +405,7 @@ class Scheduler:
         overdue: Sequence[InFlight] = ()
         if looks and now >= self.transfers.next_deadline:
             overdue = self.transfers.expire(now)
-        if not (landed or overdue or requests.coming or requests.pinned or requests.released):
+        if not (landed or overdue or requests.pipelined or requests.pinned or requests.released):
             return _NOTHING
         done = Completion()
         for flight in landed:
@@ -418,9 +415,10 @@ class Scheduler:
         for flight in overdue:
             self._give_up(flight, done)
         ordered: list[Ordered] = []
-        if requests.coming:
-            ordered, ended = requests.coming.advance()
+        if requests.pipelined:
+            ordered, ended = requests.pipelined.advance()
             for request, promised, reason in ended:
+                request.end_load(promised, reason)
                 done.add(request, promised, reason)
         expired: tuple[Request, ...] = ()
         if requests.pinned:
@@ -520,7 +518,6 @@ class Scheduler:
         for request in requests.live:
             request.forget()
         self.control.reset()
-        self._ahead.reset()
         self.pool.reset()
         self.lower.reset()
         self._num_resets += 1
@@ -531,7 +528,6 @@ class Scheduler:
         """End every request, transfer and lease. Close the workers first. Safe to call twice."""
         if not self._closed:
             self.control.reset()
-            self._ahead.reset()
             for request in self.requests:
                 request.end()
             self.transfers.close()
@@ -611,9 +607,9 @@ class Scheduler:
             queries=matches.queries,
             asked_tokens=matches.asked_tokens,
             hit_tokens=matches.hit_tokens,
-            promoted_tokens=matches.promoted_tokens,
+            promoted_tokens=self._requests.promoter.promoted_tokens,
             expired_hits=matches.expired_hits,
-            early_loads=matches.early_loads,
+            pipelined_loads=self._requests.pipelined.num_begun,
             shed_stores=self.stores.num_shed,
             verdicts=MappingProxyType(dict(matches.verdicts)),
             missed=MappingProxyType(dict(matches.missed)),

@@ -257,7 +257,7 @@ class SlotTier(LowerTier):
 
     def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
         slots = self.pool.find(keys)
-        unknown = np.zeros(len(slots), dtype=bool)
+        unknown = np.zeros(len(slots), dtype=bool)  # the pool knows all
         return Presence(self.pool.are_cached(slots), slots != NO_SLOT, unknown, slots)
 
     def may_follow(self, parent: Key, now: float) -> bool:

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import Answer, Flags, KeyedTier, LowerTier, Presence
 from kvferry.scheduler.transfers import End, InFlight, Transfers, Wanted
 from kvferry.scheduler.writeback import Move, TierAdmission, Writeback
-from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
+from kvferry.types import HOST, Health, Key, Question, SlotArray, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
 """A promotion travels in pieces of this size, so that the first can be used before the last: long
@@ -116,6 +117,7 @@ class LowerTiers:
         :class:`Writeback` explains the others.
         """
         self.tiers = tuple(tiers)
+        self._keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
         self._slot_bytes = slot_bytes
         self._piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
         self._busy = {tier.name: BusyTime() for tier in self.tiers}
@@ -146,13 +148,16 @@ class LowerTiers:
     def lookup(self, keys: Keys, chained: bool) -> TierLookup:
         """What the usable tiers have of these keys of a request, as far as is known."""
         now = self._clock()
-        runs = np.zeros(len(keys), dtype=np.int64) if chained else None
-        tiers = [tier for tier in self.tiers if not tier.ailment]
-        found = [tier.lookup(keys, now, runs) for tier in tiers]
-        readable, unknown = np.zeros((2, len(keys)), dtype=bool)
-        for each in found:
-            readable |= each.readable
-            unknown |= each.unknown
+        runs = np.zeros(len(keys.array), dtype=np.int64) if chained else None
+        tiers, found = [], []
+        readable, unknown = np.zeros((2, len(keys.array)), dtype=bool)
+        for tier in self.tiers:
+            if not tier.ailment:
+                each = tier.lookup(keys, now, runs)
+                readable |= each.readable
+                unknown |= each.unknown
+                tiers.append(tier)
+                found.append(each)
         return TierLookup(tiers, found, readable, unknown)
 
     @property
@@ -165,25 +170,12 @@ class LowerTiers:
         keys, now = Keys.from_bytes((key,)), self._clock()
         return any(tier.ailment and tier.lookup(keys, now).readable[0] for tier in self.tiers)
 
-    def cached(self, keys: Keys) -> Flags:
-        return self.lookup(keys, chained=False).readable
-
-    def unknown(self, keys: Keys, chained: bool) -> Flags:
-        return self.lookup(keys, chained).unknown
-
-    @property
-    def counts_asked(self) -> bool:
-        return self.writeback.counts_requests
-
-    def asked(self, keys: Keys) -> None:
-        self.writeback.requested(keys)
-
     # -- asking ---------------------------------------------------------------------------------
 
     @property
     def can_be_asked(self) -> bool:
         """Whether there is a tier that finds blocks by their keys."""
-        return any(isinstance(tier, KeyedTier) and not tier.ailment for tier in self.tiers)
+        return bool(self._keyed) and any(not tier.ailment for tier in self._keyed)
 
     @property
     def most_in_one(self) -> int:
@@ -220,8 +212,11 @@ class LowerTiers:
     @property
     def room(self) -> int:
         """How many more host slots promotions may claim now."""
-        promoting = [len(move.keys) for move in self._moves.values() if move.upward]
-        return self._most_promoting - sum(promoting)
+        room = self._most_promoting
+        for move in self._moves.values():
+            if move.upward:
+                room -= len(move.keys)
+        return room
 
     def promote(self, run: RunBelow, *, tenant: int = 0) -> set[TransferId]:
         """Bring up those blocks of a run that the host lacks, as far as the budget goes.
@@ -231,34 +226,38 @@ class LowerTiers:
         """
         transfers = self._bringing(run)
         room, start, parent = self.room, 0, run.parent
-        while room > 0 and start < len(run.keys):
-            stop = start + min(room, self._piece_slots, len(run.keys) - start)
-            source = None
+        num_keys = len(run.keys.array)
+        while room > 0 and start < num_keys:
+            stop = start + min(room, self._piece_slots, num_keys - start)
             if not run.known[start:stop].all():
-                source, stop = self._source(run, start, stop)
-                if source is None:
+                number, stop = self._source(run, start, stop)
+                if number is None:
                     break
-            keys = run.keys[start:stop]
-            if source is not None:
-                found = run.below.found[source].part(slice(start, stop))
-                lease = self._host.reserve(keys, parent=parent, chained=run.chained, tenant=tenant)
+                lease = self._host.reserve(
+                    run.keys[start:stop], parent=parent, chained=run.chained, tenant=tenant
+                )
                 if lease is None:
                     break
-                at = lease.positions
-                if not found.readable[at].all():  # the host has evicted some of the run meanwhile
-                    lease.abort()
+                at = start + lease.positions
+                if not run.below.found[number].readable[at].all():
+                    lease.abort()  # the host has evicted some of the run meanwhile
                     break
-                tier, coming = run.below.tiers[source], keys.take(at)
-                src = tier.read(found.slots[at] if tier.pool is not None else found.slots)
-                transfer_id = self._transfers.move(src, End.of(HOST, lease), coming)
-                self._moves[transfer_id] = Move(tier, coming, upward=True)
-                self._busy[tier.name].begin(self._clock())
-                transfers.add(transfer_id)
-                room -= len(coming)
-                if len(coming) < np.count_nonzero(~run.known[start:stop]):
+                transfers.add(self._lift(run, number, lease, at))
+                room -= len(at)
+                if len(at) < np.count_nonzero(~run.known[start:stop]):
                     break  # the host has no room for all of it: what follows could not be reached
-            parent, start = keys[len(keys) - 1], stop
+            parent, start = run.keys[stop - 1], stop
         return transfers
+
+    def _lift(self, run: RunBelow, number: int, lease: Lease, at: SlotArray) -> TransferId:
+        """Order the blocks at these positions of a run from one tier into the host's slots."""
+        tier, coming = run.below.tiers[number], run.keys.take(at)
+        slots = run.below.found[number].slots
+        src = tier.read(slots[at] if tier.pool is not None else slots)
+        transfer_id = self._transfers.move(src, End.of(HOST, lease), coming)
+        self._moves[transfer_id] = Move(tier, coming, upward=True)
+        self._busy[tier.name].begin(self._clock())
+        return transfer_id
 
     def _source(self, run: RunBelow, start: int, stop: int) -> tuple[int | None, int]:
         """The first tier that has what the host lacks of a run's next blocks, and how far."""
@@ -298,15 +297,19 @@ class LowerTiers:
 
         The speed is that of the tier which has most of them.
         """
-        lacking = [~run.known for run in runs]
         counts = np.zeros(len(runs[0].below.tiers), dtype=np.int64)
-        for run, lacks in zip(runs, lacking, strict=True):
-            counts += [np.count_nonzero(found.readable & lacks) for found in run.below.found]
+        num_lacking = num_queued = 0
+        for run in runs:
+            lacks = ~run.known
+            num_lacking += int(np.count_nonzero(lacks))
+            for number, found in enumerate(run.below.found):
+                counts[number] += np.count_nonzero(found.readable & lacks)
         tier = runs[0].below.tiers[int(counts.argmax())]
-        moves = self._moves.values()
-        queued = sum([len(m.keys) for m in moves if m.upward and not m.late and m.tier is tier])
-        num_bytes = sum(map(np.count_nonzero, lacking)) * self._slot_bytes
-        return worth.decide(num_tokens, num_bytes, queued * self._slot_bytes, tier.name)
+        for move in self._moves.values():
+            if move.upward and not move.late and move.tier is tier:
+                num_queued += len(move.keys)
+        size = self._slot_bytes
+        return worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
 
     # -- what became of it ----------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ OVERDUE = _counter("overdue_transfers", "Transfers whose deadline passed before 
 EXPIRED_HITS = _counter("expired_hits", "Hits let go because they were not loaded in time.")
 PIPELINED_LOADS = _counter(
     "pipelined_loads",
-    "Loads that began while their last blocks were promoted; where vLLM is the engine.",
+    "Loads that began while their last blocks were promoted.",
 )
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 DEFERRED_STORES = _counter(

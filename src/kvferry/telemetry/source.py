@@ -134,7 +134,7 @@ _READS: dict[Metric, Callable[[Snapshot], Values]] = {
     names.FAILED: lambda s: s.stats.failed,
     names.OVERDUE: lambda s: s.stats.overdue,
     names.EXPIRED_HITS: lambda s: s.stats.expired_hits,
-    names.PIPELINED_LOADS: lambda s: s.stats.early_loads,
+    names.PIPELINED_LOADS: lambda s: s.stats.pipelined_loads,
     names.STALE_RECEIPTS: lambda s: s.stats.stale_receipts,
     names.DEFERRED_STORES: lambda s: s.stats.shed_stores,
     names.EVICTED: _pools("evicted"),

@@ -89,9 +89,7 @@ class MatchCounts:
     queries: int = 0
     asked_tokens: int = 0
     hit_tokens: int = 0
-    promoted_tokens: int = 0
     expired_hits: int = 0
-    early_loads: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     overlaps: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
@@ -115,7 +113,7 @@ class SchedulerStats:
     bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
     tier, which share of prompt tokens it and those above it would have, had it so many times its
     memory; empty while too little is known. ``overlaps`` counts loads by how they went together
-    with the forward pass, where an engine lets us decide that; ``early_loads`` those that began
+    with the forward pass, where an engine lets us decide that; ``pipelined_loads`` those that began
     before all of their blocks had come up from below.
     """
 
@@ -151,4 +149,4 @@ class SchedulerStats:
     tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
     memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     overlaps: Mapping[str, int] = field(default_factory=dict)
-    early_loads: int = 0
+    pipelined_loads: int = 0

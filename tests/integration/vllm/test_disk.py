@@ -107,7 +107,7 @@ def test_the_first_blocks_are_on_the_device_while_the_last_are_read(
     monkeypatch.setattr(engine.worker, "_worker", slow)
     assert engine.generate(prompts) == expected
     assert slow.order.index(DEVICE) < len(slow.order) - 1 - slow.order[::-1].index("disk")
-    assert engine.stats.early_loads == 1
+    assert engine.stats.pipelined_loads == 1
     assert engine.stats.hit_tokens == 300 // BLOCK_TOKENS * BLOCK_TOKENS
     assert engine.stats.failed == 0
     engine.check_idle()

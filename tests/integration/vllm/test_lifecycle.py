@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 
-from kvferry.scheduler.promotion import Progress
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Progress, Request
 from kvferry.scheduler.scheduler import Scheduler
 
 # A machine under load must not turn into failed copies.

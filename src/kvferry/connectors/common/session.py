@@ -35,8 +35,7 @@ from kvferry.connectors.common.overlap import OverlapDecider
 from kvferry.connectors.common.ranks import DiskMarks, disagreement, tiers_of_ranks
 from kvferry.connectors.common.reports import Reports, idle_figures
 from kvferry.core.quantities import rounded_size
-from kvferry.scheduler.promotion import State
-from kvferry.scheduler.request import Request
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
