@@ -97,59 +97,36 @@ class Slowdown:
         return self.beside_ms / self.alone_ms
 
 
-class _Copier:
-    """Owns a thread that keeps copies in flight while it is told to."""
+class _Copier(threading.Thread):
+    """Keeps copies in flight from its start until ``stopping`` is set."""
 
     def __init__(self, rig: CopyRig, path: Path, job: CopyJob) -> None:
+        super().__init__(name="kvferry-copier", daemon=True)
         self._rig = rig
         self._path = path
         self._job = job
         self._stream: Any = torch.cuda.ExternalStream(rig.streams[job.direction])
-        self._go = threading.Event()
-        self._idle = threading.Event()
-        self._over = False
+        self.stopping = False
         self.ends: list[Any] = []
         self.fault: BaseException | None = None
-        self._idle.set()
-        self._thread = threading.Thread(target=self._work, name="kvferry-copier", daemon=True)
-        self._thread.start()
+        self.start()
 
-    @property
-    def is_idle(self) -> bool:
-        return self._idle.is_set()
-
-    def start(self) -> None:
-        self.ends = []
-        self._idle.clear()
-        self._go.set()
-
-    def stop(self) -> None:
-        """Queue no more; ``is_idle`` when the last copy has ended."""
-        self._go.clear()
+    def run(self) -> None:
+        try:
+            with self._rig.driver.current():
+                self._copy()
+        except BaseException as fault:  # raised by close(), after the load was stopped
+            self.fault = fault
 
     def close(self) -> None:
-        self.stop()
-        self._over = True
-        self._go.set()
-        self._thread.join()
+        """End the copies; raises their fault."""
+        self.stopping = True
+        self.join()
         if self.fault is not None:
             raise self.fault
 
-    def _work(self) -> None:
-        while True:
-            self._go.wait()
-            if self._over:
-                return
-            try:
-                with self._rig.driver.current():
-                    self._copy()
-            except BaseException as fault:  # told by close(), after the load was stopped
-                self.fault = fault
-                self._go.clear()
-            self._idle.set()
-
     def _copy(self) -> None:
-        while self._go.is_set():
+        while not self.stopping:
             stream = self._rig.streams[self._job.direction]
             self._path.enqueue(self._job, stream, self._rig.ready)
             end: Any = torch.cuda.Event(enable_timing=True)
@@ -206,32 +183,32 @@ def measure_slowdown(
     path.enqueue(job, stream)  # compile and upload before anything is timed
     rig.driver.synchronize_stream(stream)
     clock = _Rounds(load)
-    copier = _Copier(rig, path, job)
     alone: list[tuple[int, int]] = []
     beside: list[tuple[int, int, list[Any]]] = []
     try:
         clock.run(warm_up)
         for _ in range(phases):
             alone.append(clock.run(rounds // 2))
-            copier.start()
-            clock.run_until(lambda: len(copier.ends) > IN_FLIGHT or copier.is_idle)
-            first, last = clock.run(rounds)
-            clock.run_until(_one_more(copier))
-            copier.stop()
-            clock.run_until(lambda: copier.is_idle)
-            beside.append((first, last, copier.ends))
+            beside.append(_run_beside(clock, _Copier(rig, path, job), rounds))
             clock.run(3)
             alone.append(clock.run(rounds // 2))
     finally:
-        copier.close()
         torch.cuda.synchronize()
     return _evaluate(clock.ends, alone, beside, job.num_bytes)
 
 
-def _one_more(copier: _Copier) -> Callable[[], bool]:
-    """A condition: a copy queued from now on has ended, so the rate is known up to here."""
-    at = len(copier.ends)
-    return lambda: len(copier.ends) > at or copier.is_idle
+def _run_beside(clock: _Rounds, copier: _Copier, rounds: int) -> tuple[int, int, list[Any]]:
+    try:
+        clock.run_until(lambda: len(copier.ends) > IN_FLIGHT or not copier.is_alive())
+        first, last = clock.run(rounds)
+        # Until a copy has ended that is queued from now on: the rate is then known up to here.
+        queued = len(copier.ends)
+        clock.run_until(lambda: len(copier.ends) > queued or not copier.is_alive())
+        copier.stopping = True
+        clock.run_until(lambda: not copier.is_alive())
+    finally:
+        copier.close()
+    return first, last, copier.ends
 
 
 def _evaluate(
