@@ -112,6 +112,7 @@ def served():
         hit = ferry.match(keys)
         ferry.wait(ferry.load(hit, [4, 5, 6, 7]))
         miss = ferry.match(ferry.keys(np.arange(9, 73)))
+        ferry.poll()  # drains the event log
         yield url, hit.request.id, miss.request.id
 
 

@@ -63,7 +63,7 @@ def run_fleet(
 
 def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
     """The two runs beside each other, with the saving in words."""
-    words = [f"Every turn went to one of {num_servers} random servers."]
+    words = [f"Every turn went to one of {num_servers} servers at random."]
     saved = None
     if shared.facts["read_bytes"]:  # else any difference is chance: turns met other turns
         saved = 1 - shared.tokens("prefilled") / alone.tokens("prefilled")
