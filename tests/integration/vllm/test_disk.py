@@ -273,6 +273,7 @@ def await_durable(server: Server) -> None:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_ranks_find_what_all_of_them_have_and_nothing_of_another_number_of_ranks(
     start, expect, llama, tmp_path

@@ -40,6 +40,7 @@ def ferry() -> Iterator[dict[str, str]]:
     server.close()
 
 
+@pytest.mark.soak
 def test_what_one_server_computed_another_loads(expect, llama, ferry, tmp_path):
     prompts = make_prompts(71, *[200] * 4)
     with ThreadPoolExecutor() as at_once:
@@ -68,6 +69,7 @@ def test_what_one_server_computed_another_loads(expect, llama, ferry, tmp_path):
             server.kill()
 
 
+@pytest.mark.soak
 def test_another_tensor_parallel_size_finds_nothing_and_says_the_same(
     start, expect, llama, ferry, tmp_path
 ):

@@ -153,6 +153,7 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
     assert "out of service" not in server.log
 
 
+@pytest.mark.soak
 def test_each_engine_of_a_data_parallel_server_tells_its_own(serve, llama):
     """Two engines behind two API servers: one endpoint counts for all, two ports explain."""
     first = free_ports(2)
@@ -191,6 +192,7 @@ def test_a_violent_end_leaves_nothing_behind(serve, llama):
     assert our_shared_memory() == []
 
 
+@pytest.mark.soak
 def test_the_published_benchmark_with_and_without(serve, llama, capsys):
     """No figure is asserted: on a small CPU they mean little. That it runs and hits is."""
     reports = {}
