@@ -99,10 +99,10 @@ format: $(DEV_READY) ## fix formatting and whatever lint can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-soak: $(DEV_READY) gpu-sim mooncake-libs .venv-vllm/.ready-kvferry ## a million random operations; every sweep and search in full; more servers: hours
+soak: $(DEV_READY) gpu-sim mooncake-libs .venv-vllm/.ready-kvferry ## a million random operations, then every sweep and search whole: hours
 	@$(BIN)/python tests/soak.py $(ARGS)
-	@KVFERRY_TEST_PROFILE=soak $(BIN)/python $(PYTEST) --ignore tests/connector $(ARGS)
-	@KVFERRY_TEST_PROFILE=soak .venv-vllm/bin/python $(PYTEST) $(VLLM_TESTS) $(ARGS)
+	@KVFERRY_TEST_PROFILE=soak $(BIN)/python $(PYTEST) --ignore tests/connector
+	@KVFERRY_TEST_PROFILE=soak .venv-vllm/bin/python $(PYTEST) $(VLLM_TESTS)
 
 # A benchmark that needs what this machine lacks (a GPU, a disk) exits with 77: skipped, not failed.
 bench: $(CLI_READY) ## run every benchmark this machine can run
