@@ -283,8 +283,10 @@ class Index:
         words = keys.array
         count = len(words)
         if count <= _FEW:
-            each = (words[at].tobytes() for at in range(count))
-            return np.fromiter((self.find_one(key) for key in each), np.int64, count)
+            slots = []
+            for word in words:
+                slots.append(self.find_one(word.tobytes()))  # noqa: PERF401  a call less
+            return np.array(slots, dtype=np.int64)
         found = np.empty(count, dtype=np.int64)
         found.fill(NO_SLOT)
         at = short = 0

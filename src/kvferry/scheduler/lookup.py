@@ -38,6 +38,8 @@ from kvferry.scheduler.transfers import (
 )
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, RequestId, SlotArray
 
+_NO_KEYS = Keys.empty()
+
 Present = list[npt.NDArray[np.bool_]]
 """Per group, which blocks of a request can be read."""
 
@@ -70,7 +72,7 @@ class GroupLookup:
 
     def whole(self, flags: Flags, before: bool) -> Flags:
         """Flags of these blocks, and the same one for each block before them."""
-        return np.concatenate((np.full(self.first, before), flags)) if self.first else flags
+        return np.concatenate((np.full(self.first, before), flags))
 
     def part(self, blocks: range) -> slice:
         """Where these blocks of the group are among those that were looked up."""
@@ -285,25 +287,28 @@ class Matcher:
             cached = self._host.are_cached(here)
             each = GroupLookup(first, asked, here, cached)
             groups.append(each)
-            host.append(each.whole(cached, before=True))
+            host.append(each.whole(cached, before=True) if first else cached)
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
         if self._lower.tiers and host_tokens + self.alignment <= max_tokens:
             everywhere = []
             for each, chained in zip(groups, self._chained, strict=True):
                 below = each.below = self._lower.lookup(each.keys, chained)
-                everywhere.append(each.whole(each.cached | below.readable, before=True))
+                here = each.cached | below.readable
+                everywhere.append(each.whole(here, before=True) if each.first else here)
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
         slots: list[SlotArray | None] = []
         places: list[range] = []
         asked_keys: list[Keys] = []
         for g, each in enumerate(groups):
-            blocks = self.needed(g, host_tokens, computed_tokens)
-            part = each.part(blocks)
+            blocks = range(0)
+            if host_tokens > computed_tokens:
+                blocks = self.needed(g, host_tokens, computed_tokens)
+            part = each.part(blocks) if blocks else slice(0)
             slots.append(each.slots[part] if blocks else None)
             places.append(blocks)
-            asked_keys.append(each.keys[part])
-        result = Lookup(
+            asked_keys.append(each.keys[part] if blocks else _NO_KEYS)
+        return Lookup(
             keys,
             computed_tokens,
             max_tokens,
@@ -317,8 +322,6 @@ class Matcher:
             everywhere,
             tuple(groups),
         )
-        result.missing = self._first_missing(result)
-        return result
 
     def _longest(
         self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
@@ -340,7 +343,7 @@ class Matcher:
             return longest
         return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
 
-    def _first_missing(self, found: Lookup) -> Missing | None:
+    def first_missing(self, found: Lookup) -> Missing | None:
         """The block that stopped the host's hit."""
         longer = self._next_length(found)
         if longer > found.max_tokens or found.host is None:
@@ -415,7 +418,12 @@ class Matcher:
 
         Half of every group would serve nobody: the hit gets shorter in all groups at once.
         """
-        if found.everywhere is None or self._num_to_bring(found, found.all_tokens) <= num_slots:
+        if found.everywhere is None:
+            return found
+        num_blocks = 0
+        for group in self.groups:
+            num_blocks += -(-found.all_tokens // group.block_tokens)
+        if num_blocks <= num_slots or self._num_to_bring(found, found.all_tokens) <= num_slots:
             return found
         best = found.host_tokens
         low, high = found.host_tokens // self._step, -(-found.all_tokens // self._step)
@@ -472,14 +480,12 @@ class Matcher:
                 part = group.part(run)
                 known = group.slots[part] != NO_SLOT
                 assert group.below is not None
-                yield RunBelow(
-                    group.keys[part],
-                    known,
-                    known & ~group.cached[part],
-                    group.below.part(part),
-                    self.key_before(g, found.keys, run.start),
-                    self._chained[g],
-                )
+                keys, below = group.keys, group.below
+                if len(known) < len(group.slots):
+                    keys, below = keys[part], below.part(part)
+                coming = known & ~group.cached[part]
+                before = self.key_before(g, found.keys, run.start)
+                yield RunBelow(keys, known, coming, below, before, self._chained[g])
 
     # -- lengths --------------------------------------------------------------------------------
 
@@ -608,6 +614,8 @@ class Hits:
         hit = PinnedHit(
             found, self._pool.generation, self._num_loads, self._clock() + self._patience
         )
+        if found.host is not None:
+            found.missing = self._matcher.first_missing(found)
         if found.host_tokens <= found.computed_tokens:
             hit.is_declined = True
             return hit

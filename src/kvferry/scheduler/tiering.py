@@ -224,7 +224,7 @@ class LowerTiers:
         Returns the transfers to wait for, also those that others began. It is empty if the budget
         is spent or the host has no room.
         """
-        transfers = self._bringing(run)
+        transfers = self._bringing(run) if self._moves and run.coming.any() else set()
         room, start, parent = self.room, 0, run.parent
         num_keys = len(run.keys.array)
         while room > 0 and start < num_keys:
@@ -233,9 +233,8 @@ class LowerTiers:
                 number, stop = self._source(run, start, stop)
                 if number is None:
                     break
-                lease = self._host.reserve(
-                    run.keys[start:stop], parent=parent, chained=run.chained, tenant=tenant
-                )
+                keys = run.keys[start:stop] if stop - start < num_keys else run.keys
+                lease = self._host.reserve(keys, parent=parent, chained=run.chained, tenant=tenant)
                 if lease is None:
                     break
                 at = start + lease.positions
@@ -246,12 +245,15 @@ class LowerTiers:
                 room -= len(at)
                 if len(at) < np.count_nonzero(~run.known[start:stop]):
                     break  # the host has no room for all of it: what follows could not be reached
-            parent, start = run.keys[stop - 1], stop
+            if stop < num_keys:
+                parent = run.keys[stop - 1]
+            start = stop
         return transfers
 
     def _lift(self, run: RunBelow, number: int, lease: Lease, at: SlotArray) -> TransferId:
         """Order the blocks at these positions of a run from one tier into the host's slots."""
-        tier, coming = run.below.tiers[number], run.keys.take(at)
+        tier = run.below.tiers[number]
+        coming = run.keys.take(at) if len(at) < len(run.known) else run.keys
         slots = run.below.found[number].slots
         src = tier.read(slots[at] if tier.pool is not None else slots)
         transfer_id = self._transfers.move(src, End.of(HOST, lease), coming)
@@ -271,8 +273,6 @@ class LowerTiers:
 
     def _bringing(self, run: RunBelow) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
-        if not self._moves or not run.coming.any():
-            return set()
         coming = run.keys.array[run.coming, 0]
         return {
             transfer_id
