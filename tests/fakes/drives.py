@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 from collections.abc import Callable
@@ -133,7 +134,7 @@ class ThreadDrive(ChildProcess):
         self._open_file = open_file
         self.server: DriveServer | None = None
         self.channel = Channel(ours)
-        self.channel.send(frame(FrameKind.HELLO, setup.pack()))
+        self.channel.send(frame(FrameKind.HELLO, pickle.dumps(setup)))
         self._thread = threading.Thread(target=self._run, name="drive", daemon=True)
         self._thread.start()
 

@@ -60,27 +60,21 @@ class BlockFile:
 
     def read(self, place: int, data: memoryview) -> None:
         """Fill ``data`` (whole places) from ``place`` on."""
-        at, end = place * self._pitch, place * self._pitch + len(data)
-        while at < end:
-            got = self._call(os.preadv, at, data)
-            if not got:
-                raise OSError(errno.EIO, f"the file of blocks ends at {at}")
-            got = got if got == len(data) else got - got % SECTOR
-            if not got:
-                raise OSError(errno.EIO, f"less than a sector was read at {at}")
-            at, data = at + got, data[got:]
+        at = place * self._pitch
+        self._transfer(os.preadv, at, data)
         if not self.is_direct:
-            start = place * self._pitch
-            os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, at, len(data), os.POSIX_FADV_DONTNEED)
 
     def write(self, place: int, data: memoryview) -> None:
         """Write ``data`` (whole places) from ``place`` on."""
-        at = place * self._pitch
+        self._transfer(os.pwritev, place * self._pitch, data)
+
+    def _transfer(self, call: _Call, at: int, data: memoryview) -> None:
         while len(data):
-            done = self._call(os.pwritev, at, data)
+            done = self._call(call, at, data)
             done = done if done == len(data) else done - done % SECTOR
             if not done:
-                raise OSError(errno.EIO, f"less than a sector was written at {at}")
+                raise OSError(errno.EIO, f"less than a sector was moved at {at}, or the file ends")
             at, data = at + done, data[done:]
 
     def sync(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
+from kvferry.tiers.disk import io_workers, superblock
 from kvferry.tiers.disk.block_file import (
     BlockFile,
     Digests,
@@ -26,39 +28,17 @@ from kvferry.tiers.disk.block_file import (
     pitch_of,
 )
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue
-from kvferry.tiers.disk.io_workers import (
-    CommitThread,
-    IoWorker,
-    WorkerContext,
-    WriteTracker,
-    num_cpu_slots,
-)
 from kvferry.tiers.disk.protocol import (
     Count,
     DriveSetup,
     ReadyMessage,
     StoreAt,
     put_blocks,
-    unpack_forget,
 )
 from kvferry.tiers.disk.quota import DiskBound
 from kvferry.tiers.disk.store import Store
-from kvferry.tiers.disk.superblock import (
-    NAMESPACE_BYTES,
-    StoreIdentity,
-    mark_in,
-    read_epoch,
-    write_epoch,
-)
-from kvferry.tiers.ipc import child
-from kvferry.tiers.ipc.channel import Channel, FrameKind
-from kvferry.tiers.ipc.messages import (
-    pack_number,
-    pack_result,
-    pack_text,
-    unpack_number,
-    unpack_order,
-)
+from kvferry.tiers.ipc import child, messages
+from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
 from kvferry.tiers.ipc.status_page import HEARTBEAT, MAX_THREADS
 
 log = logging.getLogger(__name__)
@@ -88,7 +68,7 @@ class DriveServer:
 
         Raises what opening raises.
         """
-        self._open(DriveSetup.unpack(self._engine.hello))
+        self._open(pickle.loads(self._engine.hello))
         sweep_at = 0.0
         try:
             while not (self._channel.is_ended or self._health.is_lost):
@@ -108,22 +88,22 @@ class DriveServer:
         file = self._file = self._open_file(str(store.blocks_path), pitch, direct=setup.direct)
         blocks_per_job = max(1, setup.job_bytes // pitch)
         queue = self._queue = IoQueue(
-            lambda result: self._channel.send(pack_result(result)),
+            lambda result: self._channel.send(messages.pack_result(result)),
             blocks_per_job=blocks_per_job,
             deadline=setup.deadline,
         )
         health = self._health = DriveHealth(
             queue,
             file,
-            lambda reason: self._channel.send(pack_text(FrameKind.AILS, reason)),
+            lambda reason: self._channel.send(messages.pack_text(FrameKind.AILS, reason)),
             path=setup.path,
             keep_free=setup.keep_free,
             check_seconds=setup.check_seconds,
         )
-        tracker = self._tracker = WriteTracker(
+        tracker = self._tracker = io_workers.WriteTracker(
             store.journal, self._status, setup.commit_seconds, setup.generation
         )
-        self._commits = CommitThread(
+        self._commits = io_workers.CommitThread(
             tracker,
             store.journal,
             file,
@@ -137,8 +117,8 @@ class DriveServer:
         if count:
             put_blocks(self._status, count, store.journal.pieces())
         self._status.put(Count.DIRECT, file.is_direct)
-        memory, slots = self._engine.memory, threading.Semaphore(num_cpu_slots())
-        context = WorkerContext(
+        memory, slots = self._engine.memory, threading.Semaphore(io_workers.num_cpu_slots())
+        context = io_workers.WorkerContext(
             queue,
             tracker,
             file,
@@ -154,31 +134,31 @@ class DriveServer:
         num_reads = min(setup.num_threads, most)
         num_writes = min(setup.num_write_threads or setup.num_threads, most)
         for number in range(num_reads + num_writes):
-            IoWorker(context, Way.READ if number < num_reads else Way.WRITE, number)
+            io_workers.IoWorker(context, Way.READ if number < num_reads else Way.WRITE, number)
         self._commits.thread.start()
         ready = ReadyMessage(
             StoreAt(str(store.folder), store.store_id),
             store.num_places,
-            read_epoch(store.folder),
+            superblock.read_epoch(store.folder),
             os.stat(setup.path).st_dev,
             count,
             "; ".join((*store.notes, str(store.journal.report))),
         )
-        self._channel.send(ready.pack())
+        self._channel.send(frame(FrameKind.READY, pickle.dumps(ready)))
 
     def _obey(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
-            self._queue.submit(unpack_order(body))
+            self._queue.submit(messages.unpack_order(body))
         elif kind is FrameKind.CANCEL:
-            self._queue.cancel(unpack_number(body))
+            self._queue.cancel(messages.unpack_number(body))
         elif kind is FrameKind.FORGET:
-            generation, self._epoch = unpack_forget(body)
+            generation, self._epoch = messages.unpack_numbers(body)
             self._tracker.forget(generation)
 
     def _forgot(self, generation: int) -> None:
         """The journal has forgotten everything before ``generation``, durably: tell the engine."""
         folder = self._store.folder
-        known, due = read_epoch(folder), mark_in(folder) or 0
+        known, due = superblock.read_epoch(folder), superblock.mark_in(folder) or 0
         epoch = max(known, self._epoch)
         if known < due:
             # A mark is left to the next process that opens the store: we cannot tell whether our
@@ -187,10 +167,10 @@ class DriveServer:
             epoch = min(epoch, due - 1)
         if epoch != known:
             try:
-                write_epoch(folder, epoch)
+                superblock.write_epoch(folder, epoch)
             except OSError as error:  # at worst it will forget once more when it is next opened
                 log.warning("its epoch cannot be written: %s", error)
-        self._channel.send(pack_number(FrameKind.FORGOT, generation))
+        self._channel.send(messages.pack_number(FrameKind.FORGOT, generation))
 
     def _sweep(self) -> None:
         self._status.add(HEARTBEAT, 1)
@@ -217,8 +197,8 @@ def open_store(setup: DriveSetup) -> Store:
     """Open the store that a drive is told to serve. Raises StoreError."""
     if setup.device is not None and os.stat(setup.path).st_dev != setup.device:
         raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
-    key, size = setup.key, NAMESPACE_BYTES
-    identity = StoreIdentity(
+    key, size = setup.key, superblock.NAMESPACE_BYTES
+    identity = superblock.StoreIdentity(
         namespace=setup.namespace,
         block_bytes=setup.block_bytes,
         pitch=pitch_of(setup.block_bytes),

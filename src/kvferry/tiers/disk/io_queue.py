@@ -339,25 +339,27 @@ class DriveHealth:
     def ail(self, cause: str, reason: str) -> None:
         """Note why the drive cannot be used; an empty reason: not any more for this cause."""
         with self._lock:
-            if self._note(self._ailments, cause, reason):
-                now = next(iter(self._ailments.values()), "")
+            now = self._note(self._ailments, cause, reason)
+            if now is not None:
                 self._queue.ail(now)
                 self._tell(now)  # after the queue: the failed results arrive before this
 
     def refuse_writes(self, cause: str, reason: str) -> None:
         """Note why nothing can be written; an empty reason: not any more for this cause."""
         with self._lock:
-            if self._note(self._refusals, cause, reason):
-                self._queue.refuse_writes(next(iter(self._refusals.values()), ""))
+            now = self._note(self._refusals, cause, reason)
+            if now is not None:
+                self._queue.refuse_writes(now)
 
-    def _note(self, reasons: dict[str, str], cause: str, reason: str) -> bool:
-        """Note a reason; return whether the first reason is another now."""
+    def _note(self, reasons: dict[str, str], cause: str, reason: str) -> str | None:
+        """Note a reason; return the first reason if it is another now."""
         before = next(iter(reasons.values()), "")
         if reason:
             reasons.setdefault(cause, reason)
         else:
             reasons.pop(cause, None)
-        return before != next(iter(reasons.values()), "")
+        now = next(iter(reasons.values()), "")
+        return now if now != before else None
 
     def check(self) -> None:
         """Look at the drive, in a thread that may hang."""

@@ -1,14 +1,14 @@
-"""What an engine and a drive process tell each other: the setup, the answer to it, the counters."""
+"""What an engine and a drive process tell each other: the setup, the answer to it, the counters.
+
+Setup and answer are sent by pickle: both processes are ours, of one release. An order to forget is
+two numbers, generation and epoch.
+"""
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import struct
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import KEY_WORDS, Keys
-from kvferry.tiers.ipc.channel import FrameKind, frame
 from kvferry.tiers.ipc.messages import Numbers, Words
 from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import KEY_BYTES, SlotArray
@@ -34,9 +33,6 @@ Linux 6.18, 2026-11-16.)
 """
 
 _MICRO = 1e-6
-_BYTES = ("namespace", "family", "families", "key")
-_READY = struct.Struct("<qqqq16sI")
-_FORGET = struct.Struct("<qq")
 
 
 class StoreAt(NamedTuple):
@@ -85,23 +81,6 @@ class DriveSetup:
     made anew, least of all on what lies below a mount that is gone.
     """
 
-    def pack(self) -> bytes:
-        """Return the setup as the hello of a drive process."""
-        told = asdict(self)
-        for name in _BYTES:
-            if told[name] is not None:
-                told[name] = base64.b64encode(told[name]).decode()
-        return json.dumps(told).encode()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> DriveSetup:
-        """Return the setup in a hello."""
-        told = json.loads(data)
-        for name in _BYTES:
-            if told[name] is not None:
-                told[name] = base64.b64decode(told[name])
-        return cls(**told)
-
 
 @dataclass(frozen=True)
 class ReadyMessage:
@@ -113,32 +92,6 @@ class ReadyMessage:
     device: int
     num_recovered: int
     report: str
-
-    def pack(self) -> bytes:
-        """Return the message as a frame."""
-        folder = os.fsencode(self.store.folder)
-        numbers = (self.num_places, self.epoch, self.device, self.num_recovered)
-        head = _READY.pack(*numbers, self.store.store_id, len(folder))
-        return frame(FrameKind.READY, head + folder + self.report.encode())
-
-    @classmethod
-    def unpack(cls, body: bytes) -> ReadyMessage:
-        """Return the message in a frame's body."""
-        places, epoch, device, recovered, store_id, length = _READY.unpack_from(body)
-        end = _READY.size + length
-        store = StoreAt(os.fsdecode(body[_READY.size : end]), store_id)
-        return cls(store, places, epoch, device, recovered, body[end:].decode())
-
-
-def pack_forget(generation: int, epoch: int) -> bytes:
-    """Return the frame of an order to forget everything before ``generation``."""
-    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch))
-
-
-def unpack_forget(body: bytes) -> tuple[int, int]:
-    """Return generation and epoch of an order to forget."""
-    generation, epoch = _FORGET.unpack(body)
-    return generation, epoch
 
 
 class Count(IntEnum):

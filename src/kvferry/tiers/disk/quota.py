@@ -346,11 +346,20 @@ class SpaceQuota:
         for entry in os.scandir(root):  # removals that were cut short
             if entry.name.startswith(_REMOVED):
                 _delete(Path(entry.path))
-        self._others = [each for each in stores_under(root) if each.path != self._mine]
+        self._look()
+
+    def _look(self) -> None:
+        """Find the other stores: ``idle`` ones, ``siblings`` of this server, the rest is open."""
+        self._others = [each for each in stores_under(self._root) if each.path != self._mine]
+        self._siblings = [each for each in self._others if self._is_sibling(each)]
+        idle = [o for o in self._others if not o.is_open and o not in self._siblings]
+        self._idle = sorted(idle, key=lambda each: each.last_used)
 
     def claim(self) -> int:
         """Make room, and return how many places the store may have. StoreError if none."""
-        share = self._share(self._kept())
+        recent = sum(each.num_bytes for each in self._idle if _is_recent(each))
+        kept = min(recent, max(0, int(self._for_all() * self._bound.for_others)))
+        share = self._share(kept)
         if most_places(share, self._identity) < 1:
             share = self._share(0)
         if most_places(min(share, self._reachable(share)), self._identity) < 1:
@@ -369,22 +378,12 @@ class SpaceQuota:
 
     def _for_all(self) -> int:
         """What idle stores and all ranks of this server here may have together."""
-        ours = [o for o in self._others if not o.is_open or self._is_sibling(o)]
-        held = allocated_bytes(self._mine) + sum(allocated_bytes(each.path) for each in ours)
-        return min(self._for_all_by_bound(), self._spare() + held)
+        ours = [self._mine, *(each.path for each in (*self._idle, *self._siblings))]
+        return min(self._for_all_by_bound(), self._spare() + sum(map(allocated_bytes, ours)))
 
     def _for_all_by_bound(self) -> int:
-        theirs = sum(o.num_bytes for o in self._others if o.is_open and not self._is_sibling(o))
-        return self._bound.size - theirs
-
-    def _kept(self) -> int:
-        """What recently used idle stores keep. The same for a rank that comes later."""
-        recent = sum(o.num_bytes for o in self._idle() if self._is_recent(o))
-        return min(recent, max(0, int(self._for_all() * self._bound.for_others)))
-
-    def _is_recent(self, other: StoreFolder) -> bool:
-        is_usable = other.superblock is not None and not other.trouble
-        return is_usable and time.time() - other.last_used < RECENT_SECONDS
+        ours = (*self._idle, *self._siblings)
+        return self._left_of_bound() + sum(each.num_bytes for each in ours)
 
     def _lacks(self, share: int) -> int:
         """How many bytes of its share the store could not have now."""
@@ -398,25 +397,16 @@ class SpaceQuota:
 
     def _above_floor(self) -> int:
         """What the file system has for us, if every rank of this server here gets as much."""
-        spare = self._spare()
-        mine = allocated_bytes(self._mine)
-        kin = sum(allocated_bytes(o.path) for o in self._others if self._is_sibling(o))
-        return min(spare + mine, (spare + mine + kin) // self._bound.num_ranks_here)
+        mine = self._spare() + allocated_bytes(self._mine)
+        kin = sum(allocated_bytes(each.path) for each in self._siblings)
+        return min(mine, (mine + kin) // self._bound.num_ranks_here)
 
     def _reachable(self, share: int) -> int:
         """What could be had if everything went that may go."""
-        idle = sum(other.num_bytes for other in self._idle())
-        excess = sum(
-            max(0, other.num_bytes - share)
-            for other in self._others
-            if not other.is_open and self._is_sibling(other)
-        )
+        idle = sum(other.num_bytes for other in self._idle)
+        closed = [each.num_bytes for each in self._siblings if not each.is_open]
+        excess = sum(max(0, num_bytes - share) for num_bytes in closed)
         return min(self._left_of_bound() + idle + excess, self._above_floor() + idle)
-
-    def _idle(self) -> list[StoreFolder]:
-        """Idle stores, those unused longest first."""
-        idle = [o for o in self._others if not o.is_open and not self._is_sibling(o)]
-        return sorted(idle, key=lambda each: each.last_used)
 
     def _is_sibling(self, other: StoreFolder) -> bool:
         """Whether it belongs to another rank of this server, which may be about to open it."""
@@ -430,39 +420,36 @@ class SpaceQuota:
         return its.rank != mine.rank if kin else its.family in self._bound.families
 
     def _make_room(self, share: int) -> None:
-        """Take what we lack from idle stores, those unused longest first: all or a part."""
-        for kin in self._families():
-            lacks = self._lacks(share)
-            if lacks <= 0:
-                return
-            if lacks < sum(each.num_bytes for each in kin) and all(map(self._is_recent, kin)):
-                self._cut(kin, lacks)
-            else:
-                for each in kin:
-                    self._resize(each, 0, f"{format_size(each.num_bytes)} were needed")
+        """Take what we lack from idle stores, those unused longest first: all or a part.
 
-    def _families(self) -> list[list[StoreFolder]]:
-        """Idle stores, those unused longest first, those of one server's ranks together.
-
-        A block counts if every rank has it: they are cut alike.
+        A block counts if every rank has it: the stores of one server's ranks are cut alike.
         """
-        families: dict[object, list[StoreFolder]] = {}
-        for other in self._idle():
+        servers: dict[object, list[StoreFolder]] = {}
+        for other in self._idle:
             key: object = other.path
             if other.superblock is not None:
                 its = other.superblock.identity
                 key = (its.family or its.namespace, its.num_ranks, its.stripe, its.num_stripes)
-            families.setdefault(key, []).append(other)
-        return sorted(families.values(), key=lambda kin: max(each.last_used for each in kin))
+            servers.setdefault(key, []).append(other)
+        for kin in sorted(servers.values(), key=lambda kin: max(each.last_used for each in kin)):
+            needed, held = self._lacks(share), sum(each.num_bytes for each in kin)
+            if needed <= 0:
+                return
+            is_cut = needed < held and all(map(_is_recent, kin))
+            for each in kin:
+                if not is_cut:
+                    self._resize(each, 0, f"{format_size(each.num_bytes)} were needed")
+                elif each.superblock is not None:
+                    places = most_places((held - needed) // len(kin), each.superblock.identity)
+                    if places < each.superblock.num_places:
+                        self._resize(each, places, f"{format_size(needed)} were needed")
 
-    def _cut(self, kin: list[StoreFolder], needed: int) -> None:
-        """Cut the stores of one server, by so many bytes together."""
-        left = sum(each.num_bytes for each in kin) - needed
-        for each in kin:
-            assert each.superblock is not None
-            num_places = most_places(left // len(kin), each.superblock.identity)
-            if num_places < each.superblock.num_places:
-                self._resize(each, num_places, f"{format_size(needed)} were needed")
+    def _shrink_siblings(self, share: int) -> None:
+        """Cut other ranks' stores to their share: the bound is smaller than it was."""
+        for other in [o for o in self._siblings if not o.is_open and o.num_bytes > share]:
+            if other.superblock is not None:
+                num_places = most_places(share, other.superblock.identity)
+                self._resize(other, num_places, "to its share of the bound")
 
     def _resize(self, other: StoreFolder, num_places: int, why: str) -> None:
         """Cut an idle store, which does not count as a use of it, or remove it."""
@@ -477,16 +464,9 @@ class SpaceQuota:
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change
             log.warning("%s is in the way, and stays as it is: %s", other.path, error)
             return
-        self._others = [o for o in stores_under(self._root) if o.path != self._mine]
+        self._look()
         self.notes.append(f"{other.path} was {'made smaller' if num_places else 'removed'}: {why}")
         log.info("%s", self.notes[-1])
-
-    def _shrink_siblings(self, share: int) -> None:
-        """Cut other ranks' stores to their share: the bound is smaller than it was."""
-        for other in [o for o in self._others if not o.is_open and o.num_bytes > share]:
-            if other.superblock is not None and self._is_sibling(other):
-                num_places = most_places(share, other.superblock.identity)
-                self._resize(other, num_places, "to its share of the bound")
 
     def _why_not(self, share: int) -> str:
         bound, least = self._bound, store_bytes(1, self._identity)
@@ -504,3 +484,8 @@ class SpaceQuota:
             f"{self._root}: no room for a store: it needs {format_size(least)} for one block, but "
             f"{reason}; raise the bound, free some space, or see kvferry disk ls"
         )
+
+
+def _is_recent(other: StoreFolder) -> bool:
+    is_usable = other.superblock is not None and not other.trouble
+    return is_usable and time.time() - other.last_used < RECENT_SECONDS

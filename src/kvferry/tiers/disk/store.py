@@ -22,7 +22,8 @@ import numpy as np
 from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import KvferryError, StoreError
-from kvferry.tiers.disk import superblock as marks
+from kvferry.tiers.disk import quota
+from kvferry.tiers.disk import superblock as sb
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, allocate, key_check, open_prover
 from kvferry.tiers.disk.journal import (
     FILE_NAMES,
@@ -35,26 +36,8 @@ from kvferry.tiers.disk.journal import (
     recover,
 )
 from kvferry.tiers.disk.journal_pages import DiskFile, Flags, Shape
-from kvferry.tiers.disk.quota import (
-    BLOCKS_NAME,
-    DiskBound,
-    SpaceQuota,
-    StoreFolder,
-    StoreLock,
-    alone_in,
-    remove_store,
-    set_aside,
-    stores_under,
-)
-from kvferry.tiers.disk.superblock import (
-    RESET_MARK_FILE_BYTES,
-    RESET_MARK_FILE_NAME,
-    StoreIdentity,
-    Superblock,
-    SuperblockError,
-    read_superblock,
-    sync_folder,
-)
+from kvferry.tiers.disk.quota import DiskBound, StoreFolder, StoreLock
+from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 from kvferry.types import SlotArray
 
 log = logging.getLogger(__name__)
@@ -76,7 +59,7 @@ class Store(Closing):
 
     def __init__(self, lock: StoreLock, superblock: Superblock, journal: DiskJournal) -> None:
         self.folder = lock.folder
-        self.blocks_path = lock.folder / BLOCKS_NAME
+        self.blocks_path = lock.folder / quota.BLOCKS_NAME
         self.superblock = superblock
         self.journal = journal
         self.num_places = superblock.num_places
@@ -126,11 +109,11 @@ class Store(Closing):
         on_behalf_of: int | None,
         undo: ExitStack,
     ) -> Store:
-        with alone_in(root):
+        with quota.alone_in(root):
             lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
             undo.callback(lock.release)
-            quota = SpaceQuota(root, identity, bound, _shrink)
-            num_places = quota.claim()
+            share = quota.SpaceQuota(root, identity, bound, _shrink)
+            num_places = share.claim()
             if superblock is None:
                 superblock = Superblock(identity, num_places)
                 if key_check is not None:
@@ -146,15 +129,15 @@ class Store(Closing):
         if journal is None:
             journal = size.open_journal()
         undo.callback(_close_quietly, journal)
-        if marks.is_marked(lock.folder):
+        if sb.is_marked(lock.folder):
             journal.forget()
             journal.commit()
             notes.append("it was told to forget everything, and has")
             if may_create:
-                marks.settle(lock.folder)
+                sb.settle(lock.folder)
         undo.pop_all()
         store = cls(lock, size.superblock, journal)
-        store.notes += [*notes, *quota.notes]
+        store.notes += [*notes, *share.notes]
         log.info("%s: %d places; %s", lock.folder, num_places, journal.report)
         return store
 
@@ -176,11 +159,11 @@ def _claim(
         lock = StoreLock.take(folder, on_behalf_of=on_behalf_of)
         undo.callback(lock.release)
         try:
-            superblock = read_superblock(folder)
-        except SuperblockError as error:
+            superblock = sb.read_superblock(folder)
+        except sb.SuperblockError as error:
             if error.version:
                 raise StoreError(f"{error}; remove it: kvferry disk purge {folder}") from error
-            aside = set_aside(lock)
+            aside = quota.set_aside(lock)
             note = f"{error}; the store was set aside as {aside.name}, and an empty one made"
         else:
             if superblock is not None:
@@ -238,8 +221,8 @@ class _Sizing:
         identity = superblock.identity
         length = journal_bytes(Shape(identity.proof_bytes), num_places)
         self._lengths = dict.fromkeys(FILE_NAMES, length)
-        self._lengths[BLOCKS_NAME] = num_places * identity.pitch
-        self._lengths[RESET_MARK_FILE_NAME] = RESET_MARK_FILE_BYTES
+        self._lengths[quota.BLOCKS_NAME] = num_places * identity.pitch
+        self._lengths[sb.RESET_MARK_FILE_NAME] = sb.RESET_MARK_FILE_BYTES
         self.is_smaller = any(self._length(name) > self._lengths[name] for name in self._lengths)
 
     def lengthen(self) -> bool:
@@ -248,7 +231,7 @@ class _Sizing:
             allocate(self._folder / name, max(self._length(name), length))
             for name, length in self._lengths.items()
         ]
-        sync_folder(self._folder)
+        sb.sync_folder(self._folder)
         if not self.is_smaller:
             self._write_superblock()
         return all(whole)
@@ -274,7 +257,7 @@ class _Sizing:
 
     def _write_superblock(self) -> None:
         self.superblock.write(self._folder)
-        sync_folder(self._folder.parent)
+        sb.sync_folder(self._folder.parent)
 
     def _length(self, name: str) -> int:
         path = self._folder / name
@@ -336,7 +319,7 @@ def list_stores(root: Path) -> list[StoreSummary]:
 
     The blocks of a store that is open are those of some moment just now.
     """
-    return [StoreSummary(folder, _count_blocks(folder)) for folder in stores_under(root)]
+    return [StoreSummary(folder, _count_blocks(folder)) for folder in quota.stores_under(root)]
 
 
 def _count_blocks(folder: StoreFolder) -> int | None:
@@ -391,8 +374,8 @@ def purge_store(path: Path) -> str:
     Raises StoreInUseError if a process has it open, StoreError if there is none.
     """
     found = _require_store(path)
-    with alone_in(path.parent):
-        remove_store(path)
+    with quota.alone_in(path.parent):
+        quota.remove_store(path)
     if found.superblock is not None and found.superblock.identity.is_sealed:
         rest = "its blocks were encrypted: without the key, what a drive may still hold is noise"
     else:
@@ -404,7 +387,7 @@ def purge_store(path: Path) -> str:
 
 
 def _require_store(path: Path) -> StoreFolder:
-    found = next((each for each in stores_under(path.parent) if each.path == path), None)
+    found = next((each for each in quota.stores_under(path.parent) if each.path == path), None)
     if found is None:
         raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
     return found
@@ -412,18 +395,18 @@ def _require_store(path: Path) -> StoreFolder:
 
 @contextlib.contextmanager
 def _content(path: Path) -> Iterator[StoreContent]:
-    superblock = read_superblock(path)
+    superblock = sb.read_superblock(path)
     if superblock is None:
         raise StoreError(f"{path} was never finished, and holds nothing")
     shape, store_id = Shape(superblock.identity.proof_bytes), superblock.store_id
-    blocks_path = path / BLOCKS_NAME
+    blocks_path = path / quota.BLOCKS_NAME
     with ExitStack() as undo:
         files = []
         for name in FILE_NAMES:
             files.append(DiskFile(path / name, writable=False))
             undo.callback(files[-1].close)
         newest = newest_header(files, shape, store_id)
-        is_marked = marks.is_marked(path)
+        is_marked = sb.is_marked(path)
         if newest is None or is_marked:
             words = "told to forget everything" if is_marked else "no journal could be read"
             yield StoreContent(
@@ -431,7 +414,7 @@ def _content(path: Path) -> Iterator[StoreContent]:
                 blocks_path,
                 RecoveryReport(words=words),
                 lambda: iter(()),
-                lambda: marks.is_marked(path) or newest_header(files, shape, store_id) is None,
+                lambda: sb.is_marked(path) or newest_header(files, shape, store_id) is None,
             )
             return
         file, header = newest

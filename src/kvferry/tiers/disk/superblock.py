@@ -291,17 +291,12 @@ def write_mark(file: DiskFile, number: int) -> None:
 def mark_in(folder: Path) -> int | None:
     """As :func:`read_mark`, of a store; a store without the file has no mark."""
     try:
-        file = DiskFile(folder / RESET_MARK_FILE_NAME, writable=False)
+        with contextlib.closing(DiskFile(folder / RESET_MARK_FILE_NAME, writable=False)) as file:
+            return read_mark(file)
     except FileNotFoundError:
         return 0
     except OSError:
         return None
-    try:
-        return read_mark(file)
-    except OSError:
-        return None
-    finally:
-        file.close()
 
 
 def is_marked(folder: Path) -> bool:

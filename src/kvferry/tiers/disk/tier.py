@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,22 +42,11 @@ from kvferry.tiers.disk.protocol import (
     StoreAt,
     add_up,
     figures_of,
-    pack_forget,
     take_blocks,
 )
+from kvferry.tiers.ipc import messages
 from kvferry.tiers.ipc.channel import FrameKind
-from kvferry.tiers.ipc.messages import (
-    Numbers,
-    OrderMessage,
-    ResultMessage,
-    Words,
-    pack_number,
-    pack_order,
-    unpack_number,
-    unpack_result,
-    unpack_says,
-    unpack_text,
-)
+from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage, Words
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.ipc.status_page import HEARTBEAT
 from kvferry.types import NO_SLOTS, SlotArray, TierName
@@ -82,7 +72,7 @@ Launch = Callable[[DriveSetup], ChildProcess]
 
 def start_drive(setup: DriveSetup) -> ChildProcess:
     """Start a drive process. Raises OSError if that is impossible."""
-    return ChildProcess("kvferry.tiers.disk.drive", setup.pack())
+    return ChildProcess("kvferry.tiers.disk.drive", pickle.dumps(setup))
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,6 @@ class Stripes:
 
     @property
     def num_places(self) -> int:
-        """How many places all drives have together."""
         return self.num_drives * self.places_each
 
     def split(self, places: Numbers) -> list[tuple[int, Numbers, Numbers]]:
@@ -178,13 +167,13 @@ class DriveClient:
             return self.ailment
         assert self._child is not None
         self._orders[order.id] = len(order.places)
-        self._child.channel.send(pack_order(order))
+        self._child.channel.send(messages.pack_order(order))
         return ""
 
     def cancel(self, order_id: int) -> None:
         """Begin nothing more of an order."""
         if order_id in self._orders and self._child is not None:
-            self._child.channel.send(pack_number(FrameKind.CANCEL, order_id))
+            self._child.channel.send(messages.pack_number(FrameKind.CANCEL, order_id))
 
     def forget(self, epoch: int) -> None:
         """Forget everything. A drive that is away is told when it is back, before anything else."""
@@ -192,7 +181,11 @@ class DriveClient:
         self._epoch = epoch
         self.recovered = None
         if self._child is not None and self.ready is not None:
-            self._child.channel.send(pack_forget(self.generation, epoch))
+            self._send_forget(self._child)
+
+    def _send_forget(self, child: ChildProcess) -> None:
+        numbers = (self.generation, self._epoch)
+        child.channel.send(messages.pack_number(FrameKind.FORGET, *numbers))
 
     def agree(self, epoch: int) -> None:
         """All drives of the tier forgot by then: what is older here is stale."""
@@ -303,25 +296,25 @@ class DriveClient:
 
     def _handle(self, child: ChildProcess, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.SAYS:
-            level, text = unpack_says(body)
+            level, text = messages.unpack_says(body)
             log.log(level, "%s: %s", self.path, text)
             return
         with self._changed:
             if kind is FrameKind.RESULT:
-                result = unpack_result(body)
+                result = messages.unpack_result(body)
                 count = self._orders.get(result.id)
                 if count is not None and count != len(result.ok):
                     raise IntegrityError(f"{len(result.ok)} results for {count} blocks")
                 if self._orders.pop(result.id, None) is not None:
                     self._ended(result)
             elif kind is FrameKind.AILS:
-                self._ail(unpack_text(body))
+                self._ail(messages.unpack_text(body))
             elif kind is FrameKind.FORGOT:
-                self._forgotten = unpack_number(body)
+                self._forgotten = messages.unpack_number(body)
             elif kind is FrameKind.READY:
-                self._be_ready(child, ReadyMessage.unpack(body))
+                self._be_ready(child, pickle.loads(body))
             elif kind is FrameKind.REFUSED:
-                self._refuse(unpack_text(body))
+                self._refuse(messages.unpack_text(body))
             self._changed.notify_all()
 
     def _be_ready(self, child: ChildProcess, ready: ReadyMessage) -> None:
@@ -331,7 +324,7 @@ class DriveClient:
         if ready.epoch < self._epoch:
             self.generation += 1
         if self._forgotten != self.generation:
-            child.channel.send(pack_forget(self.generation, self._epoch))
+            self._send_forget(child)
         self.refusal = ""
         self._ail("")
 
@@ -491,7 +484,6 @@ class DiskTier:
         """A drive process reaches all of our memory by address: nothing to register."""
 
     def submit(self, batch: Batch) -> None:
-        """Queue a batch and return at once."""
         check_batch(self, batch)
         assert batch.places is not None
         with self._changed:
@@ -523,7 +515,6 @@ class DiskTier:
                     self._order_ended(_all_failed(number, len(positions), reason))
 
     def cancel(self, batch_id: BatchId) -> None:
-        """Begin nothing more of a batch."""
         with self._changed:
             entry = self._batches.get(batch_id)
             for number in entry.orders if entry is not None else ():
@@ -531,19 +522,16 @@ class DiskTier:
                     drive.cancel(number)
 
     def poll(self) -> list[Result]:
-        """Return the results since the last call."""
         with self._changed:
             results, self._results = self._results, []
         return results
 
     def drain(self, timeout: float | None = None) -> list[Result]:
-        """Wait until nothing is in flight, or ``timeout`` seconds passed; return the results."""
         with self._changed:
             self._changed.wait_for(lambda: not self._batches, timeout)
         return self.poll()
 
     def forget(self) -> None:
-        """Nothing written by batches submitted before this may ever be read again."""
         with self._changed:
             if len(self._drives) > 1:
                 self._epoch = max(self._epoch + 1, time.time_ns())
@@ -573,7 +561,6 @@ class DiskTier:
             return add_up([drive.figures() for drive in self._drives])
 
     def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
-        """Finish what was submitted and end the drives; return batches left behind."""
         with self._changed:
             if self._is_closed:
                 return self._abandoned

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from kvferry.tiers.ipc.messages import Numbers
 
 _IOV_MAX, _IOV_BYTES = 1024, 16
 _PR_SET_PTRACER = 0x59616D61
+_Call = Callable[..., int]
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,12 +55,7 @@ class EngineMemory:
         return self._move(_libc.process_vm_writev, _libc.pwrite, here, there, sizes)
 
     def _move(
-        self,
-        vectored: ctypes._NamedFuncPointer,
-        plain: ctypes._NamedFuncPointer,
-        here: Numbers,
-        there: Numbers,
-        sizes: Numbers,
+        self, vectored: _Call, plain: _Call, here: Numbers, there: Numbers, sizes: Numbers
     ) -> npt.NDArray[np.bool_]:
         vectors = np.empty((2, len(sizes), 2), dtype=np.int64)
         vectors[0, :, 0], vectors[1, :, 0] = here, there
@@ -69,16 +66,21 @@ class EngineMemory:
         while at < len(sizes):
             count = min(_IOV_MAX, len(sizes) - at)
             if self._is_refused:
-                count, moved = 1, self._plain(plain, vectors[:, at])
+                (first, size), (second, _) = vectors[:, at].tolist()
+                count, moved = 1, plain(self._mem_fd, first, size, second)
             else:
                 skip = at * _IOV_BYTES
                 moved = vectored(self._pid, ours + skip, count, theirs + skip, count, 0)
-                if moved < 0 and self._refuses(ctypes.get_errno()):
-                    continue
+                if moved < 0:
+                    code = ctypes.get_errno()
+                    self._is_refused = code in _REFUSED and self._mem_fd is not None
+                    if self._is_refused or code == errno.EINTR:
+                        continue
             if at == 0 and count == len(sizes) and moved == int(sizes.sum()):
                 ok[:] = True  # nearly always
                 break
-            whole = _whole(vectors[0, at : at + count, 1], moved)
+            ends = vectors[0, at : at + count, 1].cumsum()
+            whole = int(np.searchsorted(ends, max(moved, 0), side="right"))
             ok[at : at + whole] = True
             at += whole
             if whole < count and moved <= 0:
@@ -86,26 +88,10 @@ class EngineMemory:
             elif whole < count:
                 # It stopped at a missing page. The rest of this segment begins the next call,
                 # which then moves nothing.
-                rest = moved - int(vectors[0, at - whole : at, 1].sum())
+                rest = moved - (int(ends[whole - 1]) if whole else 0)
                 vectors[:, at, 0] += rest
                 vectors[:, at, 1] -= rest
         return ok
-
-    def _plain(self, call: ctypes._NamedFuncPointer, vector: Numbers) -> int:
-        (here, size), (there, _) = vector.tolist()
-        return int(call(self._mem_fd, here, size, there))
-
-    def _refuses(self, code: int) -> bool:
-        """Whether to call again: by the other means, or after a signal."""
-        if code in _REFUSED and self._mem_fd is not None and not self._is_refused:
-            self._is_refused = True
-            return True
-        return code == errno.EINTR
-
-
-def _whole(sizes: Numbers, moved: int) -> int:
-    """How many segments from the first on ``moved`` bytes cover."""
-    return int(np.searchsorted(np.cumsum(sizes), max(moved, 0), side="right"))
 
 
 def let_children_in() -> None:

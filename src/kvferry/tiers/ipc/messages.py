@@ -18,7 +18,6 @@ import numpy.typing as npt
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.channel import FrameKind, frame
 
-_NUMBER = struct.Struct("<q")
 _ORDER = struct.Struct("<qqdIIBB6x")
 _RESULT = struct.Struct("<qqdII")
 _REASON = struct.Struct("<II")
@@ -128,14 +127,20 @@ def unpack_result(body: bytes) -> ResultMessage:
     return ResultMessage(number, ok, reasons, num_bytes, seconds)
 
 
-def pack_number(kind: FrameKind, number: int) -> bytes:
-    """Return a frame whose body is one number."""
-    return frame(kind, _NUMBER.pack(number))
+def pack_number(kind: FrameKind, *numbers: int) -> bytes:
+    """Return a frame whose body is one number, or some."""
+    return frame(kind, struct.pack(f"<{len(numbers)}q", *numbers))
+
+
+def unpack_numbers(body: bytes) -> tuple[int, ...]:
+    """Return the numbers in a frame's body."""
+    return struct.unpack(f"<{len(body) // 8}q", body)
 
 
 def unpack_number(body: bytes) -> int:
-    """Return the number in a frame's body."""
-    return int(_NUMBER.unpack(body)[0])
+    """Return the one number in a frame's body."""
+    (number,) = unpack_numbers(body)
+    return number
 
 
 def pack_text(kind: FrameKind, text: str) -> bytes:
