@@ -3,9 +3,9 @@
 One-line breaks that were tried; each made a test of this module fail.
 
 - ``Records.teach`` counts those that returned in an earlier bucket; ``Hazards.learn`` moves no base
-- ``Heard._recorded`` takes every request for a new one; ``WorthTable.fresh`` reads old rows
+- ``RequestHistory._recorded`` takes every request for a new one
 - ``Returns.hint`` does not tell the record
-- ``Heard._share`` is not called; ``Returns._tick`` gives the time as it is
+- ``RequestHistory._share`` is not called; ``Returns._tick`` gives the time as it is
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ from tests.fakes.pool_events import Evictions
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
-from kvferry.cache.policies.hazards import (
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.policies.returns import Returns, Segments
+from kvferry.cache.policies.returns_history import (
+    LISTED,
+    Listed,
+    RecentBlocks,
+    Records,
+    RequestHistory,
+)
+from kvferry.cache.policies.returns_model import (
     _FEW,
     ENDS,
     NUM_BINS,
     NUM_BUCKETS,
     Hazards,
-    Said,
+    HintKind,
     TurnKind,
-    WorthTable,
+    ValueTable,
     conversation,
     shared,
-    with_said,
+    with_hint,
 )
-from kvferry.cache.policies.history import Heard, Records, Segments
-from kvferry.cache.policies.lru import Lru
-from kvferry.cache.policies.returns import Returns
-from kvferry.cache.policies.slot_lists import LISTED, Listed, RecentBlocks
 from kvferry.cache.pool import Pool
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.sim.simulation import simulate
 from kvferry.sim.trials import Simulation, Trial
-from kvferry.types import as_slots
+from kvferry.types import Key, as_slots
 
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)
 Request = tuple[float, list[int]]
@@ -53,7 +58,7 @@ Request = tuple[float, list[int]]
 
 def learned(age: float, chance: float, count: int = 2000) -> Hazards:
     """From conversations of which so many return, all at about this age."""
-    table, records, rng = WorthTable(), Records(1 << 14), Random(1)
+    table, records, rng = ValueTable(), Records(1 << 14), Random(1)
     row, now, waiting = table.row(NEW), 0.0, []
     for _ in range(count):
         now += 1.0
@@ -76,24 +81,24 @@ def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
 
 
 def test_what_is_about_to_return_is_worth_most() -> None:
-    worth = learned(100.0, 0.5).worth(np.array([NEW]))[0]
+    worth = learned(100.0, 0.5).value(np.array([NEW]))[0]
     before, after = ENDS.searchsorted(60.0), ENDS.searchsorted(250.0)
     assert worth[before] > 1.2 * worth[0]
     assert worth[before] > 5 * worth[after]
 
 
 def test_what_always_returns_at_once_has_a_worth_at_every_age() -> None:
-    table = WorthTable()
+    table = ValueTable()
     every = np.tile(np.arange(NUM_BUCKETS), 50)
     for _ in range(200):
         table.learn(every * 0 + table.row(NEW), every, every >= 0)
     with np.errstate(all="raise", under="ignore"):
-        worth = table.hazards.worth(np.array([NEW]))
+        worth = table.hazards.value(np.array([NEW]))
     assert np.isfinite(worth).all()
 
 
 def test_before_anything_is_learned_the_older_is_worth_less() -> None:
-    worth = Hazards().worth(np.array([NEW, shared(ways=1, gap=1.0)]))
+    worth = Hazards().value(np.array([NEW, shared(ways=1, gap=1.0)]))
     assert (np.diff(worth, axis=1) <= 0).all()
 
 
@@ -115,12 +120,12 @@ def test_who_has_returned_is_no_longer_waited_for() -> None:
 
 def test_what_is_learned_of_many_at_once_is_what_each_teaches() -> None:
     rng = np.random.default_rng(3)
-    one, other = WorthTable(), Hazards()
+    one, other = ValueTable(), Hazards()
     every = [conversation(turn=n, gap=None, grown=0, kind=TurnKind.NEW) for n in range(1, 9)]
     rows = rng.choice([one.row(traits) for traits in every], 400)
     buckets, returned = rng.integers(0, NUM_BUCKETS, 400), rng.random(400) < 0.3
     one.learn(rows, buckets, returned)
-    traits = np.array([one.traits(row) for row in rows.tolist()])
+    traits = np.array([one.features(row) for row in rows.tolist()])
     other.learn(traits, buckets, returned.astype(np.int64), np.ones(400, dtype=np.int64))
     assert np.allclose(one.hazards.chances(np.array(every)), other.chances(np.array(every)))
 
@@ -132,13 +137,13 @@ def test_what_a_newcomer_is_worth_is_what_its_row_says_of_the_first_bucket() -> 
     ]
     for traits in (NEW, shared(ways=3, gap=2.0), *every):
         rows = np.array([traits])
-        assert hazards.first_worth(rows) == pytest.approx(hazards.worth(rows)[0, 0], rel=1e-12)
-    table, many = WorthTable(), np.arange(NUM_BUCKETS)
+        assert hazards.first_value(rows) == pytest.approx(hazards.value(rows)[0, 0], rel=1e-12)
+    table, many = ValueTable(), np.arange(NUM_BUCKETS)
     rows = np.array([table.row(traits) for traits in every])
     for _ in range(5):
         table.learn(rng.choice(rows, 200), rng.choice(many, 200), rng.random(200) < 0.5)
         firsts = [table.first(row) for row in rows.tolist()]
-        assert firsts == pytest.approx(table.hazards.worth(np.array(every))[:, 0], rel=1e-12)
+        assert firsts == pytest.approx(table.hazards.value(np.array(every))[:, 0], rel=1e-12)
 
 
 def test_few_rows_are_worked_out_as_many_are() -> None:
@@ -149,15 +154,15 @@ def test_few_rows_are_worked_out_as_many_are() -> None:
         for gap in (None, 1.0, 30.0)
     ]
     traits = np.array([*every, shared(ways=3, gap=2.0), NEW])
-    many = hazards.worth(traits)
+    many = hazards.value(traits)
     assert len(traits) > _FEW
     for start in range(len(traits)):
-        few = hazards.worth(traits[start : start + start % _FEW + 1])
+        few = hazards.value(traits[start : start + start % _FEW + 1])
         assert np.array_equal(few, many[start : start + len(few)])
 
 
 def test_rows_that_were_never_looked_at_are_worked_out_before_they_are() -> None:
-    table = WorthTable()
+    table = ValueTable()
     every = [
         conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.CONTINUES)
         for turn in range(1, 9)
@@ -165,20 +170,20 @@ def test_rows_that_were_never_looked_at_are_worked_out_before_they_are() -> None
     ]
     rows = np.array([table.row(traits) for traits in every])
     table.follow(rows)
-    assert np.array_equal(table.worth[rows], table.hazards.worth(np.array(every)))
+    assert np.array_equal(table.value[rows], table.hazards.value(np.array(every)))
 
 
 def test_what_several_share_is_worth_something_before_anything_is_learned() -> None:
     """Seen red with only conversations' own rows worked out when they are looked at."""
-    heard = Heard(1024)
+    heard = RequestHistory(1024)
     common = heard.table.row(shared(ways=3, gap=5.0))
-    (worth,) = heard.worths(np.array([0]), np.array([common]), np.array([0.0]))
-    assert worth == heard.table.hazards.worth(np.array([shared(ways=3, gap=5.0)]))[0, 0]
+    (worth,) = heard.values(np.array([0]), np.array([common]), np.array([0.0]))
+    assert worth == heard.table.hazards.value(np.array([shared(ways=3, gap=5.0)]))[0, 0]
     assert worth > 0
 
 
 def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
-    table = WorthTable()
+    table = ValueTable()
     row = table.row(NEW)
     other = table.row(conversation(turn=2, gap=1.0, grown=0, kind=TurnKind.CONTINUES))
     before = table.first(row)
@@ -186,14 +191,14 @@ def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
     table.learn(every + other, every, never)  # the first of use since, the second not
     before = table.first(row)
     table.learn(every + row, every, never)
-    assert table.worth.item(row, 0) == before, "nobody has asked for it"
+    assert table.value.item(row, 0) == before, "nobody has asked for it"
     assert table.first(row) < before
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lessons_that_waited_leave_what_each_would_have_left_at_once(seed: int) -> None:
     """Seen red with rows that follow the last of several lessons instead of their own."""
-    at_once, waiting, rng = WorthTable(), WorthTable(), np.random.default_rng(seed)
+    at_once, waiting, rng = ValueTable(), ValueTable(), np.random.default_rng(seed)
     every = [
         conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.CONTINUES)
         for turn in range(1, 9)
@@ -213,7 +218,7 @@ def test_lessons_that_waited_leave_what_each_would_have_left_at_once(seed: int) 
             looked_at = rng.choice(rows, 8)
             for table in (at_once, waiting):
                 table.follow(looked_at)
-            assert np.array_equal(at_once.worth, waiting.worth)
+            assert np.array_equal(at_once.value, waiting.value)
         if number % 19 == 18:
             row = int(rng.choice(rows))
             assert at_once.first(row) == waiting.first(row)
@@ -276,7 +281,7 @@ def test_what_a_newcomer_is_worth_is_asked_once_until_more_is_heard(
 
 
 def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
-    table, records = WorthTable(), Records(4096)
+    table, records = ValueTable(), Records(4096)
     for at in range(4000):
         records.add(float(at), table.row(NEW))
     steps = 0
@@ -288,10 +293,10 @@ def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
 def test_records_are_bounded_and_the_last_are_remembered() -> None:
     records = Records(100)
     numbers = [records.add(float(at), 1, length=at) for at in range(1000)]
-    assert records.place(numbers[0]) is None
+    assert numbers[0] < records.first
     for number in numbers[-100:]:
-        at = records.place(number)
-        assert at is not None
+        at = number - records.first
+        assert at >= 0
         assert records.facts(at).length == number
     records.returns(numbers[0], 2000.0)
     records.lose(numbers[0])
@@ -307,21 +312,21 @@ def test_long_requests_are_listed_in_few_places() -> None:
 
 
 def test_a_conversation_that_goes_on_is_known_also_where_nothing_of_it_is_here() -> None:
-    heard = Heard(64)
+    heard = RequestHistory(64)
     first = heard.asked(keys(range(1000, 1010)), 5000, 0.0)
     second = heard.asked(keys(range(1000, 1014)), 7000, 30.0)
-    at = heard.records.place(second)
-    assert at is not None
+    at = second - heard.records.first
+    assert at >= 0
     assert heard.records.facts(at).turn == 2, "its second turn"
     third = heard.asked(keys([1000, *range(2000, 2010)]), 5000, 40.0)
-    at = heard.records.place(third)
-    assert at is not None
+    at = third - heard.records.first
+    assert at >= 0
     assert heard.records.facts(at).turn == 1, "one that shares a block with it is another"
     assert first < second < third
 
 
 def test_what_many_share_is_known_as_such() -> None:
-    heard = Heard(64)
+    heard = RequestHistory(64)
     for at in range(5):
         record = heard.asked(keys([1, 2, 3, *range(100 * at + 10, 100 * at + 15)]), 4000, at * 10.0)
     assert heard.shared(record)[0] == 3
@@ -330,14 +335,14 @@ def test_what_many_share_is_known_as_such() -> None:
 
 
 def test_an_answer_begins_the_wait_anew() -> None:
-    heard = Heard(64)
+    heard = RequestHistory(64)
     record = heard.asked(keys(range(5)), 2500, 0.0)
     before, after = heard.answered(keys(range(7)), 900, 20.0)
     assert before == record != after
     assert heard.time(after, 99.0) == 20.0
     going_on = heard.asked(keys(range(9)), 4500, 25.0)
-    at = heard.records.place(going_on)
-    assert at is not None
+    at = going_on - heard.records.first
+    assert at >= 0
     assert heard.records.facts(at).turn == 2
 
 
@@ -373,7 +378,7 @@ def test_blocks_noted_one_by_one_are_what_many_are_at_once(monkeypatch: pytest.M
     for size in (16, 256):  # where they fall on each other's places, and where they seldom do
         tables = []
         for few in (0, 8, 10_000):
-            monkeypatch.setattr("kvferry.cache.policies.slot_lists._FEW", few)
+            monkeypatch.setattr("kvferry.cache.policies.returns_history._FEW", few)
             recent, rng, found = RecentBlocks(size, size), Random(size), []
             chats: list[list[int]] = [[]] * 8
             for record in range(300):
@@ -389,7 +394,7 @@ def test_blocks_noted_one_by_one_are_what_many_are_at_once(monkeypatch: pytest.M
         assert tables[0] == tables[1] == tables[2]
 
 
-def memory_of(heard: Heard) -> int:
+def memory_of(heard: RequestHistory) -> int:
     arrays = [
         each
         for part in (heard.records, heard._recent, heard.table, heard.table.hazards)
@@ -400,7 +405,7 @@ def memory_of(heard: Heard) -> int:
 
 
 def test_what_a_small_pool_remembers_takes_little_memory() -> None:
-    assert memory_of(Heard(64)) < 200_000
+    assert memory_of(RequestHistory(64)) < 200_000
 
 
 # -- segments -------------------------------------------------------------------------------------
@@ -492,12 +497,12 @@ def test_what_is_said_to_be_over_goes_and_what_goes_on_stays() -> None:
         last[chat[1]] = number
     numbers = iter(range(len(every)))
 
-    def said(chat: list[int]) -> Evidence:
+    def evidence(chat: list[int]) -> Evidence:
         number = next(numbers)
         return Evidence(ended=number not in going_on, continues=number in going_on)
 
     plain = hit_ratio(Returns, iter(every), 400)
-    hinted = hit_ratio(Returns, iter(every), 400, said)
+    hinted = hit_ratio(Returns, iter(every), 400, evidence)
     assert hinted > plain + 0.03
 
 
@@ -521,7 +526,7 @@ def test_a_scan_does_not_push_out_what_returns() -> None:
 
 
 def test_the_same_calls_make_the_same_choices() -> None:
-    def gone(seed: int) -> list[bytes]:
+    def gone(seed: int) -> list[Key]:
         replay = PoolReplay(600, lambda residents: Returns(residents, seed=seed))
         found = Evictions(replay.pool)
         for at, chat in chats(5, 600, 30.0, 0.8):
@@ -535,13 +540,13 @@ def test_the_same_calls_make_the_same_choices() -> None:
 
 
 def going_on(within: float | None) -> Any:
-    return np.array([with_said(NEW, Said.CONTINUES, within)])
+    return np.array([with_hint(NEW, HintKind.CONTINUES, within)])
 
 
 @pytest.mark.parametrize("within", [2.0, 60.0, 3000.0])
 def test_who_is_said_to_go_on_within_a_time_is_believed_until_then(within: float) -> None:
-    hazards, plain = Hazards(), Hazards().worth(np.array([NEW]))[0]
-    chances, worth = hazards.chances(going_on(within))[0], hazards.worth(going_on(within))[0]
+    hazards, plain = Hazards(), Hazards().value(np.array([NEW]))[0]
+    chances, worth = hazards.chances(going_on(within))[0], hazards.value(going_on(within))[0]
     end = int(ENDS.searchsorted(within))
     assert 1 - np.prod(1 - chances[: end + 2]) > 0.8
     assert worth[end - 2] > 2 * plain[end - 2]
@@ -549,19 +554,19 @@ def test_who_is_said_to_go_on_within_a_time_is_believed_until_then(within: float
 
 
 def test_a_deadline_counts_from_when_it_was_said() -> None:
-    heard = Heard(64)
+    heard = RequestHistory(64)
     record = heard.asked(keys(range(5)), 2500, 0.0)
-    heard.said(record, Said.CONTINUES, 130.0)  # said later, of thirty seconds more, say
-    at = heard.records.place(record)
-    assert at is not None
-    assert heard.table.traits(heard.records.row(at))[-1] == going_on(130.0)[0, -1]
+    heard.hinted(record, HintKind.CONTINUES, 130.0)  # said later, of thirty seconds more, say
+    at = record - heard.records.first
+    assert at >= 0
+    assert heard.table.features(heard.records.row(at))[-1] == going_on(130.0)[0, -1]
     assert going_on(130.0)[0, -1] != going_on(30.0)[0, -1]
     for endless in (float("inf"), 1e12):
-        heard.said(record, Said.CONTINUES, endless)
+        heard.hinted(record, HintKind.CONTINUES, endless)
 
 
 def test_how_true_deadlines_are_is_learned_for_all_of_them_at_once() -> None:
-    table, records, rng = WorthTable(), Records(1 << 14), Random(2)
+    table, records, rng = ValueTable(), Records(1 << 14), Random(2)
     now, due = 0.0, []
     for _ in range(3000):  # who says a time returns just before it is over
         now += 1.0
@@ -621,13 +626,13 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
         assert isinstance(policy, Returns)
         assert policy._now >= latest
         latest = policy._now
-    worth = pool.eviction.policy._heard.table.worth  # type: ignore[attr-defined]
+    worth = pool.eviction.policy._history.table.value  # type: ignore[attr-defined]
     assert np.isfinite(worth).all()
     assert (worth >= 0).all()
 
 
 def test_many_conversations_take_no_more_memory_than_few() -> None:
-    heard = Heard(1000)
+    heard = RequestHistory(1000)
     heard.records = Records(2000)
     sizes, rng = [], Random(7)
     for at in range(12_000):

@@ -1,4 +1,6 @@
-"""What is known of a conversation when it was last heard of: a few traits, each one of a few bins.
+"""The chance that a conversation returns, from a few features of its last request.
+
+Each feature is one of a few bins.
 
 ::
 
@@ -7,10 +9,10 @@
     gap      none, then by factors of four from a second: how long it stayed away last time
     growth   none, then by doubling from 512 tokens: how much longer it became
     kind     new, goes on, or branched off
-    told     nothing, over, goes on, goes on within a second, two, four, ...; what its sender said
+    hint     none, ended, continues, continues within a second, two, four, ...
 
-What several conversations share is no conversation: it has traits of its own, of how often and how
-lately it was passed.
+A part that several conversations share is none itself: it has features of its own, of how often
+and how lately requests passed it.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ _WITHIN = 14
 _TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD = 8, 5, 8, 5, 3, 3 + _WITHIN
 _WAYS, _SHARED_GAP = 5, 8
 _SIZES = (_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD)
-NUM_TRAITS = len(_SIZES)
+NUM_FEATURES = len(_SIZES)
 _STARTS = tuple(sum(_SIZES[:at]) for at in range(len(_SIZES) + 1))
 NO_BIN = _STARTS[-1]
-"""For traits that a shared part does not have: says nothing."""
+"""For features that a shared part does not have: says nothing."""
 _FIRST_WAYS = NO_BIN + 1
 _FIRST_SHARED_GAP = _FIRST_WAYS + _WAYS
 NUM_BINS = _FIRST_SHARED_GAP + _SHARED_GAP
 
-Traits = tuple[int, ...]
-"""The bin of each trait; bins of all traits are numbered through."""
+Features = tuple[int, ...]
+"""The bin of each trait; bins of all features are numbered through."""
 
 UNKNOWN_ANSWER = 0
 
@@ -49,15 +51,15 @@ class TurnKind(IntEnum):
     BRANCHES = 2
 
 
-class Said(IntEnum):
-    """What a conversation's sender said of it."""
+class HintKind(IntEnum):
+    """The last hint for a conversation."""
 
     NOTHING = 0
     ENDED = 1
     CONTINUES = 2
 
 
-FIRST_WITHIN = _STARTS[5] + len(Said)
+FIRST_WITHIN = _STARTS[5] + len(HintKind)
 DEADLINES = tuple(2.0**at for at in range(_WITHIN))
 """The ages, in seconds, until which those bins say that a conversation goes on."""
 
@@ -75,8 +77,8 @@ def answer_bin(num_tokens: int) -> int:
 
 def conversation(
     *, turn: int, gap: float | None, grown: int, kind: TurnKind, answer: int = UNKNOWN_ANSWER
-) -> Traits:
-    """The traits of a conversation; ``gap`` is None on its first turn."""
+) -> Features:
+    """The features of a conversation; ``gap`` is None on its first turn."""
     by_turn = turn - 1 if turn < 5 else 3 + doubling(turn - 1, 4, 1, 4)
     by_gap = 0 if gap is None else 1 + doubling(gap, 1.0, 2, 6)
     growth = 0 if gap is None else 1 + doubling(grown, 512, 1, 3)
@@ -84,57 +86,42 @@ def conversation(
     return (a + by_turn, b + answer, c + by_gap, d + growth, e + kind, f)
 
 
-def shared(*, ways: int, gap: float) -> Traits:
-    """The traits of what several conversations share, passed so often and so long ago before."""
+def shared(*, ways: int, gap: float) -> Features:
+    """The features of what several conversations share, passed so often and so long ago before."""
     by_ways = _FIRST_WAYS + min(_WAYS - 1, max(0, ways.bit_length() - 1))
     by_gap = _FIRST_SHARED_GAP + doubling(gap, 1.0, 2, 7)
     return (by_ways, NO_BIN, by_gap, NO_BIN, NO_BIN, NO_BIN)
 
 
-def with_answer(traits: Traits, num_tokens: int) -> Traits:
+def with_answer(features: Features, num_tokens: int) -> Features:
     """The same, once its answer is known."""
-    return (traits[0], _STARTS[1] + answer_bin(num_tokens), *traits[2:])
+    return (features[0], _STARTS[1] + answer_bin(num_tokens), *features[2:])
 
 
-def with_said(traits: Traits, said: Said, within: float | None = None) -> Traits:
-    """The same, once something was said of it; ``within`` is the age until which it goes on."""
-    told = _STARTS[5] + int(said)
-    if said is Said.CONTINUES and within is not None:
-        told = FIRST_WITHIN + min(_WITHIN - 1, bisect_left(DEADLINES, within))
-    return (*traits[:-1], told)
+def with_hint(features: Features, hinted: HintKind, within: float | None = None) -> Features:
+    """The same, with a hint; ``within`` is the age until which the conversation continues."""
+    bin_of_hint = _STARTS[5] + int(hinted)
+    if hinted is HintKind.CONTINUES and within is not None:
+        bin_of_hint = FIRST_WITHIN + min(_WITHIN - 1, bisect_left(DEADLINES, within))
+    return (*features[:-1], bin_of_hint)
 
 
 NUM_BASES = 1 + _WAYS
 
 
-def base_of(traits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each row of traits, which base it has: conversations 0, others by how many share them."""
-    return np.maximum(traits[:, 0] - _FIRST_WAYS + 1, 0)
+def base_of(features: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The base of each row of features: 0 for conversations, else by how many share the part."""
+    return np.maximum(features[:, 0] - _FIRST_WAYS + 1, 0)
 
 
 def prior() -> npt.NDArray[np.float64]:
     """What each bin adds to the chance before anything is learned, as a logit."""
     weights: npt.NDArray[Any] = np.zeros(NUM_BINS)
     told = _STARTS[5]
-    weights[told + Said.ENDED] = -5.0
-    weights[told + Said.CONTINUES] = 2.0
+    weights[told + HintKind.ENDED] = -5.0
+    weights[told + HintKind.CONTINUES] = 2.0
     return weights
 
-
-# ------------------------------------------------------------------------------------------------
-# How likely a conversation is to return at each age, learned as it runs; what that is worth.
-#
-# Ages fall into buckets, two to a doubling. In each bucket a conversation that has not returned yet
-# does so with a chance, the hazard: the logistic of a base for the bucket plus a weight for each of
-# the conversation's traits, one for each group of buckets. Base and weights move by small steps,
-# each
-# the error over how much was seen so far, so that the first hundred records teach most. Before
-# that a
-# prior speaks: the same small chance in every bucket, which makes the older the less likely to
-# return within a second, as LRU has it.
-#
-# The worth of a block at some age is Gittins' index: the best, over how long to wait, of the chance
-# to return by then over the time that it is held.
 
 NUM_BUCKETS = 38
 FIRST_SECONDS = 0.25
@@ -149,10 +136,10 @@ _SPANS: Floats = np.diff(ENDS, prepend=0.0)
 _GROUPS: Ints = np.arange(NUM_BUCKETS) // _GROUP
 _NUM_GROUPS = int(_GROUPS[-1]) + 1
 _NEAR = np.array([-8, -4, -2, 0, 2, 6])
-"""Where an age lies to the deadline it was said to return by, in buckets: long before or after
+"""Where an age lies to the deadline of its hint, in buckets: long before or after
 counts as one. All deadlines share what is learned of that."""
 _NEAR_PRIOR = np.array([0.0, 1.0, 2.0, 2.0, 0.0, 0.0, 0.0])
-"""And what is believed of it before: it returns by then; later, what was said says nothing."""
+"""The prior: it returns by the deadline; later the hint says nothing."""
 
 
 def _cells() -> Ints:
@@ -184,7 +171,18 @@ _PRIOR_SEEN_TRAIT = 2.0
 
 
 class Hazards:
-    """Owns the bases and the weights, and how much was seen of each. Knows no conversation."""
+    """The chance to return at each age, learned as requests come. Owns bases and weights.
+
+    Ages fall into buckets, two to a doubling. A conversation that has not returned before a bucket
+    returns in it with a chance, the hazard: the logistic of a base for the bucket plus a weight for
+    each feature, one for each group of buckets. Base and weights move by small steps, each the
+    error over how much was seen so far, so the first hundred records teach most. Before that a
+    prior speaks: the same small chance in every bucket, so older blocks are less likely to return
+    within a second, as for LRU.
+
+    The value of a block at some age is Gittins' index: the best, over how long to wait, of the
+    chance to return by then over the time that it is kept.
+    """
 
     def __init__(self) -> None:
         start = float(np.log(_PRIOR_CHANCE / (1 - _PRIOR_CHANCE)))
@@ -193,32 +191,32 @@ class Hazards:
         self._weight = np.concatenate((np.repeat(prior(), _NUM_GROUPS), _NEAR_PRIOR))
         self._weight_seen = np.full(len(self._weight), _PRIOR_SEEN_TRAIT)
 
-    def learn(self, traits: Ints, buckets: Ints, returned: Ints, times: Ints) -> None:
-        """So many times each of these came to a bucket with these traits, and returned or not."""
-        bases = buckets + NUM_BUCKETS * base_of(traits)
-        weights = _CELLS.take(traits * NUM_BUCKETS + buckets[:, None]).reshape(-1)
-        logits = self._base.take(bases) + self._weight.take(weights).reshape(traits.shape).sum(1)
+    def learn(self, features: Ints, buckets: Ints, returned: Ints, times: Ints) -> None:
+        """So many times each of these came to a bucket with these features, and returned or not."""
+        bases = buckets + NUM_BUCKETS * base_of(features)
+        weights = _CELLS.take(features * NUM_BUCKETS + buckets[:, None]).reshape(-1)
+        logits = self._base.take(bases) + self._weight.take(weights).reshape(features.shape).sum(1)
         chance = 1 / (1 + np.exp(-logits))
         error, told = times * (returned - chance), times * chance * (1 - chance)
         self._base_seen += np.bincount(bases, told, len(self._base))
         self._base += np.bincount(bases, error, len(self._base)) / self._base_seen
-        each = np.repeat(told, NUM_TRAITS)
+        each = np.repeat(told, NUM_FEATURES)
         self._weight_seen += np.bincount(weights, each, len(self._weight))
-        each = np.repeat(error, NUM_TRAITS)
+        each = np.repeat(error, NUM_FEATURES)
         self._weight += np.bincount(weights, each, len(self._weight)) / self._weight_seen
         self._weight[NO_BIN * _NUM_GROUPS : (NO_BIN + 1) * _NUM_GROUPS] = 0.0
 
-    def chances(self, traits: Ints) -> Floats:
-        """For each row of traits the chance to return in each bucket, if not before."""
-        logits = self._base.reshape(NUM_BASES, NUM_BUCKETS)[base_of(traits)]
+    def chances(self, features: Ints) -> Floats:
+        """For each row of features the chance to return in each bucket, if not before."""
+        logits = self._base.reshape(NUM_BASES, NUM_BUCKETS)[base_of(features)]
         by_group = self._weight[: NUM_BINS * _NUM_GROUPS].reshape(NUM_BINS, _NUM_GROUPS)
-        logits += by_group[traits[:, :-1]].sum(1)[:, _GROUPS]
-        logits += self._weight[_CELLS[traits[:, -1]]]  # what was said
+        logits += by_group[features[:, :-1]].sum(1)[:, _GROUPS]
+        logits += self._weight[_CELLS[features[:, -1]]]  # the hint
         return 1 / (1 + np.exp(-logits))
 
-    def first_worth(self, traits: Ints) -> float:
-        """For one row of traits what :meth:`worth` says of the first bucket, for much less."""
-        chance = self.chances(traits)[0]
+    def first_value(self, features: Ints) -> float:
+        """For one row of features what :meth:`value` says of the first bucket, for much less."""
+        chance = self.chances(features)[0]
         there = np.cumprod(1 - chance)
         spent = _SPANS * (1 - chance / 2)
         spent[1:] *= there[:-1]
@@ -226,12 +224,12 @@ class Hazards:
         gain = (1 - there.take(_LAST_WAITED)) / (held + (_SWITCH_SECONDS + _NO_TIME))
         return gain.item(gain.argmax())
 
-    def worth(self, traits: Ints) -> Floats:
-        """For each row of traits, by bucket of age: returns a second that a block is held."""
-        chance = self.chances(traits)
+    def value(self, features: Ints) -> Floats:
+        """For each row of features, by bucket of age: returns a second that a block is held."""
+        chance = self.chances(features)
         # By row and edge: not returned by then, and how long held until then. Beyond the last
         # edge nothing changes any more.
-        there, held = np.empty((2, len(traits), 2 * NUM_BUCKETS + 1))
+        there, held = np.empty((2, len(features), 2 * NUM_BUCKETS + 1))
         there[:, 0], held[:, 0] = 1.0, 0.0
         np.cumprod(1 - chance, axis=1, out=there[:, 1 : NUM_BUCKETS + 1])
         spent = there[:, :NUM_BUCKETS] * _SPANS * (1 - chance / 2)
@@ -240,24 +238,21 @@ class Hazards:
             edges[:, NUM_BUCKETS + 1 :] = edges[:, NUM_BUCKETS : NUM_BUCKETS + 1]
         since = there[:, :NUM_BUCKETS]
         before = held[:, :NUM_BUCKETS] - (_SWITCH_SECONDS * since + _NO_TIME)
-        if len(traits) <= _FEW:
+        if len(features) <= _FEW:
             gains = since[:, None] - there.take(_WAITED, axis=1)
             gains /= held.take(_WAITED, axis=1) - before[:, None]
             return np.asarray(np.maximum.reduce(gains, axis=1, initial=0.0))
-        worth: Floats = np.zeros_like(chance)
+        value: Floats = np.zeros_like(chance)
         for wait in _WAITS:
             gain = since - there[:, wait : wait + NUM_BUCKETS]
             gain /= held[:, wait : wait + NUM_BUCKETS] - before
-            np.maximum(worth, gain, out=worth)
-        return worth
+            np.maximum(value, gain, out=value)
+        return value
 
-
-# ------------------------------------------------------------------------------------------------
-# What a block is worth by its conversation's traits and its age, ready to be looked up.
 
 _FIRST_ROWS = 64
 NO_ROW = 0
-"""Is worth nothing."""
+"""Has no value."""
 _DUE = -(1 << 40)  # the version of a row that is to be worked out before it is looked at
 _AT_ONCE = 16  # rows that are worked out again when they are looked at
 _LATE = 2  # changes that a row may be behind: to follow together, with the next, costs less
@@ -278,26 +273,26 @@ class Lesson(NamedTuple):
     of_use: set[int]
 
 
-class WorthTable:
-    """A row for each set of traits that was met. Owns the rows and the model that they follow.
+class ValueTable:
+    """A row for each set of features that was met. Owns the rows and the model that they follow.
 
     When the model has changed, those rows that were of use lately follow it at once, others when
     they are looked at: many together cost little more than one. There are only so many sets of
-    traits. Where no one looks, lessons wait for each other: nobody can tell the difference, and one
-    right behind another takes a fraction of the time.
+    features. Until values are asked for, lessons wait for each other: the result is the same, and
+    one right behind another takes a fraction of the time.
     """
 
     def __init__(self) -> None:
         self._hazards = Hazards()
-        self._rows: dict[Traits, int] = {(): NO_ROW}
-        self._sets: list[Traits] = [()]
-        self._traits = np.zeros((_FIRST_ROWS, NUM_TRAITS), dtype=np.int64)
+        self._rows: dict[Features, int] = {(): NO_ROW}
+        self._sets: list[Features] = [()]
+        self._features = np.zeros((_FIRST_ROWS, NUM_FEATURES), dtype=np.int64)
         self._version = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self._learned = 0
         self._to_learn: list[Lesson] = []
         self._of_use: set[int] = set()  # since the model last changed
         self._first: dict[int, float] = {}  # by row, since then: what it says of the first bucket
-        self.worth = np.zeros((_FIRST_ROWS, NUM_BUCKETS))
+        self.value = np.zeros((_FIRST_ROWS, NUM_BUCKETS))
         """By row and bucket of age: returns a second that a block is held."""
 
     @property
@@ -306,17 +301,17 @@ class WorthTable:
         self._study()
         return self._hazards
 
-    def row(self, traits: Traits) -> int:
-        """The row for these traits."""
-        row = self._rows.get(traits)
+    def row(self, features: Features) -> int:
+        """The row for these features."""
+        row = self._rows.get(features)
         if row is None:
-            row = self._rows[traits] = len(self._rows)
-            if row == len(self._traits):
-                self._traits = np.concatenate((self._traits, np.zeros_like(self._traits)))
+            row = self._rows[features] = len(self._rows)
+            if row == len(self._features):
+                self._features = np.concatenate((self._features, np.zeros_like(self._features)))
                 self._version = np.concatenate((self._version, np.zeros_like(self._version)))
-                self.worth = np.concatenate((self.worth, np.zeros_like(self.worth)))
-            self._sets.append(traits)
-            self._traits[row] = traits
+                self.value = np.concatenate((self.value, np.zeros_like(self.value)))
+            self._sets.append(features)
+            self._features[row] = features
             self._version[row] = _DUE
         self._of_use.add(row)
         return row
@@ -326,7 +321,7 @@ class WorthTable:
         self._of_use.add(row)
         return row
 
-    def traits(self, row: int) -> Traits:
+    def features(self, row: int) -> Features:
         return self._sets[row]
 
     def learn(
@@ -370,7 +365,7 @@ class WorthTable:
         kinds, times = np.unique(every, return_counts=True)
         rows: npt.NDArray[np.int64]
         rows, buckets = np.divmod(kinds // 2, NUM_BUCKETS)
-        self._hazards.learn(self._traits.take(rows, axis=0), buckets, kinds % 2, times)
+        self._hazards.learn(self._features.take(rows, axis=0), buckets, kinds % 2, times)
 
     def follow(self, rows: npt.NDArray[np.int64]) -> None:
         """These rows are of use; work some out again that the model has changed long since."""
@@ -395,18 +390,18 @@ class WorthTable:
 
     def first(self, row: int) -> float:
         """What a row says of the first bucket, by the model as it is."""
-        worth = self._first.get(row)
-        if worth is None:
+        value = self._first.get(row)
+        if value is None:
             self._study()
             if self._version.item(row) == self._learned:
-                worth = self.worth.item(row, 0)
+                value = self.value.item(row, 0)
             else:  # the whole row would take five times as long
-                worth = self._hazards.first_worth(self._traits[row : row + 1])
+                value = self._hazards.first_value(self._features[row : row + 1])
                 self._version[row] = _DUE
-            self._first[row] = worth
-        return worth
+            self._first[row] = value
+        return value
 
     def _renew(self, rows: npt.NDArray[np.int64], number: int) -> None:
         """Work rows out by the model, as it is behind the lesson of this number."""
         self._version[rows] = number
-        self.worth[rows] = self._hazards.worth(self._traits.take(rows, axis=0))
+        self.value[rows] = self._hazards.value(self._features.take(rows, axis=0))
