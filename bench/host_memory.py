@@ -69,7 +69,7 @@ class Bench:
             SLOT_BYTES,
             registrar=DriverRegistrar(self.driver),
             pin=Pin.REQUIRED,
-            busy=(lambda: True) if busy else None,
+            busy=lambda: busy,
             pci_bus_id=self.driver.identity().pci_bus_id,
             num_threads=num_threads,
         )

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
 from kvferry.cache.policies.load_or_compute import Overlapping
-from kvferry.transfer.engine.cpu import _BlockViews
+from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Outcome, Receipt
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
@@ -24,14 +24,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Semaphore(0)
-        real = _BlockViews.load
+        real = CpuEngine._load_part
 
-        def gated(views: Any, transfer: Any, host: Any, start: int = 0) -> int:
-            if transfer.in_parts:
-                assert self._open.acquire(timeout=LONG)
-            return real(views, transfer, host, start)
+        def gated(engine: Any, part: Any) -> None:
+            assert self._open.acquire(timeout=LONG)
+            real(engine, part)
 
-        monkeypatch.setattr(_BlockViews, "load", gated)
+        monkeypatch.setattr(CpuEngine, "_load_part", gated)
 
     def let(self, count: int = 100) -> None:
         self._open.release(count)

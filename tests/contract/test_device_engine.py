@@ -292,7 +292,7 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
     rig.engine._planner = Planner(builtin_profile(), rig.engine._paths)
     choices = rig.engine.choices
     sent = pickle.loads(pickle.dumps(choices))
-    layout = rig.engine._layouts[0]
+    layout = rig.engine._jobs.layouts[0]
     for busy in (False, True):
         path = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy)
         words = sent.why(Direction.LOAD, 0, 3, path, busy=busy)

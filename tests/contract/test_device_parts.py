@@ -299,5 +299,5 @@ def test_on_a_cpu_what_cannot_be_loaded_fails_at_once() -> None:
     assert engine.num_landed(load) is None
     (receipt,) = engine.poll()
     assert receipt.outcome is Outcome.FAILED
-    assert "host slots" in receipt.reason
+    assert "host slot" in receipt.reason
     engine.close()

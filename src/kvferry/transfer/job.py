@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 import numpy as np
 
+from kvferry.errors import InputError, LayoutError
 from kvferry.transfer.layout import GroupLayout, Int64s, LayerParts
-from kvferry.types import SlotArray
+from kvferry.types import DEVICE, HOST, SlotArray, Transfer
 
 
 class Direction(Enum):
@@ -91,3 +92,50 @@ class CopyJob:
 
 _ONE_RUN: Int64s = np.zeros(1, dtype=np.int64)
 _ONE_RUN.flags.writeable = False
+
+
+class JobFactory:
+    """Turns transfers into jobs, checked before anything is copied by address."""
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        *,
+        host_base: int,
+        host_pitch: int,
+        num_slots: int,
+        host_chunk: int | None = None,
+    ) -> None:
+        for group, layout in enumerate(layouts):
+            if layout.block_bytes > host_pitch:
+                raise LayoutError(
+                    f"a block of group {group} has {layout.block_bytes} bytes, "
+                    f"a host slot only {host_pitch}"
+                )
+        self.layouts = tuple(layouts)
+        self._parts = tuple(map(LayerParts.of, layouts))
+        self._host = (host_base, host_pitch, host_chunk)
+        self._num_slots = num_slots
+
+    def of(self, transfer: Transfer) -> CopyJob:
+        """The addresses of a transfer; InputError where they are not ours to copy."""
+        if (transfer.src, transfer.dst) == (DEVICE, HOST):
+            direction, blocks, slots = Direction.STORE, transfer.src_slots, transfer.dst_slots
+        elif (transfer.src, transfer.dst) == (HOST, DEVICE):
+            direction, blocks, slots = Direction.LOAD, transfer.dst_slots, transfer.src_slots
+        else:
+            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
+        if not 0 <= transfer.group < len(self.layouts):
+            raise InputError(f"there are {len(self.layouts)} groups, got group {transfer.group}")
+        layout = self.layouts[transfer.group]
+        _require_within("device block", blocks, layout.num_blocks)
+        _require_within("host slot", slots, self._num_slots)
+        parts = self._parts[transfer.group] if transfer.in_parts else None
+        return CopyJob(direction, layout, blocks, slots, *self._host, parts)
+
+
+def _require_within(what: str, slots: SlotArray, count: int) -> None:
+    # As unsigned numbers the negative ones are the largest: one test finds both kinds.
+    worst = int(slots.view(np.uint64).argmax())
+    if not 0 <= slots[worst] < count:
+        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")

@@ -14,7 +14,7 @@ from tests.integration.vllm.engine import Engine, make_prompts, tampering
 from tests.integration.vllm.reference import in_a_process
 
 from kvferry.connectors.common.overlap import LayerwiseLoads
-from kvferry.transfer.engine.cpu import CpuEngine, _BlockViews
+from kvferry.transfer.engine.cpu import CpuEngine
 
 FERRY = {
     "host": "64MiB",
@@ -48,14 +48,13 @@ def late_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _slow_down(monkeypatch: Any, seconds: float = PART_SECONDS) -> None:
-    real = _BlockViews.load
+    real = CpuEngine._load_part
 
-    def late(self: Any, transfer: Any, host: Any, start: int = 0) -> int:
-        if transfer.in_parts:
-            time.sleep(seconds)
-        return real(self, transfer, host, start)
+    def late(self: Any, part: Any) -> None:
+        time.sleep(seconds)
+        real(self, part)
 
-    monkeypatch.setattr(_BlockViews, "load", late)
+    monkeypatch.setattr(CpuEngine, "_load_part", late)
 
 
 def told_early(engine: Engine, monkeypatch: Any) -> list[str]:
@@ -201,14 +200,13 @@ def test_at_random(start, expect, llama, monkeypatch):
     chooser = random.Random(16)
     prompts = make_prompts(16, *[chooser.randrange(20, 400) for _ in range(16)])
     expected = expect(llama, prompts)
-    real = _BlockViews.load
+    real = CpuEngine._load_part
 
-    def late(self: Any, transfer: Any, host: Any, start: int = 0) -> int:
-        if transfer.in_parts:
-            time.sleep(chooser.choice((0, 0, 0.002, 0.01)))
-        return real(self, transfer, host, start)
+    def late(self: Any, part: Any) -> None:
+        time.sleep(chooser.choice((0, 0, 0.002, 0.01)))
+        real(self, part)
 
-    monkeypatch.setattr(_BlockViews, "load", late)
+    monkeypatch.setattr(CpuEngine, "_load_part", late)
     with tampering(monkeypatch, fails=lambda transfer: chooser.random() < 0.1) as tampers:
         engine = start(llama, ferry=FERRY, num_gpu_blocks_override=34)
     told = told_early(engine, monkeypatch)

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.overlap import overlap_every_load
 from tests.integration.vllm.engine import make_prompts, tampering
 
-from kvferry.transfer.engine.cpu import _BlockViews
+from kvferry.transfer.engine.cpu import CpuEngine
 
 SECONDS = float(os.environ.get("KVFERRY_TEST_SOAK_SECONDS", "600"))
 FERRY = {
@@ -48,14 +48,13 @@ def test_no_wrong_token(start, expect, request, monkeypatch, kind, overlap):
     chooser = random.Random(74)
     if overlap == "auto":
         overlap_every_load(monkeypatch)
-    real_load = _BlockViews.load
+    real_load = CpuEngine._load_part
 
-    def at_any_pace(views, transfer, host, start=0):
-        if transfer.in_parts:
-            time.sleep(chooser.choice((0, 0, 0, 0.002, 0.01)))
-        return real_load(views, transfer, host, start)
+    def at_any_pace(engine, part):
+        time.sleep(chooser.choice((0, 0, 0, 0.002, 0.01)))
+        real_load(engine, part)
 
-    monkeypatch.setattr(_BlockViews, "load", at_any_pace)
+    monkeypatch.setattr(CpuEngine, "_load_part", at_any_pace)
     turns = conversations(expect, model, 24)
     blocks = 26 if kind == "llama" else 130
     with tampering(monkeypatch, fails=lambda transfer: chooser.random() < 0.05) as tampers:

@@ -14,16 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.lifecycle import Process
-from kvferry.errors import ClosedError, InputError, LayoutError
-from kvferry.transfer.layout import GroupLayout, LayerParts
+from kvferry.errors import ClosedError
+from kvferry.transfer.job import CopyJob, Direction, JobFactory
+from kvferry.transfer.layout import GroupLayout
 from kvferry.types import (
     DEVICE,
     FIRST_RANK,
-    HOST,
     Outcome,
     Rank,
     Receipt,
-    SlotArray,
     Transfer,
     TransferId,
 )
@@ -119,17 +118,8 @@ class CpuEngine:
         compute: Stream | None = None,
         rank: Rank = FIRST_RANK,
     ) -> None:
-        for group, layout in enumerate(layouts):
-            if layout.block_bytes > host.shape[1]:
-                raise LayoutError(
-                    f"a block of group {group} has {layout.block_bytes} bytes, "
-                    f"a host slot only {host.shape[1]}"
-                )
-        self._groups = [_BlockViews(layout) for layout in layouts]
-        self._parts = [
-            [(_BlockViews(part.layout), part.start) for part in LayerParts.of(layout).parts]
-            for layout in layouts
-        ]
+        self._jobs = JobFactory(layouts, host_base=0, host_pitch=host.shape[1], num_slots=len(host))
+        self._views: dict[int, _BlockViews] = {}  # by the id of a layout that the jobs own
         self._host = host
         self._compute = compute
         self._rank = rank
@@ -203,14 +193,14 @@ class CpuEngine:
     def _submit_parts(self, transfer: Transfer) -> None:
         """All that can go wrong is checked here: once begun, the load lands."""
         try:
-            self._check(transfer)
+            job = self._jobs.of(transfer)
         except Exception as error:
             self._end(transfer, error=error)
             return
         began = time.perf_counter()
         marks = self._marks[transfer.id] = []
-        for views, start in self._parts[transfer.group]:
-            self._loads.run(partial(views.load, transfer, self._host, start))
+        for part in job.parts():
+            self._loads.run(partial(self._load_part, part))
             marks.append(self._loads.record())
         self._loads.run(lambda: self._end(transfer, seconds=time.perf_counter() - began))
 
@@ -224,10 +214,19 @@ class CpuEngine:
             self._end(transfer, seconds=time.perf_counter() - start)
 
     def _move(self, transfer: Transfer) -> None:
-        self._check(transfer)
-        views = self._groups[transfer.group]
-        move = views.store if transfer.src == DEVICE else views.load
-        move(transfer, self._host)
+        job = self._jobs.of(transfer)
+        views = self._views_of(job.layout)
+        move = views.store if job.direction is Direction.STORE else views.load
+        move(job, self._host)
+
+    def _load_part(self, part: CopyJob) -> None:
+        self._views_of(part.layout).load(part, self._host)
+
+    def _views_of(self, layout: GroupLayout) -> _BlockViews:
+        views = self._views.get(id(layout))
+        if views is None:
+            views = self._views[id(layout)] = _BlockViews(layout)
+        return views
 
     def _end(
         self, transfer: Transfer, *, seconds: float = 0.0, error: Exception | None = None
@@ -236,22 +235,11 @@ class CpuEngine:
             reason = f"{type(error).__name__}: {error}"
             self._done.put(Receipt(transfer.id, self._rank, Outcome.FAILED, reason))
         else:
-            num_bytes = len(transfer) * self._groups[transfer.group].layout.block_bytes
+            num_bytes = len(transfer) * self._jobs.layouts[transfer.group].block_bytes
             self._done.put(
                 Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
             )
         self._has_ended.set()
-
-    def _check(self, transfer: Transfer) -> None:
-        if {transfer.src, transfer.dst} != {DEVICE, HOST}:
-            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
-        if not 0 <= transfer.group < len(self._groups):
-            raise InputError(f"there are {len(self._groups)} groups, got group {transfer.group}")
-        stores = transfer.src == DEVICE
-        blocks = transfer.src_slots if stores else transfer.dst_slots
-        slots = transfer.dst_slots if stores else transfer.src_slots
-        _require_within("device blocks", blocks, self._groups[transfer.group].layout.num_blocks)
-        _require_within("host slots", slots, len(self._host))
 
 
 class _BlockViews:
@@ -269,20 +257,12 @@ class _BlockViews:
             )
             self.segments.append((view, slice(offset, offset + size)))
 
-    def store(self, transfer: Transfer, host: Rows) -> None:
-        blocks, slots = transfer.src_slots, transfer.dst_slots
+    def store(self, job: CopyJob, host: Rows) -> None:
         for view, place in self.segments:
-            host[slots, place] = view[blocks]
+            host[job.host_slots, place] = view[job.device_blocks]
 
-    def load(self, transfer: Transfer, host: Rows, start: int = 0) -> None:
-        """``start`` is where the first segment lies in a slot."""
-        slots, blocks = transfer.src_slots, transfer.dst_slots
+    def load(self, job: CopyJob, host: Rows) -> None:
+        start = job.host_base  # of this part within a slot
         for view, place in self.segments:
-            view[blocks] = host[slots, start + place.start : start + place.stop]
-
-
-def _require_within(what: str, numbers: SlotArray, count: int) -> None:
-    # numpy would take -1 for the last one.
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= count:
-        raise InputError(f"there are {count} {what}, asked for {low} to {high}")
+            part = slice(start + place.start, start + place.stop)
+            view[job.device_blocks] = host[job.host_slots, part]

@@ -21,26 +21,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
-
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
-from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError, LayoutError
+from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
 from kvferry.transfer.driver.base import Driver, EventPool, Handles, Priority
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.engine.flags import FlagProbe, FlagWatchdog, HostFlags
-from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.layout import GroupLayout, LayerParts
+from kvferry.transfer.job import Direction, JobFactory
+from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
 from kvferry.transfer.paths.host_runs import count_runs
 from kvferry.transfer.planner.choose import PathChoices, Planner
 from kvferry.types import (
-    DEVICE,
     FIRST_RANK,
-    HOST,
     Outcome,
     Rank,
     Receipt,
-    SlotArray,
     Transfer,
     TransferId,
 )
@@ -116,17 +111,14 @@ class GpuEngine(Closing):
         """``runs_beside`` says that compute will run beside transfers submitted now, although none
         may be queued yet.
         """
-        for group, layout in enumerate(layouts):
-            if layout.block_bytes > host_pitch:
-                raise LayoutError(
-                    f"a block of group {group} has {layout.block_bytes} bytes, "
-                    f"a host slot only {host_pitch}"
-                )
+        self._jobs = JobFactory(
+            layouts,
+            host_base=host_base,
+            host_pitch=host_pitch,
+            num_slots=num_slots,
+            host_chunk=host_chunk,
+        )
         self._driver = driver
-        self._layouts = tuple(layouts)
-        self._layer_parts = tuple(map(LayerParts.of, layouts))
-        self._host = (host_base, host_pitch, host_chunk)
-        self._num_slots = num_slots
         self._rank = rank
         self._compute_stream = compute_stream
         self._planner = planner
@@ -156,7 +148,7 @@ class GpuEngine(Closing):
             raise ClosedError("the engine is closed")
         copy: PendingCopy | None = None
         try:
-            job = self._job_of(transfer)
+            job = self._jobs.of(transfer)
             copy = PendingCopy(transfer.id, job, num_bytes=job.num_bytes)
             self._mark_ready(copy)
             if job.direction is Direction.STORE and self._flagged is not None:
@@ -299,25 +291,9 @@ class GpuEngine(Closing):
     def choices(self) -> PathChoices:
         """The measurements and layouts that paths are picked by here."""
         planner = self._planner
-        return PathChoices(planner.profile, tuple(self._paths), planner.pinned, self._layouts)
+        return PathChoices(planner.profile, tuple(self._paths), planner.pinned, self._jobs.layouts)
 
     # -- one transfer ------------------------------------------------------------------------
-
-    def _job_of(self, transfer: Transfer) -> CopyJob:
-        """The addresses of a transfer; InputError where they are not ours to copy."""
-        if (transfer.src, transfer.dst) == (DEVICE, HOST):
-            direction, blocks, slots = Direction.STORE, transfer.src_slots, transfer.dst_slots
-        elif (transfer.src, transfer.dst) == (HOST, DEVICE):
-            direction, blocks, slots = Direction.LOAD, transfer.dst_slots, transfer.src_slots
-        else:
-            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
-        if not 0 <= transfer.group < len(self._layouts):
-            raise InputError(f"there are {len(self._layouts)} groups, got group {transfer.group}")
-        layout = self._layouts[transfer.group]
-        _require_within("device block", blocks, layout.num_blocks)
-        _require_within("host slot", slots, self._num_slots)
-        parts = self._layer_parts[transfer.group] if transfer.in_parts else None
-        return CopyJob(direction, layout, blocks, slots, *self._host, parts)
 
     def _mark_ready(self, copy: PendingCopy) -> None:
         """Fix the transfer's place behind compute, now, and see whether there is any."""
@@ -434,13 +410,6 @@ class GpuEngine(Closing):
                 self._timing_events.close()
         except Exception:
             log.exception("the engine's streams and events were not given back")
-
-
-def _require_within(what: str, slots: SlotArray, count: int) -> None:
-    # As unsigned numbers the negative ones are the largest: one test finds both kinds.
-    worst = int(slots.view(np.uint64).argmax())
-    if not 0 <= slots[worst] < count:
-        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")
 
 
 def torch_compute_stream(device: int) -> Callable[[], int]:
