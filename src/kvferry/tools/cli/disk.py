@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,10 @@ from rich.text import Text
 
 from kvferry.config import Config
 from kvferry.core.quantities import rounded_size
-from kvferry.errors import ConfigError, KvferryError, StoreError, StoreInUseError
+from kvferry.errors import ConfigError, KvferryError, StoreError
 from kvferry.settings.disk import DiskSettings
 from kvferry.tiers.disk.quota import StoreFolder, stores_under
-from kvferry.tiers.disk.store import (
-    StoreSummary,
-    VerifyReport,
-    list_stores,
-    purge_store,
-    verify_store,
-)
+from kvferry.tiers.disk.store import StoreSummary, list_stores, purge_store, verify_store
 from kvferry.tools.cli.output import as_json_option, grid, unbroken
 from kvferry.tools.words import clean, counted
 
@@ -58,16 +53,15 @@ def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
     kvferry disk ls /mnt/nvme       the stores in a directory
     """
     with _one_line_errors():
-        found = [summary for root in _roots(paths) for summary in list_stores(root)]
-        wanted = set(_stores(paths))
-        found = [summary for summary in found if summary.folder.path in wanted]
+        roots, wanted = _roots(paths), {folder.path for folder in _stores(paths)}
+        found = [each for root in roots for each in list_stores(root)]
+        found = [each for each in found if each.folder.path in wanted]
     if as_json:
-        click.echo(json.dumps({"stores": [_plain(summary) for summary in found]}))
-        return
-    if not found:
-        click.echo(f"No store in {', '.join(str(root) for root in _roots(paths))}.")
-        return
-    _show(found)
+        click.echo(json.dumps({"stores": [_plain(each) for each in found]}))
+    elif found:
+        _show(found)
+    else:
+        click.echo(f"No store in {', '.join(map(str, roots))}.")
 
 
 @disk.command()
@@ -93,15 +87,9 @@ def verify(
         stores, key = _stores(paths), _key(key_file)
     rows = []
     for store in stores:
-        row: dict[str, Any] = {"store": str(store)}
-        try:
-            with _progress(store, hidden=as_json) as follow:
-                row |= _verified(verify_store(store, key, follow))
-        except (KvferryError, OSError) as error:
-            row |= {"sound": False, "error": str(error)}
-        rows.append(row)
+        rows.append(_verified(store.path, key, is_quiet=as_json))
         if not as_json:
-            _put_verified(row)
+            _put_verified(rows[-1])
     if as_json:
         click.echo(json.dumps({"stores": rows}))
     elif not stores:
@@ -134,40 +122,39 @@ def purge(
         raise click.UsageError("name stores, or give --all", ctx)
     with _one_line_errors():
         stores = _stores(paths)
-        folders = [folder for root in _roots(paths) for folder in stores_under(root)]
-        size = sum(folder.num_bytes for folder in folders if folder.path in set(stores))
     if not stores:
         click.echo(json.dumps({"stores": []}) if as_json else "There is no store to remove.")
         return
     if not yes:
         for store in stores:
-            click.echo(str(store), err=True)
-        question = f"Remove {counted(len(stores), 'store')}, {rounded_size(size)}?"
-        click.confirm(question, abort=True, err=True)
-    rows = [_purged(store) for store in stores]
+            click.echo(str(store.path), err=True)
+        size = rounded_size(sum(store.num_bytes for store in stores))
+        click.confirm(f"Remove {counted(len(stores), 'store')}, {size}?", abort=True, err=True)
+    rows = []
+    for store in stores:
+        try:
+            row = {"store": str(store.path), "gone": True, "words": purge_store(store.path)}
+        except (StoreError, OSError) as error:
+            row = {"store": str(store.path), "gone": False, "words": f"Not removed: {error}"}
+        rows.append(row)
+        if not as_json:
+            click.echo(row["words"], err=not row["gone"])
     if as_json:
         click.echo(json.dumps({"stores": rows}))
-    else:
-        for row in rows:
-            click.echo(row["words"], err=not row["gone"])
     if not all(row["gone"] for row in rows):
         ctx.exit(NOT_RIGHT)
-
-
-def _settings() -> DiskSettings:
-    settings = Config.load().disk_settings
-    if settings is None:
-        raise ConfigError(
-            "no directory is named: give one, or set disk (KVFERRY_DISK, or the file that "
-            "KVFERRY_CONFIG names)"
-        )
-    return settings
 
 
 def _roots(paths: Sequence[Path]) -> list[Path]:
     """The directories of the named stores."""
     if not paths:
-        return [Path(directory) for directory in _settings().directories]
+        settings = Config.load().disk_settings
+        if settings is None:
+            raise ConfigError(
+                "no directory is named: give one, or set disk (KVFERRY_DISK, or the file that "
+                "KVFERRY_CONFIG names)"
+            )
+        return [Path(directory) for directory in settings.directories]
     roots = []
     for path in paths:
         path = path.absolute()
@@ -178,13 +165,14 @@ def _roots(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(roots))
 
 
-def _stores(paths: Sequence[Path]) -> list[Path]:
+def _stores(paths: Sequence[Path]) -> list[StoreFolder]:
     """The named stores, and all stores in the named directories."""
     named = {path.absolute() for path in paths}
-    found = []
+    found: list[StoreFolder] = []
     for root in _roots(paths):
-        here = [folder.path for folder in stores_under(root)]
-        found += here if not named or root in named else [path for path in here if path in named]
+        here = stores_under(root)
+        is_whole = not named or root in named
+        found += [folder for folder in here if is_whole or folder.path in named]
     return found
 
 
@@ -230,48 +218,45 @@ def _plain(summary: StoreSummary) -> dict[str, Any]:
 
 def _show(found: Sequence[StoreSummary]) -> None:
     console = unbroken()
-    roots: dict[Path, list[StoreSummary]] = {}
-    for summary in found:
-        roots.setdefault(summary.folder.path.parent, []).append(summary)
-    for root, here in roots.items():
+    names = ("For", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State")
+    left = [name for name in names if name not in ("Size", "Blocks")]
+    for root, here in groupby(found, lambda summary: summary.folder.path.parent):
         console.print(Text(clean(root), style="bold"))
-        left = ("Rank", "Drive", "Last used", "Store", "State")
-        names = ("For", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State")
         table = grid(*names, left=left, style="bold dim", no_wrap=False)
         for summary in here:
             style = "yellow" if summary.folder.trouble else None
-            table.add_row(*_cells(summary), style=style)
+            table.add_row(*(Text(clean(cell)) for cell in _cells(summary)), style=style)
         console.print(table)
     size = sum(summary.folder.num_bytes for summary in found)
     console.print(f"{counted(len(found), 'store')}, {rounded_size(size)}")
 
 
-def _cells(summary: StoreSummary) -> list[Text]:
+def _cells(summary: StoreSummary) -> tuple[str, ...]:
     folder, block = summary.folder, summary.folder.superblock
     label = rank = drive = "?"
     blocks = "?" if summary.num_blocks is None else f"{summary.num_blocks:,}"
+    state = f"open in {folder.holder}" if folder.is_open else "closed"
     if block is not None:
         mine = block.identity
         label = mine.label or "(no name)"
         rank = f"{mine.rank} of {mine.num_ranks}"
         drive = f"{mine.stripe} of {mine.num_stripes}"
         blocks += f" of {block.num_places:,}"
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.last_used))
-    size, name = rounded_size(folder.num_bytes), folder.path.name
-    words = (label, rank, drive, size, blocks, used, name, _state(folder))
-    return [Text(clean(word)) for word in words]
-
-
-def _state(folder: StoreFolder) -> str:
+        state += ", encrypted" * mine.is_sealed
     if folder.trouble:
-        return f"cannot be used: {folder.trouble}"
-    sealed = folder.superblock is not None and folder.superblock.identity.is_sealed
-    state = f"open in {folder.holder}" if folder.is_open else "closed"
-    return f"{state}, encrypted" if sealed else state
+        state = f"cannot be used: {folder.trouble}"
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.last_used))
+    return label, rank, drive, rounded_size(folder.num_bytes), blocks, used, folder.path.name, state
 
 
-def _verified(report: VerifyReport) -> dict[str, Any]:
+def _verified(store: Path, key: bytes | None, *, is_quiet: bool) -> dict[str, Any]:
+    try:
+        with _progress(store, is_hidden=is_quiet) as follow:
+            report = verify_store(store, key, follow)
+    except (KvferryError, OSError) as error:
+        return {"store": str(store), "sound": False, "error": str(error)}
     return {
+        "store": str(store),
         "sound": report.is_sound,
         "blocks": report.num_blocks,
         "checked": report.num_checked,
@@ -284,31 +269,23 @@ def _put_verified(row: dict[str, Any]) -> None:
     name = clean(row["store"])
     if "error" in row:
         click.echo(f"{name}: could not be verified: {clean(row['error'])}", err=True)
-        return
-    if row["sound"]:
+    elif row["sound"]:
         click.echo(f"{name}: {counted(row['blocks'], 'block')}, all as they were written")
-        return
-    bad = row["bad_places"]
-    some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + " ..." * (len(bad) > _MOST_BAD_SHOWN)
-    click.echo(
-        f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are damaged (places "
-        f"{some or 'none'}); journal: {row['journal']}. They are never served. Check the drive",
-        err=True,
-    )
-
-
-def _purged(store: Path) -> dict[str, Any]:
-    try:
-        return {"store": str(store), "gone": True, "words": purge_store(store)}
-    except (StoreError, StoreInUseError, OSError) as error:
-        return {"store": str(store), "gone": False, "words": f"Not removed: {error}"}
+    else:
+        bad = row["bad_places"]
+        some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + " ..." * (len(bad) > _MOST_BAD_SHOWN)
+        click.echo(
+            f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are damaged (places "
+            f"{some or 'none'}); journal: {row['journal']}. They are never served. Check the drive",
+            err=True,
+        )
 
 
 @contextmanager
-def _progress(store: Path, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(store: Path, *, is_hidden: bool) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    is_hidden = hidden or not console.is_terminal
+    is_hidden = is_hidden or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(clean(store.name), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from kvferry import __version__
+from kvferry.telemetry.source import installed_version
 from kvferry.tools.demo.compare import Scenario
 from kvferry.tools.demo.policies import Policies
 from kvferry.tools.demo.runs import Part
@@ -40,8 +40,9 @@ def render(scenario: Scenario, ways: Part, parts: list[Part], policies: Policies
         plot = hit_ratio_plot(lines, {blocks: f"{blocks:,}" for blocks, _ in policies.bounds})
         body += figure(policies.title, policies.gain, plot, names, table(policies.table()))
     body += figure("All figures of the three ways", "", table(ways.table()))
+    version = installed_version()
     footer = (
-        f"{_setting(scenario)} kvferry {__version__}. Times are from this one run on this one "
+        f"{_setting(scenario)} kvferry {version}. Times are from this one run on this one "
         "machine. On a shared machine they vary."
     )
     return page("kvferry demo", f"{body}<footer><p>{escape(footer)}</p></footer>")

@@ -270,8 +270,14 @@ class Reading:
     values: Mapping[tuple[str, Labels], float]
     version: str = ""
 
-    def one(self, metric: Metric) -> float | None:
-        return self.values.get((metric.name, ()))
+    def get(self, metric: Metric, *labels: str) -> float | None:
+        """The value of one series, or None if there is none."""
+        return self.values.get((metric.name, labels))
+
+    def total(self, metric: Metric, *labels: str) -> float:
+        """The sum of the series whose labels begin with ``labels``."""
+        every = self.by_label(metric).items()
+        return sum(value for found, value in every if found[: len(labels)] == labels)
 
     def by_label(self, metric: Metric) -> Mapping[Labels, float]:
         return self._by_name.get(metric.name, {})

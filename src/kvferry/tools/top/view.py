@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -160,8 +160,9 @@ class Watch:
     def look(self) -> View:
         """Read the endpoint once more. Raises UnreachableError if it does not answer."""
         reading = self._look(self.url)
-        if self._readings and _restarted(self._readings[-1], reading):
-            self._readings.clear()
+        totals = (names.LOOKUPS, names.COMPLETED)
+        if self._readings and any(reading.total(m) < self._readings[-1].total(m) for m in totals):
+            self._readings.clear()  # the engine has restarted
         self._readings.append(reading)
         return self._view(reading, *self._explained())
 
@@ -178,74 +179,65 @@ class Watch:
         return [asdict(row) for row in recent.requests[:_MOST_RECENT]], dict(recent.tiers_away)
 
     def _view(self, now: Reading, recent: list[dict[str, Any]], away: dict[str, str]) -> View:
-        before = self._readings[-2] if len(self._readings) > 1 else now
-        idle = now.by_label(names.IDLE)
-        asked = _grown(names.LOOKUP_TOKENS, before, now)
-        hit = _grown(names.HIT_TOKENS, before, now)
+        span = _Span(self._readings[-2] if len(self._readings) > 1 else now, now)
+        spans = [_Span(*pair) for pair in pairwise(self._readings)]
         routes = sorted({(src, dst) for src, dst, _ in now.by_label(names.MOVED_BYTES)})
+        hit_history = [
+            _share(each.grown(names.HIT_TOKENS), each.grown(names.LOOKUP_TOKENS)) for each in spans
+        ]
         return View(
             url=self.url,
             at=now.at,
-            seconds=now.at - before.at,
+            seconds=span.seconds,
             version=now.version,
-            idle=next((why for (why,), value in idle.items() if value > 0), ""),
-            queries=_count(now, names.LOOKUPS),
-            queries_per_second=_per_second(_grown(names.LOOKUPS, before, now), before, now),
-            hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.LOOKUP_TOKENS)),
-            hit_rate_now=_share(hit, asked),
-            hit_history=[
-                _share(_grown(names.HIT_TOKENS, a, b), _grown(names.LOOKUP_TOKENS, a, b))
-                for a, b in pairwise(self._readings)
-            ],
-            full_hits=_count(now, names.FULL_HITS),
+            idle=next((why for (why,), on in now.by_label(names.IDLE).items() if on > 0), ""),
+            queries=int(now.total(names.LOOKUPS)),
+            queries_per_second=span.rate(names.LOOKUPS),
+            hit_rate=_share(now.get(names.HIT_TOKENS), now.get(names.LOOKUP_TOKENS)),
+            hit_rate_now=hit_history[-1] if hit_history else None,
+            hit_history=hit_history,
+            full_hits=int(now.total(names.FULL_HITS)),
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
-            tiers=_tiers(before, now, away),
-            routes=[self._route(src, dst, before, now) for src, dst in routes[:MOST_ROUTES]],
-            in_flight=_count(now, names.IN_FLIGHT),
-            queued=_count(now, names.QUEUED),
-            bytes_in_flight=_count(now, names.BYTES_IN_FLIGHT),
-            leases=int(sum(now.by_label(names.LEASES).values())),
-            troubles={word: _count(now, metric) for word, metric in TROUBLES.items()},
-            pinned_bytes=_maybe(now.one(names.PINNED_BYTES)),
-            load_rate=now.one(names.LOAD_RATE),
-            prefill_rate=now.one(names.PREFILL_RATE),
+            tiers=[_tier(name, span, away) for name in _tier_names(now)],
+            routes=[_route(route, span, spans) for route in routes[:MOST_ROUTES]],
+            in_flight=int(now.total(names.IN_FLIGHT)),
+            queued=int(now.total(names.QUEUED)),
+            bytes_in_flight=int(now.total(names.BYTES_IN_FLIGHT)),
+            leases=int(now.total(names.LEASES)),
+            troubles={word: int(now.total(metric)) for word, metric in TROUBLES.items()},
+            pinned_bytes=_maybe(now.get(names.PINNED_BYTES)),
+            load_rate=now.get(names.LOAD_RATE),
+            prefill_rate=now.get(names.PREFILL_RATE),
             recent=recent,
             tenants=_tenants(now),
         )
 
-    def _route(self, src: str, dst: str, before: Reading, now: Reading) -> RouteView:
-        return RouteView(
-            src=src,
-            dst=dst,
-            total_bytes=int(_moved(now, src, dst)),
-            bytes_per_second=_speed(before, now, src, dst),
-            copy_speed=_share(
-                _moved(now, src, dst), _moved(now, src, dst, metric=names.MOVED_SECONDS)
-            ),
-            paths={
-                path: value
-                for (a, b, path), value in now.by_label(names.MOVED_BYTES).items()
-                if (a, b) == (src, dst)
-            },
-            history=[_speed(a, b, src, dst) for a, b in pairwise(self._readings)],
-        )
 
+@dataclass(frozen=True)
+class _Span:
+    """The time between two readings."""
 
-def _restarted(before: Reading, now: Reading) -> bool:
-    return any(_value(now, m) < _value(before, m) for m in (names.LOOKUPS, names.COMPLETED))
+    before: Reading
+    now: Reading
 
+    @property
+    def seconds(self) -> float:
+        return self.now.at - self.before.at
 
-def _value(reading: Reading, metric: Metric) -> float:
-    return reading.one(metric) or 0.0
+    def grown(self, metric: Metric, *labels: str) -> float:
+        return max(0.0, self.now.total(metric, *labels) - self.before.total(metric, *labels))
 
-
-def _count(reading: Reading, metric: Metric) -> int:
-    return int(_value(reading, metric))
+    def rate(self, metric: Metric, *labels: str) -> float:
+        return self.grown(metric, *labels) / self.seconds if self.seconds > 0 else 0.0
 
 
 def _maybe(value: float | None) -> int | None:
     return None if value is None else int(value)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
 
 
 def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
@@ -254,113 +246,79 @@ def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _grown(metric: Metric, before: Reading, now: Reading) -> float:
-    return max(0.0, _value(now, metric) - _value(before, metric))
-
-
-def _per_second(amount: float, before: Reading, now: Reading) -> float:
-    seconds = now.at - before.at
-    return amount / seconds if seconds > 0 else 0.0
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
-
-
-def _moved(reading: Reading, src: str, dst: str, *, metric: Metric = names.MOVED_BYTES) -> float:
-    return sum(v for (a, b, _), v in reading.by_label(metric).items() if (a, b) == (src, dst))
-
-
-def _speed(before: Reading, now: Reading, src: str, dst: str) -> float:
-    return _per_second(max(0.0, _moved(now, src, dst) - _moved(before, src, dst)), before, now)
-
-
-def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
-    moved = now.by_label(names.DRIVE_BYTES)
-    if (tier, "read") not in moved:
-        return None
-    was = before.by_label(names.DRIVE_BYTES)
-    rates = {
-        way: _per_second(
-            max(0.0, moved.get((tier, way), 0.0) - was.get((tier, way), 0.0)), before, now
-        )
-        for way in ("read", "write")
-    }
-    failed = now.by_label(names.DRIVE_FAILED)
-
-    def one(metric: Metric) -> float:
-        return now.by_label(metric).get((tier,), 0.0)
-
-    return DrivesView(
-        read_bytes=int(moved[tier, "read"]),
-        written_bytes=int(moved.get((tier, "write"), 0)),
-        read_rate=rates["read"],
-        write_rate=rates["write"],
-        failed={
-            why: int(failed[tier, why]) for why in names.DRIVE_ERRORS if failed.get((tier, why))
-        },
-        pending=int(one(names.PENDING_BLOCKS)),
-        durable_lag=one(names.DURABLE_LAG),
-        num_away=int(one(names.DRIVES_UNAVAILABLE)),
-        restarts=int(one(names.DRIVE_RESTARTS)),
+def _route(route: tuple[str, str], span: _Span, spans: Sequence[_Span]) -> RouteView:
+    moved = span.now.total(names.MOVED_BYTES, *route)
+    every = span.now.by_label(names.MOVED_BYTES).items()
+    return RouteView(
+        *route,
+        total_bytes=int(moved),
+        bytes_per_second=span.rate(names.MOVED_BYTES, *route),
+        copy_speed=_share(moved, span.now.total(names.MOVED_SECONDS, *route)),
+        paths={path: value for (src, dst, path), value in every if (src, dst) == route},
+        history=[each.rate(names.MOVED_BYTES, *route) for each in spans],
     )
 
 
-def _tenants(reading: Reading) -> list[TenantView]:
+def _drives(tier: str, span: _Span) -> DrivesView | None:
+    now = span.now
+    if now.get(names.DRIVE_BYTES, tier, "read") is None:
+        return None
+    failed = {why: int(now.total(names.DRIVE_FAILED, tier, why)) for why in names.DRIVE_ERRORS}
+    return DrivesView(
+        read_bytes=int(now.total(names.DRIVE_BYTES, tier, "read")),
+        written_bytes=int(now.total(names.DRIVE_BYTES, tier, "write")),
+        read_rate=span.rate(names.DRIVE_BYTES, tier, "read"),
+        write_rate=span.rate(names.DRIVE_BYTES, tier, "write"),
+        failed={why: count for why, count in failed.items() if count},
+        pending=int(now.total(names.PENDING_BLOCKS, tier)),
+        durable_lag=now.total(names.DURABLE_LAG, tier),
+        num_away=int(now.total(names.DRIVES_UNAVAILABLE, tier)),
+        restarts=int(now.total(names.DRIVE_RESTARTS, tier)),
+    )
+
+
+def _tenants(now: Reading) -> list[TenantView]:
     """The tenants with slots or requests, the largest first."""
-    queries = reading.by_label(names.TENANT_LOOKUPS)
-    evicted: dict[str, int] = {}
-    asked, hits = reading.by_label(names.TENANT_TOKENS), reading.by_label(names.TENANT_HITS)
-    slots: dict[str, dict[str, int]] = {name: {} for (name,) in queries}
-    for (name, tier), count in reading.by_label(names.TENANT_SLOTS).items():
+    slots: dict[str, dict[str, int]] = {name: {} for (name,) in now.by_label(names.TENANT_LOOKUPS)}
+    for (name, tier), count in now.by_label(names.TENANT_SLOTS).items():
         if count and len(slots.setdefault(name, {})) < MOST_TIERS:
             slots[name][tier] = int(count)
-    for (name, _), count in reading.by_label(names.TENANT_EVICTED).items():
-        evicted[name] = evicted.get(name, 0) + int(count)
     found = [
         TenantView(
             name,
             each,
-            evicted.get(name, 0),
-            int(queries.get((name,), 0)),
-            _share(hits.get((name,), 0.0), asked.get((name,), 0.0)),
+            int(now.total(names.TENANT_EVICTED, name)),
+            int(now.total(names.TENANT_LOOKUPS, name)),
+            _share(now.total(names.TENANT_HITS, name), now.total(names.TENANT_TOKENS, name)),
         )
         for name, each in slots.items()
-        if each or queries.get((name,))
+        if each or now.total(names.TENANT_LOOKUPS, name)
     ]
     return sorted(found, key=lambda tenant: -sum(tenant.slots.values()))[:_MOST_TENANTS]
 
 
-def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[TierView]:
-    slots = reading.by_label(names.SLOTS)
-    evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
-    asked, found = reading.by_label(names.LOOKUP_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
-    held = reading.by_label(names.PINNED_SLOTS)
-    away, restored = (
-        reading.by_label(names.TIER_UNAVAILABLE),
-        reading.by_label(names.RESTORED_BLOCKS),
+def _tier_names(now: Reading) -> list[str]:
+    with_slots = [name for name, _ in now.by_label(names.SLOTS)]
+    others = [name for (name,) in now.by_label(names.TIER_UNAVAILABLE)]
+    return list(dict.fromkeys(with_slots + others))[:MOST_TIERS]
+
+
+def _tier(name: str, span: _Span, why_away: Mapping[str, str]) -> TierView:
+    now = span.now
+    curve = {times: now.get(names.MEMORY_CURVE, name, times) for times in names.MEMORIES}
+    return TierView(
+        name=name,
+        **{state: int(now.total(names.SLOTS, name, state)) for state in names.STATES},
+        evicted=int(now.total(names.EVICTED, name)),
+        slot_bytes=_maybe(now.get(names.SLOT_BYTES, name)),
+        asked=_maybe(now.get(names.LOOKUP_BLOCKS, name)),
+        found=_maybe(now.get(names.FOUND_BLOCKS, name)),
+        is_away=now.total(names.TIER_UNAVAILABLE, name) > 0,
+        why_away=why_away.get(name, ""),
+        restored=_maybe(now.get(names.RESTORED_BLOCKS, name)),
+        drives=_drives(name, span),
+        curve={
+            times: min(1.0, max(0.0, share)) for times, share in curve.items() if share is not None
+        },
+        held=int(now.total(names.PINNED_SLOTS, name)),
     )
-    curve = reading.by_label(names.MEMORY_CURVE)
-    every = dict.fromkeys([rank_tier for rank_tier, _ in slots] + [tier for (tier,) in away])
-    rank_tiers = list(every)[:MOST_TIERS]
-    return [
-        TierView(
-            name=rank_tier,
-            **{state: int(slots.get((rank_tier, state), 0)) for state in names.STATES},
-            evicted=int(evicted.get((rank_tier,), 0)),
-            slot_bytes=_maybe(sizes.get((rank_tier,))),
-            asked=_maybe(asked.get((rank_tier,))),
-            found=_maybe(found.get((rank_tier,))),
-            is_away=bool(away.get((rank_tier,), 0)),
-            why_away=why_away.get(rank_tier, ""),
-            restored=_maybe(restored.get((rank_tier,))),
-            drives=_drives(rank_tier, before, reading),
-            curve={
-                times: min(1.0, max(0.0, curve[rank_tier, times]))
-                for times in names.MEMORIES
-                if (rank_tier, times) in curve
-            },
-            held=int(held.get((rank_tier,), 0)),
-        )
-        for rank_tier in rank_tiers
-    ]
