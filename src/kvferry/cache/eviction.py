@@ -79,9 +79,12 @@ class Eviction:
             num_followers_of=table.chains.num_children,
             is_idle=table.is_idle,
             can_go=table.can_go,
-            feeds_below=lambda: self.feeds_below,
+            feeds_below=self._is_feeding_below,
         )
         self.feed.feed(policy(self._residents))
+
+    def _is_feeding_below(self) -> bool:
+        return self.feeds_below
 
     @property
     def policy(self) -> EvictionPolicy:
