@@ -36,7 +36,7 @@ def come(sides: Sides, name: str, tag: int) -> Any:
 
 
 def compute(sides: Sides, request: Any, **others: int) -> None:
-    """Its first step, a calm one, and what vLLM does after it."""
+    """Its first step, and what vLLM does after it."""
     name = request.request_id
     sides.step({name: PROMPT, **others}, new=[name])
     request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
@@ -50,32 +50,9 @@ def is_stored(sides: Sides, tag: int) -> bool:
     return bool(found == 4 * BLOCK_TOKENS)
 
 
-def is_told(sides, name):
-    scheduler = sides.side.serving.scheduler
-    return scheduler.onlooker.journal(name) is not None
-
-
-def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
-    request = come(sides, "a", 1)
-    orders = sides.orders({"a": PROMPT}, new=["a"])
-    assert orders.is_quiet
-    assert not is_told(sides, "a")
-    assert sides.side.serving.scheduler.book.counts.queries == 0
-    request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
-    assert not sides.orders({"a": 1}).is_quiet
-    assert is_told(sides, "a")
-    assert sides.side.serving.scheduler.stats().queries == 1
-    assert sides.side.serving.scheduler.explain("a").reason.value == "never_stored"
-    assert sides.side.serving.scheduler.stats().prefill_rate > 0, (
-        "its prefill was timed all the same"
-    )
-
-
 def test_one_that_ends_before_it_is_told_is_stored(sides):
-    """Seen red with ``has_run`` left alone in calm steps, and with ``finished`` telling nobody."""
     request = come(sides, "a", 1)
     compute(sides, request)
-    assert not is_told(sides, "a")
     sides.end(request)
     sides.rest()
     assert is_stored(sides, 1)
@@ -101,37 +78,6 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(sides):
     sides.end(request)
     sides.rest()
     assert not is_stored(sides, 1)
-
-
-def test_after_a_reset_the_ranks_hear_of_it_though_requests_come(sides):
-    """Seen red with calm steps right after a reset: they carry the epoch before."""
-    sides.side.reset()
-    come(sides, "a", 1)
-    epoch = sides.side.serving.scheduler.epoch
-    assert sides.orders({"a": PROMPT}, new=["a"]).epoch == epoch != 0
-
-
-def test_calm_does_not_last_where_requests_come_with_every_step(sides):
-    """Seen red without a bound."""
-    calm = []
-    for number in range(6):
-        name = f"r{number}"
-        come(sides, name, number)
-        calm.append(sides.orders({name: PROMPT}, new=[name]).is_quiet)
-    assert calm == [True, True, True, True, False, False], "who is told is timed, too"
-    assert is_told(sides, "r0")
-
-
-@pytest.mark.parametrize(
-    "scheduled",
-    [{"a": 600}, {"a": PROMPT, "o": 2}, {"a": PROMPT, "b": PROMPT}],
-    ids=["a long prompt", "another prefills", "one of them is known"],
-)
-def test_steps_that_are_not_calm(sides, scheduled):
-    come(sides, "a", 1)
-    sides.allocate("b", 5)
-    assert not sides.orders(scheduled, new=[name for name in scheduled if name != "o"]).is_quiet
-    assert is_told(sides, "a")
 
 
 def test_a_preemption_is_heard_of(sides):
@@ -169,44 +115,11 @@ def test_a_name_that_left_something_may_come_again(sides):
     assert is_stored(sides, 2)
 
 
-def test_loads_that_are_ordered_are_not_kept_from_the_ranks(sides):
-    """Seen red with steps called calm whatever is to be sent."""
-    first = come(sides, "first", 1)
-    compute(sides, first)
-    sides.end(first)
-    sides.rest()
-    loads = request_of("loads", hashes_of(1))
-    tokens, is_async = sides.side.match(loads, 0)
-    assert (tokens, is_async) == (4 * BLOCK_TOKENS, True)
-    sides.side.allocated(loads, sides.allocate("loads", 5), tokens)
-    come(sides, "a", 2)
-    assert sides.orders({"a": PROMPT}, new=["a"]).loads.keys() == {"loads"}
-
-
 def test_a_load_that_cannot_be_is_not_kept_from_the_ranks(sides):
-    """Seen red with steps called calm though a request waits to hear that nothing comes."""
     lost = request_of("lost", hashes_of(1))
     sides.side.allocated(lost, sides.allocate("lost", 5), 2 * BLOCK_TOKENS)
     come(sides, "a", 2)
     assert sides.orders({"a": PROMPT}, new=["a"]).ended.keys() == {"lost"}
-
-
-def test_blocks_that_are_held_are_not_held_longer(sides, monkeypatch):
-    request = come(sides, "a", 1)
-    compute(sides, request)
-    monkeypatch.setattr(type(sides.side.serving.engine), "evicts", True)
-    sides.end(request)
-    assert sides.side.serving.engine.num_held == 4
-    come(sides, "b", 2)
-    assert not sides.orders({"b": PROMPT}, new=["b"]).is_quiet
-
-
-def test_lazy_stores_look_at_every_step(make_sides):
-    sides = make_sides(["layer0"], store_mode="lazy")
-    sides.step()
-    come(sides, "a", 1)
-    assert not sides.orders({"a": PROMPT}, new=["a"]).is_quiet
-    assert not sides.side.guard.broken
 
 
 def crowd(sides, numbers, running):
@@ -218,27 +131,8 @@ def crowd(sides, numbers, running):
         yield
 
 
-def test_what_waits_is_stored_before_vllm_gives_its_blocks_away(sides):
-    """Seen red with calm steps wherever nothing is held."""
-    first = come(sides, "first", 1)
-    compute(sides, first)
-    sides.end(first)
-    running: list[str] = []
-    for _ in crowd(sides, range(3), running):
-        pass
-    sides.step(dict.fromkeys(running, 1))
-    assert len(sides.side.serving.scheduler.deferred) == 1
-    for _ in crowd(sides, range(3, 6), running):
-        pass
-    sides.step(dict.fromkeys(running, 1))
-    assert is_stored(sides, 1)
-
-
 def test_one_that_comes_back_and_ends_at_once_is_stored(sides):
-    """It has one token to compute, so it looks like one that decodes.
-
-    Seen red with calm steps whoever got blocks in them.
-    """
+    """It has one token to compute, so it looks like one that decodes."""
     old = come(sides, "old", 1)
     compute(sides, old)
     sides.step({"old": 1})
@@ -259,17 +153,13 @@ def test_one_that_comes_back_and_ends_at_once_is_stored(sides):
     assert is_stored(sides, 1)
 
 
-@pytest.mark.parametrize("is_told_at_once", [True, False])
-def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch, is_told_at_once):
-    """Seen red with only the new ones timed in calm steps, and with calm while one is timed."""
+def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("kvferry.connectors.common.session.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvferry.connectors.common.serving.time.monotonic", lambda: now[0])
     samples = []
     monkeypatch.setattr(
         sides.side.serving.scheduler, "note_prefill", lambda _, seconds: samples.append(seconds)
     )
-    if is_told_at_once:
-        sides.side.serving._skipper.look_next()
     running: list[str] = []
     for _ in crowd(sides, range(4), running):
         now[0] += 0.01

@@ -66,9 +66,9 @@ def test_intervals_add_up_to_what_was_counted(sides):
 def test_nothing_is_told_before_it_is_time(make_sides):
     sides = make_sides(["layer0"])
     running = sides.compute("runs", hashes_of(1))
-    sides.side.serving._skipper.num_quiet = 0
+    sides.side.serving._num_quiet = 0
     assert sides.side.take_stats() is not None
-    sides.side.serving._skipper.num_quiet = 0
+    sides.side.serving._num_quiet = 0
     sides.side.match(request_of("new", hashes_of(2)), 0)
     assert sides.side.take_stats() is None, "told a moment ago, and there are more steps to come"
     sides.side.finished(request_of("new", hashes_of(2)))

@@ -68,7 +68,7 @@ def frees_soon(busy: Busy) -> None:
 
 
 def take_stats(busy: Busy) -> None:
-    busy.sides.side.serving._skipper.num_quiet = 0  # type: ignore[union-attr]
+    busy.sides.side.serving._num_quiet = 0  # type: ignore[union-attr]
     assert busy.sides.side.take_stats() is None
 
 

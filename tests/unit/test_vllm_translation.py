@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.cache import reach
 from kvferry.connectors.common.guard import Guard
-from kvferry.connectors.common.session import RequestState
+from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys, VllmEngine
 from kvferry.connectors.vllm.setup import place_of, support_of
 from kvferry.core.identity import Namespace, adopt
@@ -352,10 +352,10 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
     num_tokens, seconds = timed
     assert num_tokens == 68
     assert seconds >= 0
-    assert tracked.time_prefill() is None
+    assert tracked.is_timed
     resumed = RequestState(request, ferried(request))
     assert resumed.time_prefill() is None
-    assert resumed.time_prefill() is None
+    assert resumed.is_timed
 
 
 def test_a_guard_trips_once_and_stays(caplog):

@@ -1,0 +1,487 @@
+"""kvferry in service in an engine's scheduler: asks the scheduler what to do, step by step.
+
+::
+
+    a request   match ──> allocated ──────────────────> orders, every step it runs ──> finished
+                  │ hit     │ load: the engine waits      │ store what this step         │ store
+                  │         │ until the ranks say so      │ computes, after it does      │ the rest
+                  └─ miss   └─ nothing to load            └─ preempted: match again
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.cache import reach
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.pool import Pool
+from kvferry.connectors.common.contract import (
+    EngineAdapter,
+    EngineKeys,
+    EngineRequest,
+    SessionSetup,
+    Step,
+)
+from kvferry.connectors.common.loads import PromisedLoads
+from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
+from kvferry.connectors.common.overlap import OverlapDecider
+from kvferry.connectors.common.ranks import tiers_of_ranks
+from kvferry.connectors.common.reports import Reports
+from kvferry.scheduler.request import Request, State
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import LowerTier
+from kvferry.scheduler.transfers import Ordered
+from kvferry.types import DeviceBlocks, Health, MatchState, Plan, Rank, Receipt
+
+log = logging.getLogger(__name__)
+
+LONG_TOKENS = 512
+"""The most tokens that requests compute unobserved."""
+
+_MOST_QUIET = 32
+"""Decoding steps in a row that are skipped: a fraction of a second."""
+
+_POLL_SECONDS = 0.25
+"""How often deadlines are polled without receipts."""
+
+_LONG_SILENCE = 1.0
+"""After so long without a poll the engine was not stepping. The ranks report what they finished
+meanwhile with the next step only, so no deadline has passed before that."""
+
+_OTHERS = (State.ANSWERED, State.LOADING, State.LOADED, State.RUNNING)
+
+
+class DeadlinePoll:
+    """Owns when deadlines are polled next, and whether the ranks had time to answer since."""
+
+    __slots__ = ("_due", "_has_waited")
+
+    def __init__(self, now: float) -> None:
+        self._due = now + _POLL_SECONDS
+        self._has_waited = False
+
+    def is_due(self, now: float) -> bool:
+        return now >= self._due
+
+    def polls(self, now: float) -> bool:
+        """Whether to poll the deadlines now, after the receipts that have come.
+
+        Not at once after a pause: those receipts may say nothing of other transfers. But the extra
+        time is given once: where all steps are far apart, a hung rank must be noticed in one.
+        """
+        if now >= self._due + _LONG_SILENCE and not self._has_waited:
+            self._due, self._has_waited = now + _POLL_SECONDS, True
+        if now < self._due and self._has_waited:
+            return False
+        self._due, self._has_waited = now + _POLL_SECONDS, False
+        return True
+
+
+class RequestState:
+    """One of the engine's requests, and the scheduler's request of the same name. Owns neither."""
+
+    def __init__(self, theirs: EngineRequest, ours: Request) -> None:
+        self.theirs = theirs
+        self.ours = ours
+        self.keys: EngineKeys = ours.chain  # type: ignore[assignment]  # the adapter opened it
+        self.preemptions = theirs.num_preemptions
+        self.computed = 0
+        """Tokens that the engine had when it last asked for a match."""
+        self.claimed = 0
+        """Tokens beyond these that it was promised."""
+        self.is_timed = False
+        self._began: tuple[float, int] | None = None
+
+    def note_preemption(self) -> None:
+        """An engine may preempt and resume a request before it says so; its count says it first."""
+        self.preemptions = self.theirs.num_preemptions
+        self.ours.preempt()
+
+    def time_prefill(self) -> tuple[int, float] | None:
+        """Call it in every step: once, the prompt tokens it computed and how long that took.
+
+        Measured from its first step to the step after its first token, with whatever else ran
+        meanwhile: that is what computing costs on this server.
+        """
+        theirs = self.theirs
+        if self._began is None:
+            self._began = (time.monotonic(), theirs.num_computed_tokens)
+            self.is_timed = theirs.num_output_tokens > 0  # resumed: its prompt was timed before
+            return None
+        if not theirs.num_output_tokens:
+            return None
+        self.is_timed = True
+        start, had_tokens = self._began
+        return theirs.num_prompt_tokens - had_tokens, time.monotonic() - start
+
+
+class Serving:
+    """Owns the scheduler, the engine's requests by name, and the loads that were promised.
+
+    Made once the engine is bound and every rank was met. An exception in here takes kvferry out of
+    service, which is :class:`SchedulerSession`'s task.
+    """
+
+    def __init__(
+        self, setup: SessionSetup, shapes: Mapping[int, RankShape], engine: EngineAdapter
+    ) -> None:
+        groups = setup.groups
+        self.engine = engine
+        self._setup = setup
+        self._hash_tokens = engine.hash_tokens
+        self._least_block = min(group.block_tokens for group in groups)
+        # A window that serves the token after the prompt may not reach back for its last one.
+        self._claims_whole = setup.is_full and not setup.uses_drafts
+        self._is_lazy = setup.config.store_mode == "lazy"
+        # The last block that a draft model wrote may be of tokens that were refused later.
+        step = reach.hit_alignment(groups, hash_block_tokens=engine.hash_tokens)
+        self._spare_tokens = step if setup.uses_drafts else 0
+        tiers = tiers_of_ranks(shapes.values(), setup.config)
+        self.scheduler = self._make_scheduler(shapes, tiers)
+        self._requests: dict[str, RequestState] = {}
+        self._overlap = OverlapDecider(
+            setup, shapes[0], self.scheduler, self._has_others, hash_tokens=engine.hash_tokens
+        )
+        self.reports = Reports(
+            self.scheduler, setup, shape=shapes[0], tiers=tiers, hash_tokens=engine.hash_tokens
+        )
+        rests = self.scheduler.deferred
+        assert rests is not None  # the scheduler was given the engine's blocks
+        self._rests = rests
+        self._num_quiet = 0  # steps that only decode and may be skipped
+        self._promises = PromisedLoads()
+        self._has_settled = False
+        self._deadlines = DeadlinePoll(time.monotonic())
+        self._quiet_orders = StepOrders(computes=True, is_quiet=True)
+        for rank, shape in shapes.items():
+            self.scheduler.note_ready(Rank(rank), shape.ready_slots)
+
+    def _make_scheduler(
+        self, shapes: Mapping[int, RankShape], tiers: Sequence[LowerTier]
+    ) -> Scheduler:
+        """With as many slots as the rank with the fewest; none of them is ready yet."""
+        setup, engine = self._setup, self.engine
+        num_slots = min(shape.num_slots for shape in shapes.values())
+        return Scheduler(
+            Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
+            setup.groups,
+            config=setup.config,
+            num_ranks=setup.num_ranks,
+            hash_block_tokens=engine.hash_tokens,
+            num_device_blocks=engine.num_blocks,
+            block_bytes=shapes[0].block_bytes,
+            spare_tokens=self._spare_tokens,
+            tiers=tiers,
+            # The engine must be told which blocks are missing, or it would compute all of them.
+            loads_early=setup.fails_by_block
+            and setup.reported_tokens == setup.groups[0].block_tokens,
+            engine=engine,
+        )
+
+    # -- a request comes ------------------------------------------------------------------------
+
+    def expect(self, request: EngineRequest) -> None:
+        """It has come to the engine's queue: lower tiers may promote its blocks meanwhile."""
+        self.scheduler.prefetch(self._state_of(request).ours)
+        self._num_quiet = 0
+
+    def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
+        """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
+        # A request may want the blocks of a load that ends: the device has them soon.
+        if self._promises.pieces and self._promises.are_ending:
+            self._num_quiet = 0
+            return None
+        state = self._state_of(request)
+        state.computed, state.claimed = computed_tokens, 0
+        state.keys.num_past = computed_tokens // self._hash_tokens
+        # One token must be computed, or there is none to sample from. The engine computes the last
+        # token again where a load brings all of them: a step of one token, as in decoding, where
+        # the end of a block would be a prefill. But where only the last block is missing on the
+        # device, waiting for a load is not worth it.
+        most = request.num_tokens - 1
+        if self._claims_whole and computed_tokens + self._least_block <= most:
+            most += not self._overlap.leaves_a_block(most - computed_tokens)
+        match = state.ours.match(computed_tokens=computed_tokens, max_tokens=most)
+        if match.state is MatchState.WAIT:
+            # What it waits for may have to be sent, and is heard of in a step that is looked at.
+            self._num_quiet = 0
+            return None
+        if match.state is MatchState.MISS:
+            return 0
+        state.claimed = match.num_tokens - computed_tokens
+        return state.claimed
+
+    def allocated(
+        self,
+        request: EngineRequest,
+        tables: Callable[[], Sequence[Sequence[int]]],
+        num_external_tokens: int,
+    ) -> None:
+        """The engine has given the request its blocks: order the load it was promised.
+
+        A load that cannot be ordered is reported by way of the ranks, or the request would wait
+        for ever.
+        """
+        state = self._state_of(request)
+        ours, claimed = state.ours, state.claimed
+        if not num_external_tokens and ours.state is State.ANSWERED:
+            self._num_quiet = 0
+            return
+        # Also without a load: a request that comes back with one token would count as not run.
+        self._num_quiet = 0
+        state.claimed = 0
+        if num_external_tokens != claimed:
+            # Another connector serves the request, or the engine wants less: change the pins.
+            ours.match(
+                computed_tokens=state.computed, max_tokens=state.computed + num_external_tokens
+            )
+        if not num_external_tokens:
+            return
+        tables_now = tables()
+        blocks = self.promised_blocks(ours.id, tables_now[0], num_external_tokens)
+        overlap = None  # the engine is not told early of a load in pieces
+        if ours.state is State.MATCHED:
+            overlap = self._overlap.decide(num_external_tokens)
+        ordered = ours.load([self.engine.table(ids) for ids in tables_now], overlap)
+        self.engine.hold(ordered)
+        is_early = overlap is not None and overlap.is_early
+        epoch = self.scheduler.epoch
+        self._promises.promise(ours, blocks, ordered, epoch=epoch, is_early=is_early)
+
+    def promised_blocks(
+        self, request_id: str, ids: Sequence[int], num_external_tokens: int
+    ) -> tuple[int, ...]:
+        """The first group's blocks that a load is to fill: what is reported if it fails."""
+        state, size = self._requests.get(request_id), self._setup.reported_tokens
+        first = state.computed if state is not None else 0
+        return tuple(ids[first // size : -(-(first + num_external_tokens) // size)])
+
+    def _state_of(self, request: EngineRequest) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            ours = self.engine.open(self.scheduler, request)
+            state = self._requests[request.request_id] = RequestState(request, ours)
+        elif request.num_preemptions != state.preemptions:
+            state.note_preemption()
+        return state
+
+    def _has_others(self) -> bool:
+        """Whether requests compute in these steps, or will: from the start, or once loaded."""
+        for state in self._requests.values():  # noqa: SIM110  # a generator is a call per request
+            if state.ours.state in _OTHERS:
+                return True
+        return False
+
+    # -- every step -----------------------------------------------------------------------------
+
+    def orders(self, step: Step) -> StepOrders:
+        """This step's plan. It stores what this very step computes: the ranks order them so."""
+        self.engine.begin_step()
+        if self._num_quiet > 0 and self._only_decodes(step):
+            self._num_quiet -= 1
+            return self._quiet_orders
+        plan = self._plan(step)
+        epoch, computes = self.scheduler.epoch, step.num_tokens > 0
+        if self._quiet_orders.epoch != epoch:
+            self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
+        promises = self._promises
+        if not (promises.whole or promises.pieces or promises.ended):
+            return StepOrders(plan, computes=computes, epoch=epoch)
+        return StepOrders(
+            plan,
+            promises.take_loads(),
+            promises.take_ended(),
+            computes=computes,
+            epoch=epoch,
+            early=promises.take_early(),
+        )
+
+    def _only_decodes(self, step: Step) -> bool:
+        """Whether this step decodes one more token of each running request, as most steps do.
+
+        Such a step must cost next to nothing, so only the step itself is looked at. One that runs
+        no request is always looked at: it is a chance for what waits.
+        """
+        num_running = len(step.scheduled)
+        if not num_running or step.num_tokens != num_running:
+            return False
+        return not (step.new or step.preempted)
+
+    def _plan(self, step: Step) -> Plan:
+        scheduler = self.scheduler
+        if not self._has_settled and self._deadlines.is_due(time.monotonic()):
+            self._settle(())
+        self._has_settled = False
+        self.reports.mailbox.answer()
+        for request_id in step.preempted:
+            state = self._requests.get(request_id)
+            if state is not None and state.theirs.num_preemptions != state.preemptions:
+                state.note_preemption()
+        num_quiet = self._store_running(step.scheduled)
+        if self._rests:
+            self._hold(scheduler.store_left(is_idle=not step.scheduled))
+        released = scheduler.take_released()
+        if released:
+            self.engine.release(released)
+        self._num_quiet = 0 if self._rests.held else min(num_quiet, _MOST_QUIET)
+        if self._is_lazy:
+            self._offer(step)
+        if not (step.scheduled or self._requests):
+            scheduler.writeback.flush()
+        return scheduler.plan()
+
+    def _store_running(self, scheduled: Mapping[str, int]) -> int:
+        """Order what this step computes; returns how many tokens each may compute unobserved."""
+        least = LONG_TOKENS if scheduled and not self._is_lazy else 0
+        step_tokens = self._rests.step + self._spare_tokens
+        for request_id, num_new in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            ours = state.ours
+            if ours.state is not State.RUNNING:
+                ours.run()
+            computed_tokens = state.theirs.num_computed_tokens + num_new
+            if computed_tokens >= ours.progress.since + step_tokens:
+                self._store(ours, computed_tokens)
+            if not state.is_timed and (prefill := state.time_prefill()) is not None:
+                self.scheduler.note_prefill(*prefill)
+            if state.is_timed:
+                least = min(least, ours.progress.since + step_tokens - computed_tokens - 1)
+            else:
+                least = 0  # the next step must be looked at
+        return least
+
+    def _store(self, ours: Request, computed_tokens: int) -> None:
+        """Order what a running request has not stored yet."""
+        progress, chain = ours.progress, ours.chain
+        from_token = progress.unstored_from(chain, progress.storable(chain, computed_tokens))
+        if from_token is not None:
+            tables = self.engine.tables(ours, computed_tokens, from_token)
+            self._hold(ours.store(tables, computed_tokens))
+
+    def _hold(self, held: Sequence[DeviceBlocks | Ordered]) -> None:
+        if held:
+            self.engine.hold(held)
+            if self.reports.events is not None:
+                for part in held:
+                    if isinstance(part, Ordered):
+                        self.reports.events.ordered(part)
+
+    def _offer(self, step: Step) -> None:
+        """With lazy stores: show what the engine will give away next."""
+        scheduler = self.scheduler
+        scheduler.note_allocated(step.num_allocated())
+        for offer in self.engine.next_evicted(scheduler.offer_depth):
+            self.engine.hold(scheduler.offer(*offer))
+
+    # -- receipts -------------------------------------------------------------------------------
+
+    def take(self, report: StepReceipts) -> None:
+        """The ranks' answers of one step."""
+        for rank, num_slots in report.ready:  # host memory grows while requests run
+            self.scheduler.note_ready(rank, num_slots)
+        if report.pinned or report.disks:
+            self.reports.note(report)
+        for health in report.health:
+            self._note_health(health)
+        self._num_quiet = 0
+        self._settle(report.receipts)
+        self._has_settled = True
+        if self.scheduler.epoch in report.stale:
+            log.warning("The model's weights have changed: kvferry forgets what it has stored.")
+            self.reset()
+
+    def _note_health(self, change: Health) -> None:
+        if change.reason:
+            log.warning(
+                "tier %s is unavailable on rank %d: %s", change.tier, change.rank, change.reason
+            )
+        else:
+            log.warning("tier %s is available again on rank %d", change.tier, change.rank)
+        self.scheduler.note_health(change)
+
+    def _settle(self, receipts: Sequence[Receipt]) -> None:
+        polls = self._deadlines.polls(time.monotonic())
+        settled = self.scheduler.settle(receipts, looks=polls)
+        self.engine.release(settled.released)
+        if settled.ordered:
+            self.engine.hold(settled.ordered)
+            self._promises.order(settled.ordered)
+        if settled.landed:
+            if self._promises.pieces:
+                self._promises.land(settled.landed)
+            if self.reports.events is not None:
+                self.reports.events.settled()
+        for failure in settled.failed:
+            log.warning(
+                "request %s computes %d tokens it hoped to load, once no rank can write its "
+                "blocks any more: %s",
+                failure.request.id,
+                failure.num_tokens,
+                failure.reason,
+            )
+
+    # -- a request goes -------------------------------------------------------------------------
+
+    def finished(self, request: EngineRequest, block_ids: Sequence[Sequence[int]] = ()) -> None:
+        """It is done or aborted: what it computed and has not stored is stored later.
+
+        ``block_ids`` are the blocks it had, by group. (Those of a window are stored at once: soon
+        they belong to other requests.)
+        """
+        self._num_quiet = 0
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            if self.reports.takes_orders:
+                self.scheduler.control.remember(state.ours.id, state.keys.keys())
+            state.keys.end(block_ids)
+            self._hold(state.ours.leave(request.num_computed_tokens))
+
+    def reset(self) -> None:
+        """Forget everything: the cache was reset, or the weights have changed."""
+        self.scheduler.reset()
+        self._num_quiet = 0  # the ranks must hear of the epoch
+
+    @property
+    def unkept(self) -> dict[str, EndedLoad]:
+        """Loads that the engine waits for and that no rank was told of."""
+        return self._promises.unkept
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine should keep stepping, so that copies under way can be reported."""
+        scheduler = self.scheduler
+        is_moving = self._rests or scheduler.num_queued or scheduler.num_awaited
+        is_left = not self._requests and scheduler.writeback.flush_is_due
+        promises = self._promises
+        is_promised = promises.whole or promises.pieces or promises.ended
+        return bool(is_moving or is_left or is_promised or self.reports.has_orders)
+
+    def frees_soon(self) -> bool:
+        """Whether waiting for copies under way would give the engine a block.
+
+        That is cheaper than to preempt a request.
+        """
+        self._rests.is_wanted = bool(self._rests)
+        is_under_way = bool(self._rests) or self.scheduler.num_awaited > 0
+        return is_under_way and self.engine.keeps_free_blocks
+
+    def take_stats(self) -> dict[str, float] | None:
+        """What was counted since the last call, once a second; None if that is nothing."""
+        if self._num_quiet > 0:
+            return None
+        # With nothing left to do there is no other step for long.
+        if not (self.reports.is_due or (not self._requests and not self.has_work)):
+            return None
+        return self.reports.take_stats(num_held=self.engine.num_held)
+
+    def close(self) -> None:
+        """Close each part although another cannot be: the engine must get to its end."""
+        for part in (self.reports, self.scheduler):
+            try:
+                part.close()
+            except Exception:
+                log.exception("kvferry did not close its %s", type(part).__name__)
