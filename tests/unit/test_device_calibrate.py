@@ -11,14 +11,14 @@ from tests.fakes.driver import FakeDriver
 from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import path_names
 from kvferry.transfer.driver.base import BatchForm
-from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.job import Direction
 from kvferry.transfer.paths import path_set
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.transfer.paths.path_set import open_paths
 from kvferry.transfer.planner import choose as opening
 from kvferry.transfer.planner import measure as module
 from kvferry.transfer.planner.choose import open_planner
-from kvferry.transfer.planner.measure import CopyRig, Timing, calibrate
+from kvferry.transfer.planner.measure import calibrate
 from kvferry.transfer.planner.profile import profile_file
 
 KiB = 1 << 10
@@ -55,36 +55,6 @@ def test_a_call_per_segment_is_for_drivers_without_the_batch() -> None:
         driver = FakeDriver(batch_form=form)
         profile = calibrate(driver, {"loop": LoopPath(driver), "dma": DmaPath(driver)})
         assert {cell.path for cell in profile.cells} == expected
-
-
-def test_a_path_that_is_hopeless_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees how much each transfer's bytes cost beyond the one before: a start is no fault."""
-    monkeypatch.setattr(module, "NUM_BYTES", (16 * KiB, 32 * KiB, 64 * KiB))
-    microseconds = {
-        "quick": (10, 20, 40),
-        "slow to start": (500, 505, 510),
-        "slow per byte": (15, 60, 120),
-    }
-    paths: dict[str, Any] = {name: DmaPath(FakeDriver()) for name in microseconds}
-    timed: list[tuple[str, int]] = []
-
-    class Rig(CopyRig):
-        def time(self, path: Any, job: CopyJob, **_: Any) -> Timing:
-            (name,) = [name for name, known in paths.items() if known is path]
-            timed.append((name, job.num_bytes))
-            power = (job.num_bytes // (16 * KiB)).bit_length() - 1
-            return Timing(1e-6 * microseconds[name][power], 0.0)
-
-    monkeypatch.setattr(module, "CopyRig", Rig)
-    cells = calibrate(FakeDriver(), paths).cells
-    for way in Direction:
-        sizes = {
-            name: [c.num_bytes // KiB for c in cells if c.path == name and c.direction is way]
-            for name in microseconds
-        }
-        assert sizes["quick"] == sizes["slow to start"] == [16, 32, 64] * 2
-        assert sizes["slow per byte"] == [16, 32] * 2
-    assert len(timed) == len(cells)
 
 
 @pytest.fixture

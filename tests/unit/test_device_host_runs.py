@@ -14,7 +14,7 @@ from kvferry.transfer.driver.base import SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths import host_runs
-from kvferry.transfer.paths.host_runs import GROWTH, MAX_CALL, HostRuns, count_runs
+from kvferry.transfer.paths.host_runs import HostRuns, count_runs
 
 BLOCK = 64
 HOST, RING = 1 << 20, 1 << 30
@@ -77,36 +77,6 @@ def test_runs_are_counted_as_they_are_copied() -> None:
     assert count_runs(job([3, 4, 6, 5])) == 3
     assert count_runs(job([3, 4, 5], pitch=BLOCK + 8)) == 3
     assert count_runs(job([0, 1, 2, 3], chunk=2 * BLOCK)) == 2
-
-
-@pytest.mark.parametrize(("first_bytes", "first"), [(BLOCK - 1, 1), (5 * BLOCK, 5), (1 << 20, 64)])
-def test_the_first_calls_are_short(
-    first_bytes: int, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver starts nothing before it has seen a whole call."""
-    monkeypatch.setattr(host_runs, "FIRST_BYTES", first_bytes)
-    driver: Any = Recorder()
-    HostRuns(job(list(range(0, 400, 2)))).store(driver, 0, 200 * BLOCK, RING, stream=9)
-    assert driver.calls[:2] == [first, min(GROWTH * first, MAX_CALL)]
-    assert max(driver.calls) == MAX_CALL
-    assert sum(driver.calls) == 200
-
-
-def test_stores_keep_stream_order_and_loads_may_not_need_to() -> None:
-    slots, num_bytes = [0, 5, 3], 3 * BLOCK
-    assert stored(job(slots), 0, num_bytes).orders == [SourceOrder.STREAM]
-    assert loaded(job(slots), 0, num_bytes).orders == [SourceOrder.ANY]
-
-
-def test_a_load_begins_with_more_such_copies_while_they_are_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host_runs, "SINGLE_BYTES", 2 * BLOCK)
-    slots = [9, 1, 2, 4, 5, 7, 8]
-    driver = loaded(job(slots), 0, len(slots) * BLOCK)
-    assert [size for *_, size in driver.copies[:3]] == [BLOCK, 2 * BLOCK, 2 * BLOCK]
-    assert driver.calls == []  # and one more run, which is a call of its own
-    assert loaded(job([9, 1, 3, 5]), 0, 4 * BLOCK).calls == [3]
 
 
 @given(

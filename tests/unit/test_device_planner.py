@@ -82,23 +82,6 @@ def test_what_lands_in_parts_goes_by_the_path_that_queues_it_at_once() -> None:
     assert planner.choose(*large, in_parts=True) == planner.choose(*large)
 
 
-def test_what_a_run_costs_is_told_by_many_of_them() -> None:
-    """Sixty microseconds of noise make a run of four cost twenty more, and one of 400 nothing."""
-    cells = [
-        Cell(way, path, 4 * KiB, 256 * runs, 1e-3 * runs + extra, num_runs)
-        for way in Direction
-        for path, noise, per in (("kernel", 0.0, 1e-6), ("staged", 60e-6, 0.2e-6))
-        for runs, num_runs, extra in (
-            (4, 1, 0.0),
-            (400, 1, 0.0),
-            (4, 4, noise),
-            (400, 400, 399 * per),
-        )
-    ]
-    planner = Planner(Profile(tuple(cells), paths=PATHS), PATHS)
-    assert planner.choose(LOAD, layout(4 * KiB, 256), 200, False, 200) == "staged"
-
-
 def test_what_the_model_loses_counts_while_it_runs() -> None:
     costly = BusyCell(STORE, "kernel", "a load", gbps=40.0, idle_gbps=50.0, lost_ms_per_gb=6.0)
     planner = Planner(profile(costly), COSTS)
@@ -133,21 +116,6 @@ def by_runs(*busy: BusyCell) -> Planner:
         for runs in (1, 200)
     )
     return Planner(Profile(cells, paths=frozenset(costs)), costs)
-
-
-def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
-    """At 64 KiB per slot a ring pays for each; a kernel does not care where they are."""
-    planner = by_runs()
-    small, large = layout(4 * KiB, 16), layout(64 * KiB, 64)
-    assert planner.choose(STORE, small, 1000, busy=False) == "staged"
-    assert planner.choose(STORE, small, 1000, False, 10) == "staged"
-    assert planner.choose(STORE, small, 1000, False, 1000) == "kernel"
-    assert planner.choose(STORE, large, 64, False, 64) == "staged"
-    by_path = {e.path: e.seconds for e in planner.estimates(LOAD, small, 1000, False, 101)}
-    in_one = {e.path: e.seconds for e in planner.estimates(LOAD, small, 1000, False)}
-    assert by_path["kernel"] == pytest.approx(in_one["kernel"])
-    assert by_path["staged"] == pytest.approx(in_one["staged"] + 100 * 0.5e-6)
-    assert "64 runs" in planner.explain(STORE, large, 64, False, 64)
 
 
 def test_a_pinned_path_overrules_and_says_so() -> None:

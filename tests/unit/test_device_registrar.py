@@ -50,16 +50,6 @@ def test_a_refusal_puts_the_mode_back_too() -> None:
     assert library.mode == 0
 
 
-def test_a_driver_without_capture_modes_pins_as_ever() -> None:
-    class Older(FakeLibcuda):
-        def __getattr__(self, name: str) -> Any:
-            if name == "cuThreadExchangeStreamCaptureMode":
-                raise AttributeError(name)
-            return super().__getattr__(name)
-
-    CudaDriver(Older(12000)).register_host(4096, 4096)
-
-
 def test_a_tier_pins_through_the_driver_and_gives_back() -> None:
     driver = FakeDriver()
     registrar = DriverRegistrar(driver)

@@ -66,40 +66,6 @@ def addresses(slots: Iterable[RingSlot]) -> set[int]:
     return {part.address for slot in slots for part in slot.parts}
 
 
-def test_slots_do_not_overlap() -> None:
-    driver = FakeDriver()
-    with driver.current():
-        ring = Ring(driver, RING_BYTES)
-        ring.open()
-        alone = [*{ring.next(Direction.LOAD) for _ in range(2)}, ring.next(Direction.LOAD, 1)]
-        spans = sorted((slot.address, slot.address + slot.num_bytes) for slot in alone)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        assert spans[-1][1] - spans[0][0] == RING_BYTES
-        ring.close()
-
-
-def test_both_directions_at_once_keep_out_of_each_others_way() -> None:
-    driver = FakeDriver()
-    with driver.current():
-        ring = Ring(driver, RING_BYTES)
-        ring.open()
-        stream = ring.inbound
-        driver.timeline.frozen = {stream}
-        load = ring.next(Direction.LOAD)
-        driver.record_event(load.scattered, stream)  # a load that is not over yet
-        sizes = (None, None, 0, None)
-        stores = {ring.next(Direction.STORE, size) for size in sizes}
-        for slot in stores:
-            driver.record_event(slot.copied_out, stream)
-        loads = {ring.next(Direction.LOAD, size) for size in sizes}
-        assert not addresses(stores) & addresses(loads)
-        driver.timeline.frozen = set()
-        driver.timeline.run_all()
-        assert ring.next(Direction.STORE).num_bytes == 2 * LARGE
-        ring.close()
-    assert driver.leaks() == {}
-
-
 @pytest.mark.parametrize("call", ["alloc_device", "create_stream", "create_event"])
 @pytest.mark.parametrize("nth", [1, 3, 5])
 def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:

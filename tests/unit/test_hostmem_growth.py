@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import mmap
 import threading
 import time
@@ -23,7 +22,6 @@ from kvferry.hostmem.limits import Machine
 from kvferry.hostmem.mapping import Bytes
 from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.slots import Chunks, HostTier
-from kvferry.settings.kinds import AUTO
 
 PAGE = mmap.PAGESIZE
 LONG = 60.0
@@ -375,11 +373,6 @@ def test_memory_that_runs_out_stops_the_growth_before_the_kernel_does() -> None:
     growth.close()
 
 
-def test_more_than_the_machine_has_is_refused_before_anything_is_mapped() -> None:
-    with pytest.raises(ConfigError, match=r"1024\.0 GiB is more than the machine's memory allows"):
-        HostMemory(1 << 40, PAGE, machine=Meminfo(32 * GiB).machine())
-
-
 def test_no_pages_for_the_first_chunk_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(memory: np.ndarray) -> None:
         raise OSError(12, "got no pages")
@@ -457,19 +450,3 @@ def test_never_more_than_asked_by_a_page_nor_less_by_a_slot(asked: int, slot: in
         assert taken <= asked + PAGE
         assert host.num_slots >= 1
         assert taken > asked - 2 * host.tier.pitch - asked // 4096 - PAGE
-
-
-def test_auto_takes_what_the_machine_has() -> None:
-    meminfo = Meminfo(left=600 * MiB, total=2 * GiB)
-    with HostMemory(AUTO, PAGE, machine=meminfo.machine(), num_ranks=2) as host:
-        assert 30 * MiB < host.stats().asked_bytes < 44 * MiB
-
-
-def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvferry.hostmem.growth")
-    growth = Growth(tier(400))
-    growth.wait(LONG)
-    growth.close()
-    lines = [r.getMessage() for r in caplog.records if "host memory:" in r.getMessage()]
-    assert 1 <= len(lines) <= 5
-    assert lines[-1].endswith("done")
