@@ -51,7 +51,8 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, LastingTier, Result, Tier, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover, TierMover
-from kvferry.tiers.threaded import Task, ThreadedTier
+from kvferry.tiers.queued import Task
+from kvferry.tiers.threaded import ThreadedTier
 from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import GroupLayout, describe

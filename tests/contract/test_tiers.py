@@ -248,7 +248,7 @@ def mooncake(block_bytes: int = BLOCK_BYTES) -> Rig:
     tier = RemoteTier(
         TierName("remote"), block_bytes, hello, lambda told, _: InThread(client, told)
     )
-    tier.start(LONG)
+    tier.open(LONG)
 
     def lose(numbers: Sequence[int]) -> None:
         for name in objects.names(keys(numbers)):

@@ -7,7 +7,7 @@ import numpy as np
 from kvferry.core.keys import Keys, Recovered
 from kvferry.tiers.contract import Result, TierSetup, Way
 from kvferry.tiers.memory import MemoryTier
-from kvferry.tiers.threaded import Task
+from kvferry.tiers.queued import Task
 from kvferry.types import Key, TierName, as_slots
 
 shelves: dict[tuple[str, int], dict[int, tuple[Key, bytes]]] = {}

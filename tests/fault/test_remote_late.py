@@ -123,7 +123,7 @@ class Rig:
             hello,
             lambda told, _: InThread(client, told, self.mapping),
         )
-        self.tier.start(LONG)
+        self.tier.open(LONG)
         self.store = Store(self.tier, objects.namespace, self.slots)
         self.names = objects.names(keys(range(8)))
 

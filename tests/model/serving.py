@@ -53,7 +53,7 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover
-from kvferry.tiers.threaded import Task
+from kvferry.tiers.queued import Task
 from kvferry.types import (
     DEVICE,
     HOST,

@@ -23,7 +23,7 @@ from tests.unit.test_ferry_tiers import (
 import kvferry
 from kvferry.errors import ClosedError
 from kvferry.tiers.contract import Result, Way
-from kvferry.tiers.threaded import Task
+from kvferry.tiers.queued import Task
 from kvferry.types import TierName, as_slots
 
 __all__ = ["attach"]  # a fixture

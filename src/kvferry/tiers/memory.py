@@ -13,7 +13,8 @@ from kvferry.core.keys import Keys
 from kvferry.core.quantities import format_size, parse_size
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.tiers.contract import Batch, Result, TierSetup, Way
-from kvferry.tiers.threaded import Task, ThreadedTier
+from kvferry.tiers.queued import Task
+from kvferry.tiers.threaded import ThreadedTier
 from kvferry.types import Key, SlotArray, TierName
 
 MEMORY = TierName("memory")

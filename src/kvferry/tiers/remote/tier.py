@@ -16,25 +16,15 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from secrets import randbits
 
 import numpy as np
 
-from kvferry.errors import ClosedError, ConfigError, InputError
+from kvferry.errors import ConfigError
 from kvferry.settings.remote import MOONCAKE, S3, RemoteSettings, read_remote
-from kvferry.tiers.contract import (
-    CLOSE_SECONDS,
-    Batch,
-    BatchId,
-    Result,
-    TierSetup,
-    Way,
-    check_batch,
-    check_size,
-)
+from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
 from kvferry.tiers.ipc.channel import FrameKind
 from kvferry.tiers.ipc.messages import (
     OrderMessage,
@@ -45,6 +35,7 @@ from kvferry.tiers.ipc.messages import (
     unpack_text,
 )
 from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.queued import QueuedTier, Task
 from kvferry.tiers.remote.objects import SHARED, most_in_one
 from kvferry.types import TierName
 
@@ -91,30 +82,12 @@ def start_store_process(
     )
 
 
-@dataclass(eq=False)
-class _InFlight:
-    """One batch under way; ``generation`` is where its blocks are."""
-
-    batch: Batch
-    generation: int
-    is_sent: bool = False
-    is_cancelled: bool = False
-
-    @property
-    def stopped(self) -> str:
-        if self.is_cancelled:
-            return "cancelled"
-        return "not begun in time" if time.monotonic() >= self.batch.deadline else ""
-
-
-class RemoteTier:
-    """Blocks of one rank in a shared store. Owns the child process and the batches under way.
+class RemoteTier(QueuedTier):
+    """Blocks of one rank in a shared store. Owns the child process.
 
     The child reports the store's health. A child that dies or hangs is killed and, after a while,
     started again; until then the tier ails.
     """
-
-    num_places: int | None = None
 
     def __init__(
         self,
@@ -125,20 +98,14 @@ class RemoteTier:
         most_in_one: int = 1,
     ) -> None:
         """``most_in_one`` blocks of a chain may be in one object, whichever server wrote it."""
-        check_size(name, 1, block_bytes)
-        self.name = name
-        self.block_bytes = block_bytes
+        super().__init__(name, block_bytes)
+        self._generation = SHARED
         self.most_in_one = most_in_one
         self.refusal = ""
         """Why the child will not serve, where it said so: something is not installed."""
         self._hello = hello
         self._launch = launch
         self._environment = dict(os.environ)  # the same S3 identity for every child
-        self._lock = threading.RLock()  # guards all below
-        self._queues: dict[bool, deque[_InFlight]] = {True: deque(), False: deque()}  # by is-read
-        self._in_flight: dict[BatchId, _InFlight] = {}
-        self._results: list[Result] = []
-        self._generation = SHARED
         self._store_ailment = ""
         self._process_ailment = _STARTING
         self._child: ChildProcess | None = None
@@ -146,9 +113,6 @@ class RemoteTier:
         self._starting: threading.Thread | None = None
         self._start_at = 0.0
         self._wait = _FIRST_WAIT
-        self._abandoned: tuple[BatchId, ...] = ()
-        self._is_closing = False
-        self._is_closed = False
 
     # -- the contract -----------------------------------------------------------------------------
 
@@ -156,53 +120,32 @@ class RemoteTier:
     def ailment(self) -> str:
         return self._process_ailment or self._store_ailment
 
-    def attach_memory(self, address: int, num_bytes: int) -> None:
-        """The child reaches all of this process's memory: nothing to register."""
-
-    def submit(self, batch: Batch) -> None:
-        check_batch(self, batch)
-        with self._lock:
-            if self._is_closing:
-                raise ClosedError(f"tier {self.name} is closed")
-            if batch.id in self._in_flight:
-                raise InputError(f"tier {self.name}: batch {batch.id} is under way already")
-            entry = self._in_flight[batch.id] = _InFlight(batch, self._generation)
-            if self.ailment:
-                self._end(entry, Result.all_failed(batch, self.ailment))
-                return
-            self._queues[batch.way is not Way.WRITE].append(entry)
-            self._send()
-
     def cancel(self, batch_id: BatchId) -> None:
-        with self._lock:
-            entry = self._in_flight.get(batch_id)
-            if entry is None:
-                return
-            entry.is_cancelled = True
-            if entry.is_sent and self._child is not None:
+        with self._changed:
+            task = self._tasks.get(batch_id)
+            if task is not None and task.is_begun and self._child is not None:
                 self._child.channel.send(pack_number(FrameKind.CANCEL, batch_id))
-            self._sweep()
+            super().cancel(batch_id)
 
     def poll(self) -> list[Result]:
-        with self._lock:
+        with self._changed:
             if not self._is_closed:
                 self._receive()
                 self._supervise()
-                self._sweep()
-                self._send()
-            results, self._results = self._results, []
-        return results
+                for is_read in self._queues:
+                    self._start(is_read=is_read)
+            return super().poll()
 
     def drain(self, timeout: float | None = None) -> list[Result]:
         end = time.monotonic() + timeout if timeout is not None else float("inf")
         results = self.poll()
-        while self._in_flight and not self._is_closed and time.monotonic() < end:
+        while self._tasks and not self._is_closed and time.monotonic() < end:
             self._wait_for_frame(min(0.05, max(0.0, end - time.monotonic())))
             results += self.poll()
         return results
 
     def forget(self) -> None:
-        with self._lock:
+        with self._changed:
             # A generation that no other server and no other life has ever had.
             before, self._generation = self._generation, randbits(62) + 1
             # The shared generation belongs to other servers too, and stays. Only this server knows
@@ -211,7 +154,7 @@ class RemoteTier:
                 self._child.channel.send(pack_number(FrameKind.FORGET, before))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
-        with self._lock:
+        with self._changed:
             if self._is_closed:
                 return self._abandoned
             self._is_closing = True
@@ -219,21 +162,22 @@ class RemoteTier:
         starting = self._starting
         if starting is not None:
             starting.join()
-        with self._lock:
-            self._give_up_child("the tier was closed", kill=bool(self._in_flight))
+        with self._changed:
+            self._give_up_child("the tier was closed", kill=bool(self._tasks))
+            self._sweep()
             for child in self._dying:
                 child.end(_END_SECONDS)
                 child.close()
             if all(child.is_gone for child in self._dying):
-                for entry in list(self._in_flight.values()):
-                    self._end(entry, Result.all_failed(entry.batch, "the tier was closed"))
-            self._abandoned = tuple(self._in_flight)
+                for task in list(self._tasks.values()):
+                    self._end(task, Result.all_failed(task.batch, "the tier was closed"))
+            self._abandoned = tuple(self._tasks)
             self._is_closed = True
         return self._abandoned
 
     # -- the child --------------------------------------------------------------------------------
 
-    def start(self, timeout: float) -> None:
+    def open(self, timeout: float) -> None:
         """Start the child, and wait a while for the store's first answer."""
         self._begin_start()
         end = time.monotonic() + timeout
@@ -245,16 +189,16 @@ class RemoteTier:
         # In a thread of its own: starting a process takes milliseconds of the engine's thread.
         self._process_ailment = self._process_ailment or _STARTING
         self._starting = threading.Thread(
-            target=self._start, name=f"kvferry-start-{self.name}", daemon=True
+            target=self._launch_child, name=f"kvferry-start-{self.name}", daemon=True
         )
         self._starting.start()
 
-    def _start(self) -> None:
+    def _launch_child(self) -> None:
         try:
             child, reason = self._launch(self._hello, self._environment), ""
         except OSError as error:
             child, reason = None, str(error)
-        with self._lock:
+        with self._changed:
             self._child, self._starting = child, None
             if child is None:
                 self._process_died(f"its process cannot be started: {reason}")
@@ -287,28 +231,28 @@ class RemoteTier:
 
     def _take_result(self, body: bytes) -> None:
         got = unpack_result(body)
-        entry = self._in_flight.get(BatchId(got.id))
-        if entry is None:
+        task = self._tasks.get(BatchId(got.id))
+        if task is None:
             return
-        batch = entry.batch
+        batch = task.batch
         result = Result(batch.id, got.ok, got.reasons, got.num_bytes, got.seconds)
-        if entry.generation != self._generation and batch.way is not Way.WRITE:
+        if task.generation != self._generation and batch.way is not Way.WRITE:
             result = Result.all_failed(batch, f"tier {self.name} was told to forget it")
         reasons = {at: f"tier {self.name}: {why}" for at, why in result.reasons.items()}
-        self._end(entry, replace(result, reasons=reasons))
+        self._end(task, replace(result, reasons=reasons))
 
     def _supervise(self) -> None:
         """Kill a child that hangs, wait for children that are dying, start one where none is."""
         now = time.monotonic()
-        sent = [each for each in self._in_flight.values() if each.is_sent]
+        sent = [each for each in self._tasks.values() if each.is_begun]
         if any(now > each.batch.deadline + GRACE_SECONDS for each in sent):
             self._give_up_child("its process hung", kill=True)
         if self._dying and all(child.is_gone for child in self._dying):
             for child in self._dying:
                 child.close()
             self._dying = []
-            for entry in sent:  # from now on no process touches their memory
-                self._end(entry, Result.all_failed(entry.batch, self.ailment))
+            for task in sent:  # from now on no process touches their memory
+                self._end(task, Result.all_failed(task.batch, self.ailment))
         ready = self._child is None and self._starting is None and not self._dying
         if ready and now >= self._start_at and not self._is_closing and self._start_at:
             self._begin_start()
@@ -329,40 +273,22 @@ class RemoteTier:
         self._start_at = time.monotonic() + self._wait
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
 
-    # -- batches ----------------------------------------------------------------------------------
-
-    def _send(self) -> None:
-        """Send batches that the child has room for."""
-        for is_read, queue in self._queues.items():
-            num_sent = sum(
-                each.is_sent and (each.batch.way is not Way.WRITE) == is_read
-                for each in self._in_flight.values()
-            )
-            while queue and num_sent < MOST_SENT and self._child is not None and not self.ailment:
-                entry = queue.popleft()
-                if entry.batch.id in self._in_flight:
-                    entry.is_sent = True
-                    num_sent += 1
-                    self._child.channel.send(pack_order(_order(entry)))
-
-    def _sweep(self) -> None:
-        """End batches that have not been sent and never will be."""
-        for entry in [each for each in self._in_flight.values() if not each.is_sent]:
-            reason = entry.stopped or self.ailment
-            if reason:
-                self._end(entry, Result.all_failed(entry.batch, reason))
-
-    def _end(self, entry: _InFlight, result: Result) -> None:
-        del self._in_flight[entry.batch.id]
-        self._results.append(result)
+    def _start(self, *, is_read: bool) -> None:
+        num_begun = sum(each.is_begun and each.is_read == is_read for each in self._tasks.values())
+        while num_begun < MOST_SENT and self._child is not None and not self.ailment:
+            task = self._next(is_read=is_read)
+            if task is None:
+                return
+            num_begun += 1
+            self._child.channel.send(pack_order(_order(task)))
 
 
-def _order(entry: _InFlight) -> OrderMessage:
-    batch = entry.batch
+def _order(task: Task) -> OrderMessage:
+    batch = task.batch
     return OrderMessage(
         id=batch.id,
         way=batch.way,
-        generation=entry.generation,
+        generation=task.generation,
         deadline=batch.deadline,
         places=np.zeros(len(batch), dtype=np.int64),
         keys=batch.keys.array,
@@ -401,7 +327,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     # At least 1: the tier itself refuses blocks without bytes, in its own words.
     in_one = most_in_one(max(1, setup.block_bytes)) if address.kind == S3 else 1
     tier = RemoteTier(setup.name, setup.block_bytes, hello, most_in_one=in_one)
-    tier.start(OPEN_SECONDS)
+    tier.open(OPEN_SECONDS)
     if tier.refusal:
         tier.close()
         raise ConfigError(f"{tier.refusal}{_HINTS.get(address.kind, '')}")
