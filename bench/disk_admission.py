@@ -19,9 +19,8 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import WriteMode
+from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 DISK = TierName("disk")

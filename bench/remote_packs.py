@@ -183,10 +183,10 @@ def tell_packed(write: WriteMode, turn_blocks: tuple[int, int]) -> None:
         for _ in range(2):  # what was stored is sent down with the next
             for move in desk.plan():
                 if move.dst == tier:
-                    parcels = pack_objects([""] * len(move), move.runs, 8)
+                    objects = pack_objects([""] * len(move), move.runs, 8)
                     num_blocks += len(move)
-                    num_objects += len(parcels)
-                    num_alone += sum(each.num_blocks == 1 for each in parcels)
+                    num_objects += len(objects)
+                    num_alone += sum(each.num_blocks == 1 for each in objects)
             desk.land()
     print(
         f"{write.value + f', turns of {turn_blocks[0]} to {turn_blocks[1]} blocks':34}"

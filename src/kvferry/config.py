@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
+from kvferry.core.factories import nearest
 from kvferry.core.quantities import GiB, MiB, quoted
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
@@ -31,7 +32,6 @@ from kvferry.settings.kinds import (
     SIZE_OR_ZERO,
     Auto,
     Kind,
-    nearest,
     one_of,
     optional,
     or_auto,

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
+from kvferry.core.factories import nearest
 from kvferry.core.quantities import parse_count, parse_seconds, quoted, shown
 from kvferry.errors import ConfigError, InputError
 
@@ -116,9 +116,8 @@ class Hints:
             elif name in _PLAIN:
                 read[name] = value
             else:
-                near = get_close_matches(str(name)[:MOST_TENANT_CHARS], NAMES, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; hints: {', '.join(NAMES)}"
-                raise InputError(f"there is no hint {quoted(name)}{hint}")
+                near = nearest(str(name), NAMES) or f"; hints: {', '.join(NAMES)}"
+                raise InputError(f"there is no hint {quoted(name)}{near}")
         return cls(**read)
 
     def as_dict(self) -> dict[str, object]:

@@ -13,13 +13,10 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.keys import KEY_BYTES as KEY_BYTES
+from kvferry.core.keys import Key as Key
 from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError
-
-Key = NewType("Key", bytes)
-"""Content identity of one block: ``KEY_BYTES`` bytes."""
-
-KEY_BYTES = 32
 
 RequestId = str
 """The engine's name for a request, for people to ask by."""

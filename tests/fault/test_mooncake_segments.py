@@ -42,7 +42,7 @@ def test_a_peer_restarted_while_others_read_from_it(fleet: Fleet) -> None:
             reader.wait(lambda: (reader.into != POISON).any())  # they are in the midst of it
             peer.kill()
     drain_right(reader)
-    assert not reader.tier._in_flight, "every batch has its answer"
+    assert not reader.tier._tasks, "every batch has its answer"
     fleet.peer()
     reader.wait(lambda: is_well(reader))
 

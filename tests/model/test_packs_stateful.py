@@ -93,12 +93,12 @@ class Shelf:
 
 
 class Server:
-    """One process of a fleet: its carrier, and the slots of its engine."""
+    """One process of a fleet: its transfers, and the slots of its engine."""
 
     def __init__(self, objects: dict[str, bytes], in_one: int, *, minds: bool) -> None:
         shelf = Shelf(objects, in_one, minds=minds)
         memory = EngineMemory(os.getpid(), None)
-        self.carrier = StoreTransfers(
+        self.transfers = StoreTransfers(
             shelf, OBJECTS, memory, None, Bandwidth(None), CircuitBreaker(), lambda _: None
         )
 
@@ -119,7 +119,7 @@ class Server:
             (rows.ctypes.data + np.arange(len(chain)) * SIZE)[:, None],
             np.zeros(len(chain), dtype=np.int64),
         )
-        result = loop.run_until_complete(self.carrier.carry(self.carrier.begin(order)))
+        result = loop.run_until_complete(self.transfers.carry(self.transfers.begin(order)))
         if way is Way.READ:
             for row, key, ok in zip(rows, chain, result.ok, strict=True):
                 assert row.tobytes() == (content(key) if ok else b"\xee" * SIZE)

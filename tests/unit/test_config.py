@@ -269,12 +269,6 @@ def test_from_env():
         Config.from_env({"KVFERRY_HOTS": "1"})
 
 
-def test_from_the_real_environment(monkeypatch):
-    monkeypatch.setenv("KVFERRY_BLOCK_TOKENS", "64")
-    assert Config.from_env().block_tokens == 64
-    assert Config.load().block_tokens == 64
-
-
 @pytest.mark.parametrize(
     "service", ["KVFERRY", "KVFERRY_METRICS", "KVFERRY_VLLM_0", "KVFERRY_HOST"]
 )

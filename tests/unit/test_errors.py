@@ -50,8 +50,3 @@ def test_says_what_it_means_and_travels_between_processes(name):
     again = pickle.loads(pickle.dumps(cls("what, where, both values")))
     assert type(again) is cls
     assert str(again) == "what, where, both values"
-
-
-def test_all_lists_every_error_if_it_is_there():
-    public = getattr(errors, "__all__", sorted(CLASSES))
-    assert sorted(public) == sorted(CLASSES)

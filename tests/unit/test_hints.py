@@ -131,5 +131,6 @@ def test_a_policy_that_hears_is_told_and_not_helped():
     assert isinstance(made[0], HearsHints)
     for evidence in (Evidence(ended=True), Evidence(continues=True, within=3.0)):
         pool.hint(keys, evidence)
+        pool.catch_up()
         assert made[0].heard.pop() == (lease.slots.tolist(), evidence)
     assert pool.counts.pinned == 0

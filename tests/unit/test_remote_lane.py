@@ -19,25 +19,6 @@ def lane() -> Iterator[SerialExecutor[int]]:
     made.close()
 
 
-def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(
-    lane: SerialExecutor[int],
-) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def note(number: int) -> int:
-        seen.append((number, threading.get_ident()))
-        if number == 3:
-            raise ValueError("three")
-        return number
-
-    calls = [lane.submit(lambda number=number: note(number)) for number in range(6)]  # type: ignore[misc]
-    with pytest.raises(ValueError, match="three"):
-        calls.pop(3).result(LONG)
-    assert [call.result(LONG) for call in calls] == [0, 1, 2, 4, 5]
-    assert [number for number, _ in seen] == list(range(6))
-    assert len({thread for _, thread in seen}) == 1
-
-
 def test_a_call_that_was_left_stands_in_nobodys_way(lane: SerialExecutor[int]) -> None:
     gate, has_begun = threading.Event(), threading.Event()
 
@@ -70,9 +51,3 @@ def test_a_call_that_was_left_before_it_began_never_begins(lane: SerialExecutor[
     assert not begun
     lane.abandon(third, never_begun=-1)
     assert third.result() == 3, "it is over: nothing to leave"
-
-
-def test_a_closed_lane_serves_and_keeps_no_thread(lane: SerialExecutor[int]) -> None:
-    lane.close()
-    assert lane.submit(lambda: 1).result(LONG) == 1
-    assert lane.submit(lambda: 2).result(LONG) == 2

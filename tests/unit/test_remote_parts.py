@@ -127,18 +127,6 @@ def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:
 # -- settings --------------------------------------------------------------------------------------
 
 
-def test_what_is_shared_at_all_is_said_through_any_door() -> None:
-    assert Config().remote_admission == "all"
-    assert (
-        Config.from_env({"KVFERRY_REMOTE_ADMISSION": "requested-twice"}).remote_admission
-        == "requested-twice"
-    )
-    with pytest.raises(
-        ConfigError, match=r"remote_admission: expected one of all, requested-twice"
-    ):
-        Config.from_dict({"remote_admission": "never"})
-
-
 def test_the_store_is_the_last_tier_and_its_name_is_taken() -> None:
     config = Config.from_dict({"tiers": "memory:1MiB", "remote": "s3://bucket"})
     assert [tier.name for tier in config.all_tiers] == ["memory", "remote"]

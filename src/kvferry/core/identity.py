@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.keys import KEY_WORDS, Keys, masked_key, require_key
+from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Key, Keys, masked_key, require_key
 from kvferry.core.quantities import Integers, integer, integers, written
 from kvferry.errors import InputError
-from kvferry.types import KEY_BYTES, Key
 
 FORMAT_VERSION = 2
 """Part of every fingerprint. Raise it when keys or the bytes of a slot change their meaning."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, NewType, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KeyFormatError
-from kvferry.types import KEY_BYTES, Key, SlotArray
 
+Key = NewType("Key", bytes)
+"""Content identity of one block: ``KEY_BYTES`` bytes."""
+
+KEY_BYTES = 32
 KEY_WORDS = KEY_BYTES // 8
 KeyArray = npt.NDArray[np.uint64]
 _WORD = np.dtype("<u8")
@@ -123,7 +126,7 @@ class Keys:
         return f"Keys({len(self)})"
 
 
-Recovered = tuple[Keys, SlotArray]
+Recovered = tuple[Keys, npt.NDArray[np.int64]]
 """Blocks that a tier still has from an earlier life: their keys and their places, as written.
 
 The earliest write comes first. A place is named once. A key may be at several places: a block that

@@ -6,15 +6,14 @@ name, and shows a value as a file would write it.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from importlib import import_module
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
+from kvferry.core.factories import nearest
 from kvferry.core.quantities import (
     format_size,
     parse_count,
@@ -27,10 +26,7 @@ from kvferry.core.quantities import (
 )
 from kvferry.errors import ConfigError
 
-_LONGEST_NAME = 64
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-"""``package.module:name``, which a user may give where kvferry has names of its own."""
 
 T = TypeVar("T")
 
@@ -143,31 +139,3 @@ def split_list(name: str, value: object, expected: str, most: int) -> list[objec
     if len(items) > most:
         raise ConfigError(f"{name}: at most {most} can be given, got {len(items)}")
     return items
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint at the name that was meant, if one is near; else nothing."""
-    near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def find_factory(path: str, *, what: str, where: str) -> Callable[..., Any]:
-    """The callable that ``package.module:name`` names; ConfigError where there is none.
-
-    ``what`` begins the message; ``where`` names the process whose machine needs the module.
-    """
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(import_module(module), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"{what}: {module} cannot be imported ({error}); install it where the engine's "
-            f"{where}, or correct the setting"
-        ) from error
-    except Exception as error:  # its code may do anything on import
-        raise ConfigError(
-            f"{what}: importing {module} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{what}: {module} has no factory {name} that can be called")
-    return cast("Callable[..., Any]", found)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.core.factories import FACTORY, nearest
 from kvferry.core.quantities import shown
 from kvferry.errors import ConfigError
-from kvferry.settings.kinds import FACTORY, nearest
 
 _LONGEST = 256
 _PACKAGE = "kvferry.cache.policies."

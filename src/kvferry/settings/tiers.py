@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.core.factories import FACTORY, nearest
 from kvferry.core.quantities import format_size, parse_size, quoted, shown
 from kvferry.errors import ConfigError
-from kvferry.settings.kinds import FACTORY, nearest, split_list
+from kvferry.settings.kinds import split_list
 from kvferry.settings.remote import STORE_KINDS
 from kvferry.types import DEVICE, HOST, TierName
 

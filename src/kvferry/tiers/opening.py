@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
+from kvferry.core.factories import find_factory
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.slots import HostTier
-from kvferry.settings.kinds import find_factory
 from kvferry.settings.tiers import DISK, REMOTE, TierSpec
 from kvferry.tiers.contract import Tier, TierSetup
 from kvferry.tiers.movers import TierMover

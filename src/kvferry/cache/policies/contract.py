@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.factories import find_factory
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
-from kvferry.settings.kinds import find_factory
 from kvferry.settings.policies import factory_of, read_policy
 from kvferry.types import SlotArray
 
