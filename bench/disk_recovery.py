@@ -58,14 +58,14 @@ def write_store(folder: Path, num_blocks: int) -> float:
     rng = np.random.default_rng(1)
     again = rng.permutation(num_blocks)[: num_blocks // 2]
     began = time.perf_counter()
-    ledger = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    journal = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
     for generation, order in enumerate((np.arange(num_blocks, dtype=np.int64), again)):
         for start in range(0, len(order), BATCH):
             places = order[start : start + BATCH]
             numbers = places + generation * num_blocks
             proofs = rows(numbers, 2, 7).view(np.uint8).reshape(-1, PROOF_BYTES)
-            ledger.record_written(places, Keys(rows(numbers, 4, 3)), proofs)
-            ledger.commit()
+            journal.record_written(places, Keys(rows(numbers, 4, 3)), proofs)
+            journal.commit()
     return time.perf_counter() - began
 
 
@@ -73,10 +73,10 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
     """Open what is there, as the next process would; nothing was closed."""
     before = _resident()
     began = time.perf_counter()
-    ledger = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    journal = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
     opened = time.perf_counter() - began
     handed = right = 0
-    for keys, places, proofs in ledger.pieces():
+    for keys, places, proofs in journal.pieces():
         handed += len(places)
         if check:
             first = rows(places, 4, 3)
@@ -90,7 +90,7 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
     if handed != num_blocks or (check and right != num_blocks):
         raise SystemExit(f"{handed} blocks came back, {right} as written, of {num_blocks}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    used = ledger.report.num_pages * Shape(PROOF_BYTES).page_bytes
+    used = journal.report.num_pages * Shape(PROOF_BYTES).page_bytes
     return {
         "open_seconds": opened,
         "seconds": seconds,

@@ -168,11 +168,11 @@ def test_a_dead_medium_promises_nothing_and_keeps_everything(
         life.write((2, turn))
         with pytest.raises(JournalError, match="could not be written"):
             life.commit()
-    assert life.journal.num_unsaved == 5
+    assert len(life.journal._unsaved) == 5
     for file in life.disk.files:
         file.fault = None
     life.commit()
-    assert life.journal.num_unsaved == 0
+    assert len(life.journal._unsaved) == 0
     content, _ = recovered(SMALL, (life.disk.files[0].medium, life.disk.files[1].medium))
     life.history.check(content, *life.history.moment())
     assert set(content) == {1, 2}

@@ -170,7 +170,7 @@ class IoQueueMachine(RuleBasedStateMachine):
         busy = {job.order.message.id for job in self.jobs}
         unanswered = self.sent.keys() - self.answers.keys()
         assert unanswered <= waiting | busy, "an order that nobody has is never answered"
-        assert self.queue.num_orders == len(unanswered)
+        assert len(self.queue._orders) == len(unanswered)
         if self.ailment:
             assert not waiting & unanswered
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.hostmem.mapping import PrivateMemory
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile
-from kvferry.tiers.disk.io_workers import _runs
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile, runs
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import read_epoch, write_epoch
 from kvferry.tiers.disk.tier import Stripes
@@ -101,10 +100,10 @@ def test_a_run_is_as_long_as_neighbours_are_neighbours_on_both_sides(
     steps: list[tuple[int, int]],
 ) -> None:
     """In any order, and with a place that is named twice."""
-    places, slots = np.cumsum([(9, 9), *steps], axis=0).T.tolist()
-    runs = list(_runs(places, slots))
-    assert [at for first, last in runs for at in range(first, last)] == list(range(len(places)))
-    starts = {first for first, _ in runs}
+    places, slots = np.cumsum([(9, 9), *steps], axis=0).T
+    found = runs(places, slots)
+    assert [at for first, last in found for at in range(first, last)] == list(range(len(places)))
+    starts = {first for first, _ in found}
     for at, step in enumerate(steps, 1):
         assert (at in starts) == (step != (1, 1))
 

@@ -117,7 +117,10 @@ class DriveServer:
         if count:
             put_blocks(self._status, count, store.journal.pieces())
         self._status.put(Count.DIRECT, file.is_direct)
-        memory, slots = self._engine.memory, threading.Semaphore(io_workers.num_cpu_slots())
+        memory, slots = (
+            self._engine.memory,
+            threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 4)),
+        )
         context = io_workers.WorkerContext(
             queue,
             tracker,
@@ -239,7 +242,8 @@ def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
             return open_store(setup)
         except StoreInUseError as error:
             waited = time.monotonic() - began
-            if waited > patience or channel.has_hung_up:
+            channel.receive(0)  # finds out whether the engine is there; takes no frame
+            if waited > patience or channel.is_ended:
                 raise
             if waited > _PATIENCE_AGAIN and not is_said:
                 is_said = True

@@ -229,12 +229,6 @@ class IoQueue:
             if reason:
                 self._fail_waiting(Way.WRITE)
 
-    @property
-    def num_orders(self) -> int:
-        """How many orders are not answered yet."""
-        with self._lock:
-            return len(self._orders)
-
     def close(self, timeout: float, reason: str) -> bool:
         """Fail what waits and end the threads; return whether nothing is in flight any more.
 

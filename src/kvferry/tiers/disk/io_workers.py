@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from kvferry.core.keys import Keys
 from kvferry.errors import KvferryError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover, runs
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
 from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.tiers.disk.protocol import Count, Flags
@@ -198,18 +197,15 @@ class WorkerContext:
     pitch: int
     blocks_per_job: int
     cpu_slots: threading.Semaphore
-    """A thread that copies and proves holds one; a thread that waits for the drive does not. With
-    as many at it as there are threads, a machine of few cores spends its time on switching between
-    them. On 2 cores, shares of the drive with one slot, and with one for each of the 8 threads, in
-    turn three times: read 0.83, 0.86, 0.80 and 0.78, 0.70, 0.79, write 0.59, 0.71, 0.69 and 0.54,
-    0.61, 0.56; next to a busy interpreter writes gained as much, reads nothing.
+    """A thread that copies and proves holds one; a thread that waits for the drive does not.
+
+    They are a quarter of the cores that we may use: the others are the engine's. With as many as
+    there are threads, a machine of few cores spends its time on switching between them. On 2 cores,
+    shares of the drive with one slot, and with one for each of the 8 threads, in turn three times:
+    read 0.83, 0.86, 0.80 and 0.78, 0.70, 0.79, write 0.59, 0.71, 0.69 and 0.54, 0.61, 0.56; next to
+    a busy interpreter writes gained as much, reads nothing.
     (``bench/disk.py --size 1GiB --blocks 1MiB --rounds 2``, AMD EPYC, virtual machine, 2026-11-18.)
     """
-
-
-def num_cpu_slots() -> int:
-    """A quarter of the cores that we may use: the others are the engine's."""
-    return max(1, len(os.sched_getaffinity(0)) // 4)
 
 
 class IoWorker:
@@ -324,11 +320,11 @@ class IoWorker:
 
         ``slots`` are their positions in the buffer, if those are not 0, 1, ...
         """
-        there = places.tolist()
-        here = list(range(len(there))) if slots is None else slots.tolist()
+        slots = np.arange(len(places)) if slots is None else slots
+        there, here = places.tolist(), slots.tolist()
         whole = np.ones(len(there), dtype=bool)
         start = time.monotonic()
-        for first, last in _runs(there, here):
+        for first, last in runs(places, slots):
             if self._try(call, there[first], here[first], last - first) is None:
                 continue
             for at in range(first, last):  # one bad block is one bad block
@@ -366,20 +362,6 @@ class IoWorker:
 
     def _fail_unreachable(self, positions: Numbers) -> None:
         self._fail(positions, Count.UNREACHABLE, "its host memory cannot be reached")
-
-
-def _runs(places: list[int], slots: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours, on the drive and in the buffer."""
-    first = 0
-    for at in range(1, len(places) + 1):
-        step = at - first
-        if (
-            at == len(places)
-            or places[at] - places[first] != step
-            or slots[at] - slots[first] != step
-        ):
-            yield first, at
-            first = at
 
 
 class CommitThread:

@@ -517,12 +517,6 @@ class DiskJournal:
         return int(np.count_nonzero(self.present))
 
     @property
-    def num_unsaved(self) -> int:
-        """Records that no commit has made durable yet."""
-        with self._lock:
-            return len(self._unsaved) + sum(len(records) for _, records in self._queue)
-
-    @property
     def num_recorded(self) -> int:
         """How many records calls were made so far: a point in their order, for ``commit``."""
         with self._lock:

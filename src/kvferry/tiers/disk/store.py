@@ -24,7 +24,7 @@ from kvferry.core.lifecycle import Closing
 from kvferry.errors import KvferryError, StoreError
 from kvferry.tiers.disk import quota
 from kvferry.tiers.disk import superblock as sb
-from kvferry.tiers.disk.block_file import BlockFile, Buffer, allocate, key_check, open_prover
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, allocate, key_check, open_prover, runs
 from kvferry.tiers.disk.journal import (
     FILE_NAMES,
     DiskJournal,
@@ -465,14 +465,10 @@ class BlockChecker:
     def _read(self, places: SlotArray) -> Flags:
         """Bring ascending places into the buffer, side by side; neighbours by one call."""
         done = np.zeros(len(places), dtype=bool)
-        ends = np.flatnonzero(np.diff(places, append=places[-1:] + 2) != 1) + 1
-        first = 0
-        for end in ends.tolist():
+        for first, end in runs(places):
             done[first:end] = self._read_run(int(places[first]), first, end)
-            if not done[first]:
-                for at in range(first, end):
-                    done[at] = self._read_run(int(places[at]), at, at + 1)
-            first = end
+            for at in range(first, end) if not done[first] else ():
+                done[at] = self._read_run(int(places[at]), at, at + 1)
         return done
 
     def _read_run(self, place: int, first: int, end: int) -> bool:

@@ -115,7 +115,7 @@ class Channel:
                 self._flush()
 
     def receive(self, most: int | None = None) -> list[Frame]:
-        """Return the frames that are here now, at most ``most`` of them."""
+        """Return the frames that are here now, at most ``most`` of them; the rest is kept."""
         is_peer_dead = self._peer is not None and _is_readable(self._peer)
         while not self.is_ended:
             with self._lock:
@@ -130,18 +130,6 @@ class Channel:
                 break
             self.is_ended = got <= 0
         return self._cut(most)
-
-    @property
-    def has_hung_up(self) -> bool:
-        """Whether the peer will send nothing more; what it has sent may still be here."""
-        poll = select.poll()
-        with self._lock:
-            if self._is_closed:
-                return True
-            poll.register(self._sock.fileno(), select.POLLRDHUP)
-            if self._peer is not None:
-                poll.register(self._peer, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _cut(self, most: int | None) -> list[Frame]:
         frames: list[Frame] = []
