@@ -294,8 +294,8 @@ class Matcher:
             everywhere = []
             for each, chained in zip(groups, self._chained, strict=True):
                 below = each.below = self._lower.lookup(each.keys, chained)
-                here = each.cached | below.readable
-                everywhere.append(each.whole(here, before=True) if each.first else here)
+                some = each.cached | below.readable
+                everywhere.append(each.whole(some, before=True) if each.first else some)
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
         slots: list[SlotArray | None] = []
         places: list[range] = []

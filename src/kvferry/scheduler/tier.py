@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -104,22 +104,6 @@ class Answer:
     runs: RunNumbers | None = None
 
 
-class TierListener(Protocol):
-    """Is told what a tier has, as far as that becomes known."""
-
-    def came(self, tier: TierName, keys: Keys) -> None:
-        """These blocks can be read there."""
-
-    def went(self, tier: TierName, keys: Keys | None) -> None:
-        """These cannot be read there any more; None: nothing can.
-
-        Evictions of a slot tier are events in the log of its pool.
-        """
-
-    def rose(self, keys: Keys) -> None:
-        """These were copied up into the host."""
-
-
 class LowerTier(ABC):
     """One tier below the host, by its name on the workers' side.
 
@@ -137,7 +121,6 @@ class LowerTier(ABC):
         self.write = write
         self.log = EventLog(time.monotonic)
         """Which blocks the tier has, as far as that becomes known; for a slot tier its pool's."""
-        self.listeners: list[TierListener] = []
         self.ailment = ""
         """Why the tier cannot be used, as the first rank that says so puts it; else empty."""
         self._ailing: dict[Rank, str] = {}
@@ -152,10 +135,6 @@ class LowerTier(ABC):
             self._ailing[rank] = reason
         reasons = (f"rank {rank}: {reason}" for rank, reason in self._ailing.items())
         self.ailment = next(reasons, "")
-
-    def listen(self, listener: TierListener) -> None:
-        """Tell it from now on what comes and goes."""
-        self.listeners.append(listener)
 
     @abstractmethod
     def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
@@ -197,8 +176,6 @@ class LowerTier(ABC):
         """Blocks were read from the tier or written to it; ``ok`` tells for which that worked."""
         if upward:
             self.log.append(EventKind.PROMOTED, keys=lambda: keys.take(ok))
-            for listener in self.listeners:
-                listener.rose(keys.take(ok))
 
     def dropped(self, keys: Keys) -> None:  # noqa: B027  the lease of a slot tier tells its pool
         """A write that was ordered will not be sent after all."""
@@ -292,11 +269,9 @@ class SlotTier(LowerTier):
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
-        if not upward and (self.listeners or self.log.wants(EventKind.FOUND)):
-            here = keys.take(ok & self.pool.cached(keys))  # some may have been dropped meanwhile
-            self.log.append(EventKind.FOUND, keys=here)
-            for listener in self.listeners:
-                listener.came(self.name, here)
+        if not upward and self.log.wants(EventKind.FOUND):
+            here = ok & self.pool.cached(keys)  # some may have been dropped meanwhile
+            self.log.append(EventKind.FOUND, keys=keys.take(here))
 
     def reset(self) -> None:
         self._placement.clear()
@@ -375,16 +350,11 @@ class KeyedTier(LowerTier):
     def reset(self) -> None:
         self._answers.clear()
         self.log.append(EventKind.LOST)
-        for listener in self.listeners:
-            listener.went(self.name, None)
 
     def _note(self, keys: Keys, there: Flags, now: float) -> None:
         self._answers.answer(keys, there, now + self._remember)
         self.log.append(EventKind.FOUND, keys=lambda: keys.take(there))
         self.log.append(EventKind.LOST, keys=lambda: keys.take(~there))
-        for listener in self.listeners:
-            listener.came(self.name, keys.take(there))
-            listener.went(self.name, keys.take(~there))
 
 
 class PackedTier(KeyedTier):

@@ -17,6 +17,8 @@ from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.types import HOST, Key, TierName
 
+_TIER_EVENTS = (EventKind.EVICT, EventKind.FOUND, EventKind.LOST, EventKind.PROMOTED)
+
 _MAX_LOWER = 1 << 17
 """Blocks below the host that routers know of; then the oldest is taken back. A shared store never
 says what it has dropped, and what is known of a block takes some 500 bytes."""
@@ -39,7 +41,7 @@ class _Reported:
 class BlockEvents:
     """Owns what was ordered until it can be matched, and what routers know of until it goes.
 
-    Reads what the pools evict from their event logs, and listens to the tiers.
+    Reads the event logs of the host's pool and of the tiers.
     """
 
     def __init__(
@@ -56,12 +58,10 @@ class BlockEvents:
         self._reported: dict[Key, _Reported] = {}
         self._lower: dict[Key, None] = {}  # the oldest first
         self._events: list[Any] = []
-        pools = [(HOST, pool), *((each.name, each.pool) for each in tiers)]
-        self._evicted = [
-            (name, each.log.reader((EventKind.EVICT,))) for name, each in pools if each is not None
+        self._readers = [
+            (HOST, pool.log.reader((EventKind.EVICT,))),
+            *((tier.name, tier.log.reader(_TIER_EVENTS)) for tier in tiers),
         ]
-        for tier in tiers:
-            tier.listen(self)
 
     def ordered(self, part: Ordered) -> None:
         """These blocks of a request are being stored."""
@@ -72,7 +72,7 @@ class BlockEvents:
 
     def settled(self) -> None:
         """Stores may have landed: report those that can be matched from now on."""
-        self._read_evictions()
+        self._read_logs()
         if not self._ordered:
             return
         keys = Keys.from_bytes(self._ordered)
@@ -83,10 +83,23 @@ class BlockEvents:
                 if is_cached:
                     self._add(key, self._reported.setdefault(key, _Reported(block)), HOST)
 
-    # -- what tiers report ----------------------------------------------------------------------
+    def _read_logs(self) -> None:
+        """Report what was appended to the logs since the last call, in the order of time."""
+        events = [(event, name) for name, reader in self._readers for event in reader.take()]
+        for event, name in sorted(events, key=lambda each: each[0].at):
+            if event.kind is EventKind.FOUND:
+                self._found(event.all_keys(), name)
+            elif event.kind is EventKind.PROMOTED:
+                for key in event.all_keys():
+                    reported = self._reported.get(key)
+                    if reported is not None and HOST not in reported.places:
+                        self._ordered[key] = reported.block
+            else:
+                keys = list(self._reported) if event.keys is None else event.all_keys()
+                for key in keys:
+                    self._drop(key, name)
 
-    def came(self, tier: TierName, keys: Keys) -> None:
-        self._read_evictions()
+    def _found(self, keys: Keys, tier: TierName) -> None:
         for key in keys:
             reported = self._reported.get(key)
             if reported is not None:
@@ -95,25 +108,6 @@ class BlockEvents:
             key = next(iter(self._lower))
             for place in self._reported[key].places - {HOST}:
                 self._drop(key, place)
-
-    def went(self, tier: TierName, keys: Keys | None) -> None:
-        self._read_evictions()
-        for key in list(self._reported) if keys is None else keys:
-            self._drop(key, tier)
-
-    def rose(self, keys: Keys) -> None:
-        self._read_evictions()
-        for key in keys:
-            reported = self._reported.get(key)
-            if reported is not None and HOST not in reported.places:
-                self._ordered[key] = reported.block
-
-    def _read_evictions(self) -> None:
-        """Report what the pools have evicted, before newer events of the same keys."""
-        for name, reader in self._evicted:
-            for event in reader.take():
-                for key in event.all_keys():
-                    self._drop(key, name)
 
     # -- what routers hear ----------------------------------------------------------------------
 
@@ -142,6 +136,6 @@ class BlockEvents:
 
     def take(self) -> Iterable[Any]:
         """Events since the last call."""
-        self._read_evictions()
+        self._read_logs()
         events, self._events = self._events, []
         return events
