@@ -28,10 +28,6 @@ def test_a_cap_is_kept_over_any_stretch(moves: list[tuple[int, float]]) -> None:
             assert passed <= rate * (sent[last][0] - sent[first][0] + 0.05) + 1
 
 
-def test_no_cap_waits_for_nothing() -> None:
-    assert Bandwidth(None).take(1 << 40, 0.0) == 0.0
-
-
 def test_who_is_told_to_wait_has_taken_nothing() -> None:
     cap = Bandwidth(100)
     assert cap.take(100, 10.0) == 0.0

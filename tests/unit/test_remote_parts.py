@@ -9,7 +9,6 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,6 @@ from kvferry.tiers.opening import open_tier
 from kvferry.tiers.remote.client import Unavailable
 from kvferry.tiers.remote.objects import SEAL_BYTES, ObjectFormat, best_in_one
 from kvferry.tiers.remote.s3 import ca_bundle, s3_config
-from kvferry.tiers.remote.slot_mapping import Staging, address_of
 from kvferry.tiers.remote.tier import open_remote
 from kvferry.tiers.remote.transfers import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
 from kvferry.types import TierName
@@ -96,32 +94,6 @@ def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
     breaker.worked(Way.FIND)
     breaker.failed("later", now)
     assert breaker.probe_at - now == FIRST_WAIT
-
-
-def test_only_what_failed_makes_the_wait_short_again_once_it_works() -> None:
-    """Seen red where any way did: a store that gave no block was asked for one again and again."""
-    breaker, now = CircuitBreaker(jitter=lambda: 1.0), 100.0
-    for way in (Way.READ, Way.WRITE):
-        breaker.failed("dead", now, way)
-        breaker.probed()
-    for way in (Way.FIND, Way.WRITE):
-        breaker.worked(way)
-        assert breaker.wait == 4 * FIRST_WAIT
-    breaker.worked(Way.READ)
-    assert breaker.wait == FIRST_WAIT
-
-
-def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:
-    staging = Staging(5000, 3)
-    rooms = staging.lend(3)
-    assert len({address_of(room) for room in rooms}) == 3
-    assert {len(room) for room in rooms} == {5000}
-    assert staging.lend(1) == []
-    staging.give_back(memoryview(bytearray(10)))
-    assert staging.lend(1) == []
-    staging.give_back(rooms[1])
-    assert address_of(staging.lend(1)[0]) == address_of(rooms[1])
-    assert np.frombuffer(rooms[0], np.uint8).size == 5000
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key, keys
 
-from kvferry.errors import ClosedError, InputError, TransferError
+from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers import movers as tier_mover
 from kvferry.tiers.contract import Batch, Way
@@ -95,41 +95,6 @@ def test_the_tier_is_given_the_slots_themselves(rig: Rig, monkeypatch: pytest.Mo
     assert before + 9 < batch.deadline < time.monotonic() + 11
 
 
-@pytest.mark.parametrize(
-    "error", [TransferError("worn out"), OSError(28, "disk full"), KeyError(3)]
-)
-def test_every_exception_becomes_a_failed_receipt(rig: Rig, error: Exception) -> None:
-    def fault(way: Way, at: Key) -> None:
-        raise error
-
-    rig.disk.fault = fault
-    for move in (rig.down, rig.up):
-        transfer = move([0], [1])
-        receipt = rig.one()
-        assert receipt.transfer_id == transfer
-        assert receipt.outcome is Outcome.FAILED
-        assert str(error) in receipt.reason
-        assert receipt.num_bytes == 0
-    rig.disk.fault = None
-    rig.down([0], [1])
-    assert rig.one().outcome is Outcome.OK, "the threads outlive the faults"
-
-
-def test_a_lost_block_is_named_and_the_others_come(rig: Rig) -> None:
-    kept = rig.host.rows.copy()
-    rig.down([0, 1, 2], [0, 1, 2])
-    rig.one()
-    rig.disk.lose(as_slots([1]))
-    rig.host.rows[:] = 0xEE
-    rig.up([0, 1, 2], [2, 3, 1])
-    receipt = rig.one()
-    assert (receipt.outcome, receipt.failed) == (Outcome.PARTIAL, (1,))
-    assert "place 1 holds nothing" in receipt.reason
-    assert receipt.num_bytes == 2 * SLOT_BYTES
-    assert (rig.host.rows[[2, 1]] == kept[[0, 2]]).all()
-    assert (rig.host.rows[0] == 0xEE).all()
-
-
 def test_orders_that_cannot_be_are_refused_and_touch_nothing(rig: Rig) -> None:
     rig.down([0, 1], [0, 1])
     rig.one()
@@ -145,32 +110,6 @@ def test_orders_that_cannot_be_are_refused_and_touch_nothing(rig: Rig) -> None:
         rig.mover.submit(Transfer(TransferId(77), HOST, DISK, as_slots([0]), as_slots([0])))
     assert rig.mover.drain(1) == []
     assert (rig.host.rows == before).all()
-
-
-def test_a_keyed_tier_is_asked_and_needs_no_places() -> None:
-    host = HostTier(4, SLOT_BYTES)
-    host.rows[:] = np.random.default_rng(3).integers(0, 256, (4, SLOT_BYTES), dtype=np.uint8)
-    kept = host.rows.copy()
-    mover = TierMover(host, KeyedMemoryTier(SLOT_BYTES, name=DISK))
-    down = Transfer(
-        TransferId(1), HOST, DISK, as_slots([0, 2]), NO_SLOTS, keys=keys([0, 2]).array, within=9.0
-    )
-    mover.submit(down)
-    assert mover.drain(10)[0].outcome is Outcome.OK
-    mover.ask(Question(TransferId(2), DISK, keys([2, 5, 0]).array, 9.0))
-    (answer,) = mover.drain(10)
-    assert (answer.transfer_id, answer.outcome, answer.failed) == (2, Outcome.PARTIAL, (1,))
-    mover.submit(
-        Transfer(
-            TransferId(3), DISK, HOST, NO_SLOTS, as_slots([3]), keys=keys([2]).array, within=9.0
-        )
-    )
-    assert mover.drain(10)[0].outcome is Outcome.OK
-    assert (host.rows[3] == kept[2]).all()
-    mover.forget()
-    mover.ask(Question(TransferId(4), DISK, keys([2]).array, 9.0))
-    assert mover.drain(10)[0].outcome is Outcome.FAILED
-    mover.close()
 
 
 def test_health_is_told_when_it_changes(rig: Rig) -> None:
@@ -207,19 +146,6 @@ def test_memory_is_told_of_before_it_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert told[1:] == [(host.address + 2 * host.pitch, 4 * host.pitch)]
     mover.drain(10)
     mover.close()
-
-
-def test_close_finishes_what_was_submitted(rig: Rig) -> None:
-    rig.disk.delay = 0.01
-    for slot in range(3):
-        rig.down([slot], [slot])
-    rig.mover.close()
-    rig.mover.close()
-    assert not rig.mover.is_stuck
-    assert len(rig.mover.poll()) == 3
-    assert rig.mover.drain() == []
-    with pytest.raises(ClosedError, match="disk is closed"):
-        rig.down([0], [0])
 
 
 def test_closing_on_a_hung_medium_ends_and_keeps_the_memory(rig: Rig) -> None:
