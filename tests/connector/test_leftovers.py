@@ -117,35 +117,3 @@ def test_what_another_connector_was_to_bring_is_not_ours_to_store(make, monkeypa
     for _ in range(4):
         sides.step()
     assert not is_stored(sides, hashes_of(1))
-
-
-def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
-    sides = make(max_storing_blocks=4)
-    request = sides.compute("a", hashes_of(1, 5), 6)
-    request.num_computed_tokens = 4 * BLOCK_TOKENS + 6
-    evict(monkeypatch, sides)
-    sides.end(request)
-    sides.orders()
-    assert len(sides.side.serving.scheduler.deferred) == 0
-    assert sides.side.serving.engine.num_held == 4
-
-
-def test_what_fits_no_bound_yet_is_stored_later(make):
-    sides = make(max_storing_blocks=3)
-    request = sides.compute("a", hashes_of(1, 5), 6)
-    sides.end(request)
-    for _ in range(4):
-        sides.step()
-    assert not sides.side.has_work
-    assert is_stored(sides, hashes_of(1, 5))
-
-
-def test_what_is_left_from_before_a_reset_is_gone_with_it(make):
-    sides = make()
-    sides.end(sides.compute("a", hashes_of(1)))
-    assert sides.side.serving.scheduler.deferred
-    sides.side.reset()
-    assert not sides.side.serving.scheduler.deferred
-    assert sides.side.serving.engine.num_held == 0
-    sides.step()
-    assert not is_stored(sides, hashes_of(1))

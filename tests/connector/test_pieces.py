@@ -17,7 +17,6 @@ import pytest
 from tests.connector.test_tiers import (
     CHAT_BLOCKS,
     HOST_BLOCKS,
-    ask,
     chat,
     hashes,
     make,
@@ -31,7 +30,6 @@ from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
 from kvferry.connectors.common.weights import Freshness
-from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
 from kvferry.types import DEVICE, Key, Outcome
 
@@ -237,39 +235,11 @@ def test_a_piece_that_cannot_be_copied_leaves_those_before_it(begin, monkeypatch
     finish(sides, request)
 
 
-def test_a_rank_whose_copies_raise_gives_up_the_whole_load(begin, monkeypatch):
-    sides, _wanted, gates = begin(1)
-    request, blocks = loading(sides, gates)
-    until(sides, lambda told: has_landed(sides, blocks[0]))
-    worker = sides.ranks[0]._worker
-    execute = worker.execute
-
-    def refuse(plan: Any) -> None:
-        if any(transfer.dst == DEVICE for transfer in plan.transfers):
-            raise RuntimeError("the link is down")
-        execute(plan)
-
-    monkeypatch.setattr(worker, "execute", refuse)
-    gates[0].let(1, 2, 3)
-    told = hear(sides)
-    assert set(told.invalid_block_ids) >= set(blocks[1:])
-    sides.end(request)
-    settle(sides)
-
-
 def test_a_drive_that_goes_away_ends_the_load(begin):
     sides, wanted, gates = begin(2)
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     tiers_of(sides)[1].go_away("unplugged")
-    expect_only_the_first(sides, blocks, wanted)
-    let_all(gates, 1, 2, 3)
-    finish(sides, request)
-
-
-def test_a_read_that_takes_too_long_ends_the_load(begin):
-    sides, wanted, gates = begin(2, promote_deadline="500ms")
-    request, blocks = loading(sides, gates)
     expect_only_the_first(sides, blocks, wanted)
     let_all(gates, 1, 2, 3)
     finish(sides, request)
@@ -298,83 +268,6 @@ def test_a_drive_that_falls_silent_ends_the_load_long_before_its_deadline(begin,
     assert not has_landed(sides, blocks[1])  # it is the engine's now: what comes late stays above
     assert_same(sides.bytes_at(blocks[:1]), wanted[0])
     finish(sides, request)
-
-
-def test_no_load_begins_while_a_drive_is_silent(begin):
-    sides, _wanted, gates = begin(1)
-    request, blocks = loading(sides, gates)
-    until(sides, lambda told: has_landed(sides, blocks[0]))
-    fall_silent(sides)
-    hear(sides)
-    other = request_of("other", hashes(0))
-    for _ in range(5):  # one block is here, and the others are coming
-        assert sides.side.match(other, 0) == (None, False)
-        step(sides)
-    gates[0].let(1, 2, 3)
-    assert ask(sides, other) == (ALL, True)
-    sides.side.finished(other)
-    finish(sides, request)
-
-
-def let_two_wait(sides: Sides) -> Any:
-    """Two conversations may come up at once, but only one in pieces."""
-    tiers_of(sides)[0]._num_threads = 2 * CHAT_BLOCKS  # one for each read that hangs
-    parts = scheduler_of(sides)._requests
-    parts.lower._most_promoting = 2 * CHAT_BLOCKS
-    assert parts.pipelined._max_blocks == NUM_BLOCKS // 2
-    parts.pipelined._max_blocks = 2 * CHAT_BLOCKS - 1
-    return parts.pipelined
-
-
-def test_loads_in_pieces_leave_half_of_the_device_to_others(begin):
-    sides, wanted, gates = begin(1)
-    coming = let_two_wait(sides)
-    request, blocks = loading(sides, gates)
-    gates.append(Gates(sides, 0, 1))
-    gates[1].let(0)
-    other = request_of("other", hashes(1))
-    give_up = time.monotonic() + 20
-    first = Keys.from_bytes(gates[1]._keys[:1])
-    while not scheduler_of(sides).pool.match(first):
-        assert sides.side.match(other, 0) == (None, False)
-        step(sides)
-        assert time.monotonic() < give_up
-    assert sides.side.match(other, 0) == (None, False)
-    assert coming.num_held == CHAT_BLOCKS
-    gates[0].let(1, 2, 3)
-    told = hear(sides)
-    assert not told.invalid_block_ids
-    assert_same(sides.bytes_at(blocks), wanted[0])
-    assert not coming.num_held
-    assert sides.side.match(other, 0) == (ALL, True)
-    gates[1].let(1, 2, 3)
-    sides.side.finished(other)
-    finish(sides, request)
-
-
-def test_half_of_the_device_is_left_where_two_were_told_before_either_began(begin):
-    sides, wanted, gates = begin(1)
-    coming = let_two_wait(sides)
-    gates.append(Gates(sides, 0, 1))
-    readers = [request_of(f"reader {number}", hashes(number)) for number in range(2)]
-    let_all(gates, 0)
-    give_up = time.monotonic() + 20
-    while [sides.side.match(each, 0) for each in readers] != [(ALL, True)] * 2:
-        step(sides)
-        assert time.monotonic() < give_up
-    for each in readers:
-        sides.side.allocated(each, sides.allocate(each.request_id, CHAT_BLOCKS + 1), ALL)
-    assert coming.num_held == CHAT_BLOCKS
-    blocks = [sides.tables[each.request_id][:CHAT_BLOCKS] for each in readers]
-    told = hear(sides)
-    assert told.finished_recving == {"reader 1"}
-    assert set(told.invalid_block_ids) == set(blocks[1]), "it computes what it was told of"
-    let_all(gates, 1, 2, 3)
-    told = hear(sides)
-    assert not told.invalid_block_ids
-    assert_same(sides.bytes_at(blocks[0]), wanted[0])
-    sides.end(readers[1])
-    finish(sides, readers[0])
 
 
 def test_a_request_that_is_aborted_is_told_of_once_no_rank_writes_its_blocks(begin):

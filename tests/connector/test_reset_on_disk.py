@@ -152,15 +152,6 @@ def test_one_rank_in_reach_is_enough_and_the_others_forget_with_the_first_step(
     assert plans[0].forget == ("disk",), "what rank 1 still has must not come back either"
 
 
-def test_no_rank_in_reach_is_said(
-    live: Callable[..., Sides], caplog: pytest.LogCaptureFixture
-) -> None:
-    sides = live()
-    with_stores(sides, lambda rank, store: store._replace(store_id=bytes(16)))
-    assert sides.side.reset()
-    assert "forgets with the next step" in caplog.text
-
-
 def test_a_drive_that_hangs_when_the_ranks_are_heard_holds_nobody(
     live: Callable[..., Sides], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -25,12 +24,8 @@ from tests.connector.test_tiers import make as make  # a fixture
 from tests.fakes import lasting
 from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
-from kvferry.config import Config
-from kvferry.connectors.common.messages import RankShape, TierShape
-from kvferry.connectors.common.ranks import tiers_of_ranks
 from kvferry.core.identity import adopt
-from kvferry.core.keys import Keys
-from kvferry.types import Key, Rank, TierName
+from kvferry.types import Key
 
 SHELF = "shelf=tests.fakes.lasting:open_shelf:there/200"
 Make = Callable[..., Sides]
@@ -92,24 +87,6 @@ def test_at_rest_what_only_the_host_holds_goes_down(make: Make, num_ranks: int) 
     scheduler_of(sides).check_integrity()
 
 
-def test_while_a_request_runs_nothing_goes_down_before_it_must(make: Make) -> None:
-    sides = make(1, tiers=SHELF)
-    other = request_of("other", hashes(50))
-    sides.side.match(other, 0)
-    chat(sides, 0)
-    assert not lasting.shelves["there", 0]
-    sides.side.finished(other)
-    assert sides.side.has_work
-    settle(sides)
-    assert len(lasting.shelves["there", 0]) == CHAT_BLOCKS
-
-
-def test_without_time_nothing_goes_down_before_it_must(make: Make) -> None:
-    sides = make(1, tiers=SHELF, tier_flush=0)
-    chat(sides, 0)
-    assert not lasting.shelves["there", 0]
-
-
 def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
     sides, wanted = live(make, 2)
     end(sides)
@@ -154,35 +131,6 @@ def test_what_is_recovered_is_told_once_and_not_kept(make: Make) -> None:
         assert not len(shape.tiers[0].keys)
     step(sides)  # the shapes come again with the first step, without them
     assert scheduler_of(sides).stats().tiers["shelf"].cached == 8 * CHAT_BLOCKS
-
-
-def test_a_rank_is_told_in_few_bytes() -> None:
-    keys = np.random.default_rng(1).integers(0, 1 << 60, (1000, 4), dtype=np.uint64)
-    shape = RankShape(
-        Rank(0), tiers=(TierShape(TierName("d"), 2000, keys, np.arange(1000, dtype=np.int32)),)
-    )
-    assert len(pickle.dumps(shape)) < 1000 * 36 + 2000
-
-
-def test_ranks_over_one_memory_add_up() -> None:
-    keys = np.random.default_rng(1).integers(0, 1 << 60, (6, 4), dtype=np.uint64)
-    shapes = [
-        RankShape(
-            Rank(rank),
-            is_shared=True,
-            tiers=(
-                TierShape(
-                    TierName("d"), 4 + rank, keys[3 * rank :][:3], np.array([0, 2, 3], np.int32)
-                ),
-            ),
-        )
-        for rank in range(2)
-    ]
-    (tier,) = tiers_of_ranks(shapes, Config())
-    assert tier.pool is not None
-    assert tier.pool.num_slots == 8
-    found = tier.pool.find_cached(Keys(keys))
-    assert found.tolist() == [0, 4, 6, 1, 5, 7]
 
 
 def shelves() -> list[dict[int, tuple[Key, bytes]]]:

@@ -15,7 +15,7 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.messages import StepOrders, StepReceipts
 from kvferry.connectors.common.worker import RankStatus
-from kvferry.types import DEVICE, Outcome, Receipt
+from kvferry.types import DEVICE, Receipt
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
 STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
@@ -50,46 +50,6 @@ def load(
     assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
     sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
     return sides.tables[name][:4], sides.orders()
-
-
-def test_a_block_is_stored_when_every_stage_has_it(make):
-    sides = make()
-    store(sides)
-    wanted = sides.bytes_at(sides.tables["writer"][:4])
-    sides.answer(0)
-    assert sides.side.match(request_of("early", HASHES), 0) == (0, False)
-    assert sides.side.serving.engine.num_held == 4
-    sides.answer(1)
-    assert sides.side.serving.engine.num_held == 0
-    places, orders = load(sides)
-    sides.write(places, np.nan)
-    sides.run(orders)
-    assert not sides.answer(1).finished_recving
-    assert sides.answer(0).finished_recving == {"reader"}
-    assert_same(sides.bytes_at(places), wanted)
-    assert sides.side.guard.reason == ""
-
-
-def test_a_load_that_fails_on_one_stage_fails(make):
-    sides = make()
-    store(sides)
-    sides.answer(0, 1)
-    places, orders = load(sides)
-    mover = sides.ranks[1]._worker._routes["host", DEVICE]
-    failed: list[Receipt] = []
-    mover.submit = lambda transfer: failed.append(
-        Receipt(transfer.id, sides.ranks[1].rank, Outcome.FAILED, "tampered")
-    )
-    mover.poll = lambda: [failed.pop() for _ in range(len(failed))]
-    for rank in sides.ranks:
-        rank.begin(orders)
-        rank.after_forward()
-    sides.ranks[0]._drain()
-    told = sides.answer(0, 1)
-    assert told.finished_recving == {"reader"}
-    assert told.invalid_block_ids == set(places)
-    # Blocks that could not be read are not promised again.
-    assert sides.side.match(request_of("later", HASHES), 0) == (0, False)
 
 
 @pytest.mark.parametrize("computes", [False, True])
@@ -148,30 +108,6 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     sides.answer(0)
     assert_same(sides.bytes_at(back), wanted)
     assert not sides.side.has_work
-
-
-def test_stages_agree_on_the_slots_the_smallest_has(make):
-    sides = make(host=["1MiB", "64KiB"])
-    assert sides.ranks[0].shape.num_slots > sides.ranks[1].shape.num_slots
-    assert sides.side.serving.scheduler.pool.num_slots == sides.ranks[1].shape.num_slots
-
-
-def test_blocks_are_given_back_when_every_rank_has_drained(make):
-    """A rank that says nothing is not in the sum: the others do not speak for it."""
-    sides = make()
-    store(sides)
-    blocks = sides.side.serving.engine
-    sides.side._trip("test", RuntimeError("a mistake"))
-    held = blocks.num_held
-    assert held == 4
-    orders = sides.orders()
-    assert orders.drain
-    for rank in sides.ranks:
-        rank.begin(orders)
-    sides.answer(0)
-    assert blocks.num_held == held
-    sides.answer(1)
-    assert blocks.num_held == 0
 
 
 def test_a_rank_that_gave_up_is_not_one_that_was_asked_to_drain(make):

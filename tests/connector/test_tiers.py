@@ -6,20 +6,17 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
-from kvferry.connectors.common.messages import StepReceipts, TierShape
-from kvferry.connectors.common.session import SchedulerSession
-from kvferry.scheduler.tier import KeyedTier, SlotTier
+from kvferry.scheduler.tier import SlotTier
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import Fault
 from kvferry.tiers.movers import TierMover
-from kvferry.types import Health, Key, Rank, TierName
+from kvferry.types import Key
 
 LAYER_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 HOST_BLOCKS = 16
@@ -165,32 +162,6 @@ def test_tiers_have_the_least_places_of_all_ranks(make):
     assert "below it, spill: memory:1MiB" in sides.side.banner()
 
 
-def test_a_tier_by_key_is_made_of_ranks_that_know_keys(make):
-    sides = make(2, tiers=KINDS[1])
-    (tier,) = scheduler_of(sides).lower.tiers
-    assert isinstance(tier, KeyedTier)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "words"),
-    [
-        ((), "rank 1 no tier"),
-        ((TierShape(TierName("memory"), None),), "rank 1 memory (by key)"),
-        ((TierShape(TierName("disk"), 5),), "rank 1 disk (places)"),
-    ],
-)
-def test_ranks_whose_tiers_differ_are_refused_by_name(make, theirs, words):
-    sides = make(2)
-    shapes = [rank.shape for rank in sides.ranks]
-    side = SchedulerSession(sides.side.setup)
-    side.bind(sides.side._make_engine)
-    side.meet_ranks([shapes[0], replace(shapes[1], tiers=theirs)])
-    assert side.serving is None
-    assert "rank 0 has memory (places) below host memory" in side.refusal
-    assert words in side.refusal
-    assert side.match(request_of("r", hashes(0)), 0) == 0
-
-
 def test_a_tier_that_cannot_be_opened_is_a_refusal_with_its_reason(make):
     sides = make(2, tiers="no_such_package.store:open_it")
     assert sides.side.serving is None
@@ -314,9 +285,3 @@ def test_questions_reach_the_ranks_while_others_only_decode(make):
         sides.run(orders)
     assert found == (CHAT_BLOCKS * BLOCK_TOKENS, True)
     assert scheduler_of(sides).stats().asked["memory-by-key"][1] >= CHAT_BLOCKS
-
-
-def test_answers_of_many_ranks_add_up():
-    one, other = (Health(Rank(rank), TierName("memory"), "gone") for rank in range(2))
-    summed = StepReceipts(health=(one,)).aggregate(StepReceipts(health=(other,)))
-    assert summed.health == (one, other)

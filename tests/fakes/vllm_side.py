@@ -7,11 +7,12 @@ and a cache of named ones.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.vllm_hooks import VllmHooks
+from tests.fakes.vllm_pool import BlockPool
 
 from kvferry.cache.reach import FullAttention, Group, RecurrentState
 from kvferry.config import Config
@@ -23,65 +24,6 @@ from kvferry.types import Outcome, Rank, Receipt
 BLOCK_TOKENS = 16
 
 
-class FakeBlock:
-    def __init__(self, number: int) -> None:
-        self.block_id = number
-        self.ref_cnt = 0
-        self.block_hash: bytes | None = None
-        self.is_null = number == 0
-        self.next_free_block: FakeBlock | None = None
-
-
-class FakeBlockPool:
-    """Counts references; who has none is free. Owns the blocks' names too."""
-
-    hash_block_size = BLOCK_TOKENS
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_gpu_blocks = num_blocks
-        self.blocks = [FakeBlock(number) for number in range(num_blocks)]
-        self.blocks[0].ref_cnt = 1  # the placeholder is never given away
-        self.named: dict[tuple[bytes, int], FakeBlock] = {}
-
-    @property
-    def free_block_queue(self) -> Any:
-        free = [block for block in self.blocks if not block.ref_cnt]
-        mark = FakeBlock(-1)
-        for block, after in zip(free, [*free[1:], mark], strict=True):
-            block.next_free_block = after
-        head = SimpleNamespace(next_free_block=free[0] if free else mark)
-        return SimpleNamespace(fake_free_list_head=head)
-
-    def get_num_free_blocks(self) -> int:
-        return sum(not block.ref_cnt for block in self.blocks)
-
-    def touch(self, blocks: Iterable[FakeBlock]) -> None:
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Iterable[FakeBlock]) -> None:
-        for block in blocks:
-            assert block.ref_cnt > 0, "a block was given back that nobody held"
-            block.ref_cnt -= 1
-
-    def name(self, block: FakeBlock, name: bytes, group: int) -> None:
-        if (name, group) not in self.named and block.block_hash is None:
-            block.block_hash = name + group.to_bytes(4, "big")
-            self.named[name, group] = block
-
-    def forget(self, blocks: Iterable[FakeBlock]) -> None:
-        """They are given to somebody else: what they held is gone."""
-        for block in blocks:
-            if block.block_hash is not None:
-                name, group = block.block_hash[:-4], int.from_bytes(block.block_hash[-4:], "big")
-                del self.named[name, group]
-                block.block_hash = None
-
-    def get_cached_block(self, name: bytes, groups: Sequence[int]) -> list[FakeBlock] | None:
-        found = [self.named.get((name, group)) for group in groups]
-        return [block for block in found if block] if all(found) else None
-
-
 class FakeVllm:
     """vLLM's scheduler with this side of ours, and its ranks, which copy nothing."""
 
@@ -90,7 +32,7 @@ class FakeVllm:
     ) -> None:
         self.groups = groups or (FullAttention(BLOCK_TOKENS),)
         self.num_ranks = num_ranks
-        self.pool = FakeBlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, tuple[list[int], ...]] = {}
         namespace = Namespace(
             model="m", dtype="f", layout="l", geometry="g", block_tokens=1, revision="r"
@@ -139,13 +81,9 @@ class FakeVllm:
 
     def allocate(self, request: Any, num_external_tokens: int = 0) -> None:
         """Give a request blocks for all of its tokens, and say so."""
-        free = [block for block in self.pool.blocks if not block.ref_cnt]
         tables = []
         for group in self.groups:
-            count = -(-request.num_tokens // group.block_tokens)
-            taken, free = free[:count], free[count:]
-            self.pool.forget(taken)
-            self.pool.touch(taken)
+            taken = self.pool.get_new_blocks(-(-request.num_tokens // group.block_tokens))
             tables.append([block.block_id for block in taken])
         self.tables[request.request_id] = tuple(tables)
         blocks = SimpleNamespace(get_block_ids=lambda: tuple(tables))
@@ -166,12 +104,12 @@ class FakeVllm:
         for group, (kind, ids) in enumerate(
             zip(self.groups, self.tables[request.request_id], strict=True)
         ):
-            per_block = kind.block_tokens // BLOCK_TOKENS
-            for place in range(request.num_computed_tokens // kind.block_tokens):
-                end = (place + 1) * per_block
-                if end <= len(request.block_hashes):
-                    name = request.block_hashes[end - 1]
-                    self.pool.name(self.pool.blocks[ids[place]], name, group)
+            computed = request.num_computed_tokens // kind.block_tokens
+            known = len(request.block_hashes) * BLOCK_TOKENS // kind.block_tokens
+            blocks = [self.pool.blocks[number] for number in ids]
+            named = sum(block.block_hash is not None for block in blocks)
+            end = max(named, min(computed, known))
+            self.pool.cache_full_blocks(request, blocks, named, end, kind.block_tokens, group)
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -247,14 +247,6 @@ def test_a_big_body_is_refused_before_it_is_read(polled):
     assert order(polled.url, "lookup", None, raw=almost)[0] == 200
 
 
-def test_a_slow_client_is_dropped_and_keeps_nobody_waiting(polled):
-    parts = urlsplit(polled.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=30) as slow:
-        slow.sendall(head(100) + b'{"tok')
-        assert order(polled.url, "lookup", {"tokens": TOKENS})[0] == 200
-        assert slow.recv(100) == b""  # its time was up: it got no answer and nothing was done
-
-
 def test_a_busy_engine_says_so_and_answers_others_meanwhile(polled, monkeypatch):
     monkeypatch.setattr(inboxes.Mailbox.order, "__defaults__", (0.3,))
     polled.keep_busy()

@@ -126,34 +126,6 @@ def test_a_bad_line_is_left_out_counted_and_named(tmp_path: Path, line: str, say
         list(TraceReader([path], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (ours(0, [1], keys="!!"), "no base64"),
-        (ours(0, [1], keys="AAAA"), "3 bytes, which are no blocks of 8"),
-        (ours(0, [1], keys=None), "keys must be base64"),
-        (ours(0, [1], 32), "1 blocks for 32 tokens, which are 2 blocks of 16"),
-        (ours(0, [1], hit=-1), "hit must be a whole number"),
-        (ours(0, [1], ended=1), "ended"),
-        (ours(0, [1], ended=True, continues=True), "ended"),
-        (ours(0, [1], continues="soon"), "soon"),
-        (ours(0, [1], tenant=7), "tenant"),
-    ],
-)
-def test_a_bad_line_of_ours(tmp_path: Path, line: str, says: str) -> None:
-    path = written(tmp_path, json.dumps(HEADER), line)
-    reader = TraceReader([path])
-    assert list(reader) == []
-    assert says in reader.complaints[0]
-
-
-def test_only_the_first_complaints_are_kept(tmp_path: Path) -> None:
-    reader = TraceReader([written(tmp_path, mooncake(0, [1]), *["bad"] * 1000)])
-    assert len(list(reader)) == 1
-    assert reader.num_bad == 1000
-    assert len(reader.complaints) == 5
-
-
 def test_time_never_goes_back(tmp_path: Path) -> None:
     lines = [mooncake(at, [n]) for n, at in enumerate((1000, 3000, 2000, 3500))]
     reader = TraceReader([written(tmp_path, *lines)])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 
 from kvferry.cache import reach
-from kvferry.connectors.common.guard import Guard
 from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys, VllmEngine
 from kvferry.connectors.vllm.setup import place_of, support_of
 from kvferry.core.identity import Namespace, adopt
-from kvferry.core.keys import Keys
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import DeviceBlocks, as_slots
 
@@ -210,19 +207,6 @@ def ferried(request):
     return SimpleNamespace(chain=RequestKeys(request, EndedKeys(NAMESPACE)))
 
 
-def test_holds_are_counted_per_mention():
-    pool = FakePool()
-    holds = VllmEngine((), NAMESPACE, pool)
-    holds.hold([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
-    assert [block.ref_cnt for block in pool.blocks[:4]] == [0, 1, 2, 0]
-    holds.release([DeviceBlocks(0, as_slots([1, 2]))])
-    assert pool.freed == [2, 1]
-    assert holds.num_held == 1
-    holds.release_all()
-    assert holds.num_held == 0
-    assert not any(block.ref_cnt for block in pool.blocks)
-
-
 @pytest.mark.parametrize("twice", [[3, 3], [3, 4, 3]])
 def test_a_block_that_is_held_twice_is_dropped_twice(twice):
     pool = FakePool()
@@ -327,13 +311,6 @@ def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone(
     assert list(later) == [NO_BLOCK, NO_BLOCK, 4, NO_BLOCK]
 
 
-def test_tables_are_cut_and_filled():
-    table = VllmEngine((), NAMESPACE, FakePool()).table
-    assert list(table([0, 3, 4], 2)) == [NO_BLOCK, 3]
-    assert list(table([3], 3)) == [3, NO_BLOCK, NO_BLOCK]
-    assert list(table([0, 2])) == [NO_BLOCK, 2]
-
-
 def test_prefill_is_timed_once_and_only_if_computed_here():
     request = SimpleNamespace(
         request_id="r",
@@ -356,21 +333,6 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
     resumed = RequestState(request, ferried(request))
     assert resumed.time_prefill() is None
     assert resumed.is_timed
-
-
-def test_a_guard_trips_once_and_stays(caplog):
-    guard = Guard("test")
-    with caplog.at_level(logging.ERROR, "kvferry.connectors.common.guard"):
-        guard.trip("hook", RuntimeError("a mistake"))
-        guard.trip("hook", RuntimeError("another"))
-    assert guard.reason == "hook: RuntimeError: a mistake"
-    assert len(caplog.records) == 1
-
-
-def test_an_empty_chain_has_no_keys():
-    assert (
-        RequestKeys(SimpleNamespace(block_hashes=[]), EndedKeys(NAMESPACE)).keys() == Keys.empty()
-    )
 
 
 def parallel_config(tensor=1, pipeline=1, rank=0, **more):
