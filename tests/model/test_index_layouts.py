@@ -13,7 +13,7 @@ module fail. Try them again when you change either.
 - ``find``: a run one key longer than it is; the rest looked up from the first key after it
 - ``_look_around``: no look at ``_place``; every guess right; no ``clip``, or one that lets negative
   slots through; no ``+ every``
-- ``_find_strewn``: no table after looking around; the table asked for all keys but noted for the
+- ``find``: no table after looking around; the table asked for all keys but noted for the
   missing
 - ``_ask_table``: no look at the crowded; ``_holds``: only word 1 compared
 - ``insert``: the homeless keep their place; ``remove``: no ``_ABSENT``; the table not told

@@ -559,7 +559,7 @@ def test_a_deadline_counts_from_when_it_was_said() -> None:
     heard.hinted(record, HintKind.CONTINUES, 130.0)  # said later, of thirty seconds more, say
     at = record - heard.records.first
     assert at >= 0
-    assert heard.table.features(heard.records.row(at))[-1] == going_on(130.0)[0, -1]
+    assert heard.table.features(heard.records.facts(at).row)[-1] == going_on(130.0)[0, -1]
     assert going_on(130.0)[0, -1] != going_on(30.0)[0, -1]
     for endless in (float("inf"), 1e12):
         heard.hinted(record, HintKind.CONTINUES, endless)

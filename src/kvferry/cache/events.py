@@ -145,6 +145,7 @@ class PolicyFeed:
         self._log = log
         self._clock = clock
         self._then: float | None = None
+        self._reader: Reader | None = None
         self.failure: Exception | None = None
         """The first exception of the policy since the last :meth:`raise_failure`."""
         self.events: deque[PoolEvent] = deque()
@@ -168,7 +169,10 @@ class PolicyFeed:
             kinds += [_LOOKUP, _ANSWER]
         if self.hint_hearer is not None:
             kinds.append(_HINT)
-        self.events = self._log.reader(tuple(kinds)).events
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._log.reader(tuple(kinds))
+        self.events = self._reader.events
 
     def drain(self) -> None:
         """Tell the policy all that waits. What it raises is kept for :meth:`raise_failure`."""

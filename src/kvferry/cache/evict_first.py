@@ -28,18 +28,16 @@ class EvictFirstQueue:
 
     def __init__(self, num_slots: int) -> None:
         self._entry = np.zeros(num_slots, dtype=np.int64)
-        self._queues: dict[int, deque[tuple[int, SlotArray]]] = {}
+        self.queues: dict[int, deque[tuple[int, SlotArray]]] = {}
+        """By priority; none where nothing is to go first."""
         self._next = _NOT_HERE + 1
         self._size = 0
         self._num_vain = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
     def add(self, slots: SlotArray, priority: int) -> None:
         """These go before all of a higher priority, and behind those of the same."""
         if len(slots):
-            self._queues.setdefault(priority, deque()).append((self._next, slots))
+            self.queues.setdefault(priority, deque()).append((self._next, slots))
             self._entry[slots] = self._next
             self._next += 1
             self._size += len(slots)
@@ -48,24 +46,21 @@ class EvictFirstQueue:
 
     def forget(self, slots: SlotArray) -> None:
         """They go when their turn comes, like all others."""
-        if self._queues:
-            self._entry[slots] = _NOT_HERE
+        self._entry[slots] = _NOT_HERE
 
     def clear(self) -> None:
         self._entry.fill(_NOT_HERE)
-        self._queues.clear()
+        self.queues.clear()
         self._size = 0
 
     def _compact(self) -> None:
         self._size = 0
-        for priority in list(self._queues):
-            fresh = [
-                (n, slots[self._entry.take(slots) == n]) for n, slots in self._queues[priority]
-            ]
-            self._queues[priority] = deque((n, slots) for n, slots in fresh if len(slots))
-            self._size += sum(len(slots) for _, slots in self._queues[priority])
-            if not self._queues[priority]:
-                del self._queues[priority]
+        for priority in list(self.queues):
+            fresh = [(n, slots[self._entry.take(slots) == n]) for n, slots in self.queues[priority]]
+            self.queues[priority] = deque((n, slots) for n, slots in fresh if len(slots))
+            self._size += sum(len(slots) for _, slots in self.queues[priority])
+            if not self.queues[priority]:
+                del self.queues[priority]
 
     def take(
         self,
@@ -76,12 +71,12 @@ class EvictFirstQueue:
         """Up to ``count`` of them that can go now, each after those that follow it."""
         found: list[SlotArray] = []
         self._num_vain = 0
-        for priority in sorted(self._queues):
+        for priority in sorted(self.queues):
             if count <= 0:
                 break
-            taken = self._take(self._queues[priority], count, chains, is_idle)
-            if not self._queues[priority]:
-                del self._queues[priority]
+            taken = self._take(self.queues[priority], count, chains, is_idle)
+            if not self.queues[priority]:
+                del self.queues[priority]
             found.append(taken)
             count -= len(taken)
         return np.concatenate((NO_SLOTS, *found))

@@ -101,12 +101,14 @@ class Eviction:
         """
         table = self._table
         count += self._num_spare
-        self._unclaim(self.pins.expire(self._clock()))
+        if self.pins.count:
+            self._unclaim(self.pins.expire(self._clock()))
         if len(own):
             table.readers[own] += 1
         own_pins = NO_SLOTS
         try:
-            self._evict_first(count - table.free.count, table.is_idle)
+            if self._first.queues:
+                self._evict_first(count - table.free.count, table.is_idle)
             self._evict_by_policy(count, arriving)
             if count > table.free.count and self.pins.count:  # rather these than no store
                 gave_way = self.pins.give_way(count - table.free.count)
@@ -117,8 +119,8 @@ class Eviction:
         finally:
             if len(own):
                 table.readers[own] -= 1
-            # Not before: while we claim them too, they would not count as idle.
-            self._unclaim(own_pins)
+            if len(own_pins):  # not before: while we claim them too, they would not count as idle
+                self._unclaim(own_pins)
 
     def within_ceiling(
         self, missing: SlotArray, own: SlotArray, arriving: Arriving, tenant: int
@@ -136,7 +138,8 @@ class Eviction:
 
         table.readers[own] += 1
         try:
-            over -= self._evict_first(over, is_its_own)
+            if self._first.queues:
+                over -= self._evict_first(over, is_its_own)
             if over > 0:
                 self._evict(self._victims(quotas.of(tenant), over, arriving))
         finally:
@@ -147,8 +150,6 @@ class Eviction:
         self, count: int, is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
     ) -> int:
         """Evict up to so many of those that are wanted least; returns how many."""
-        if not self._first:
-            return 0
         going = self._first.take(count, self._table.chains, is_idle)
         self.policy.discard(going)
         self._evict(going)
@@ -221,7 +222,8 @@ class Eviction:
         self._table.num_evicted += len(going)
         if self._quotas is not None:
             self._quotas.went(going)
-        self._first.forget(going)
+        if self._first.queues:
+            self._first.forget(going)
         self._table.evict(going, NO_SLOTS)
 
     def coldest(self, count: int) -> Keys:
@@ -239,7 +241,8 @@ class Eviction:
 
     def use(self, slots: SlotArray) -> None:
         """These blocks served a request, or others are stored behind them."""
-        self._first.forget(slots)
+        if self._first.queues:
+            self._first.forget(slots)
         self._table.log.append(EventKind.USE, slots)
 
     def forget(self, slots: SlotArray) -> None:

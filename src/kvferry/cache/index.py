@@ -197,7 +197,7 @@ class TagTable:
         self._num_crowded = 0
 
     def _hash(self, words: KeyArray) -> tuple[KeyArray, Positions, npt.NDArray[np.uint8]]:
-        """The row and the tag of each key. Who looked a batch up mostly stores it next."""
+        """The row and the tag of each key. A batch that is looked up is mostly stored next."""
         if words is not self._hashed[0]:
             # As 64 bits first: numpy 1 would multiply in 32.
             halves = words.view("<u4")[:, 0].astype(np.uint64)
@@ -211,24 +211,6 @@ def _empty_lanes(tags: npt.NDArray[np.uint64]) -> Positions:
     empty = (tags.view(np.uint8) == 0).view(np.uint64)
     return (empty * _BITS_TO_TOP >> _TOP_BYTE_AND_THREE).view(np.int64)
 
-
-# ------------------------------------------------------------------------------------------------
-# Key to slot, for a whole request in one call, at a cost that the pool's size hardly moves.
-#
-# Blocks that were stored together mostly lie in slots that follow each other. So a look-up asks the
-# table for one key only, and compares the keys of the slots behind it with those that were asked
-# for:
-# one pass over memory, which a processor reads ahead, where a table is fetched from at random.
-#
-# ::
-#
-#     one by one  where only a few are asked for
-#     runs        look the first key up, compare on from its slot; at the first difference again
-#     around      where runs get short: look every 32nd key up, compare around the slots of those
-#     table       whatever is left, all keys at once; and a dict for those the table had no room for
-#
-# However a slot was guessed, the whole key is compared, and that the slot still has it: a slot that
-# was freed keeps its last key.
 
 _ABSENT = NO_SLOT  # place of a slot whose key is not in the index
 _SPILLED = -2  # and of one whose key is in the dict
@@ -246,7 +228,7 @@ _FEW = 4  # keys up to which plain Python beats arrays
 
 _PIECE = 2048
 _RUN = 64  # slots that follow each other from which on their keys are better written as one
-_NOBODY: dict[bytes, int] = {}
+_EMPTY: dict[bytes, int] = {}
 _WHOLE = np.dtype((np.void, KEY_BYTES))
 
 
@@ -301,7 +283,12 @@ class Index:
                 short += _SCRAP_COUNTS if length < _SCRAPS else 1
         if at < count:
             rest = keys[at:] if at else keys  # the very same: their rows are remembered
-            self._find_strewn(rest, found[at:], at >= _LIE_TOGETHER)
+            around = at >= _LIE_TOGETHER and len(rest.array) >= _MANY
+            if around and self._look_around(rest, found[at:]):
+                missing = at + np.flatnonzero(found[at:] == NO_SLOT)
+                found[missing] = self._ask_table(keys.take(missing))
+            else:
+                found[at:] = self._ask_table(rest)
         return found
 
     def find_leading(self, keys: Keys) -> SlotArray:
@@ -317,14 +304,6 @@ class Index:
         rest = self.find(keys[length:])
         return np.concatenate((run, rest[: num_leading(rest != NO_SLOT)]))
 
-    def _find_strewn(self, keys: Keys, found: SlotArray, lie_together: bool) -> None:
-        """Note in ``found`` the slots of keys that do not follow each other for long."""
-        if lie_together and len(keys) >= _MANY and self._look_around(keys, found):
-            missing = np.flatnonzero(found == NO_SLOT)
-            found[missing] = self._ask_table(keys.take(missing))
-        else:
-            found[:] = self._ask_table(keys)
-
     def find_one(self, key: bytes) -> int:
         """The slot of one key, or ``NO_SLOT``."""
         for slot in self._table.candidates_of(key):
@@ -332,7 +311,7 @@ class Index:
                 return slot
         if not self._overflow:
             return NO_SLOT
-        return self._overflow.get(self._table.row_of(key), _NOBODY).get(key, NO_SLOT)
+        return self._overflow.get(self._table.row_of(key), _EMPTY).get(key, NO_SLOT)
 
     def _run_length(self, slot: int, words: KeyArray) -> int:
         """How many of these keys, the first of which is at ``slot``, lie in the slots from it."""
@@ -340,10 +319,12 @@ class Index:
         longest = min(len(words), len(self._keys) - slot)
         while length < longest:
             start, ahead = slot + length, min(look, longest - length)
-            same = (self._keys[start : start + ahead] == words[length : length + ahead]).reshape(-1)
+            differs = self._keys[start : start + ahead] != words[length : length + ahead]
             # A slot keeps its last key: only its place says whether that is still in the index.
-            here = self._place[start : start + ahead] != _ABSENT
-            num_same = min(num_leading(same) // KEY_WORDS, num_leading(here))
+            gone = self._place[start : start + ahead] == _ABSENT
+            num_same = ahead
+            if np.count_nonzero(differs) or np.count_nonzero(gone):
+                num_same = int((differs.any(axis=1) | gone).argmax())
             length += num_same
             if num_same < ahead:
                 break

@@ -109,12 +109,11 @@ class Lease:
         self._owner.disown(self)
 
     def _end(self, ending: Ending, failed: Places = _ALL_WELL) -> None:
-        if self.ended is not None:
-            raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
         endings = _ENDS_OF_WRITING if self.purpose is Purpose.WRITE else _ENDS_OF_READING
-        if ending not in endings:
+        if self.ended is not None or ending not in endings:
             allowed = " or ".join(e.value for e in endings)
-            raise LeaseError(f"{self!r} cannot {ending.value}: it ends by {allowed}")
+            why = f"ended by {self.ended.value}" if self.ended is not None else f"ends by {allowed}"
+            raise LeaseError(f"{self!r} cannot {ending.value}: it {why}")
         places = as_slots(failed) if len(failed) else _ALL_WELL
         if len(places) and int(places.max()) >= len(self.slots):
             raise InputError(

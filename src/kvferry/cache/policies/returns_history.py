@@ -287,14 +287,14 @@ class Records:
         self._count = 0
         self._passed = np.zeros(NUM_BUCKETS, dtype=np.int64)
         self.time = np.empty(0)
-        self._facts = np.empty((0, len(Facts._fields)), dtype=np.int64)
-        self._bytes = self._facts.data  # a few numbers of one record are read and written so
+        self.all_facts = np.empty((0, len(Facts._fields)), dtype=np.int64)
+        self.bytes = self.all_facts.data  # a few numbers of one record are read and written so
         self._resize(min(_RECORDS_FIRST, 2 * capacity))
 
     def add(self, now: float, row: int, *, length: int = 0, turn: int = 0, tokens: int = 0) -> int:
         """A record of a request with features in this row; returns its number."""
         at = self._begin(now)
-        _FACTS.pack_into(self._bytes, at * _FACTS.size, OPEN, row, length, turn, tokens, 0, 0, 0)
+        _FACTS.pack_into(self.bytes, at * _FACTS.size, OPEN, row, length, turn, tokens, 0, 0, 0)
         return self.first + at
 
     def _begin(self, now: float) -> int:
@@ -310,44 +310,37 @@ class Records:
         return at
 
     def facts(self, at: int) -> Facts:
-        return Facts._make(_FACTS.unpack_from(self._bytes, at * _FACTS.size))
-
-    def row(self, at: int) -> int:
-        return self._facts.item(at, _AT_ROW)
-
-    def shared(self, at: int) -> tuple[int, int, int]:
-        """How many leading blocks of it others have too, their row, and the ways from there."""
-        return _SOME.unpack_from(self._bytes, at * _FACTS.size + 8 * _AT_SHARED)
+        return Facts._make(_FACTS.unpack_from(self.bytes, at * _FACTS.size))
 
     def amend(self, at: int, row: int, length: int) -> None:
         """More is known of it now."""
-        returned = self._facts.item(at, _AT_RETURNED)
-        _SOME.pack_into(self._bytes, at * _FACTS.size, returned, row, length)
+        returned = self.all_facts.item(at, _AT_RETURNED)
+        _SOME.pack_into(self.bytes, at * _FACTS.size, returned, row, length)
 
     def share(self, at: int, shared: int, row: int, ways: int) -> None:
         """Its first blocks are others', too."""
-        _SOME.pack_into(self._bytes, at * _FACTS.size + 8 * _AT_SHARED, shared, row, ways)
+        _SOME.pack_into(self.bytes, at * _FACTS.size + 8 * _AT_SHARED, shared, row, ways)
 
     def renew(self, record: int, now: float, row: int, length: int) -> int:
         """Instead of a record, one that begins now; returns its number."""
         self.lose(record)
         _, _, _, *others = self.facts(record - self.first)
         at = self._begin(now)
-        _FACTS.pack_into(self._bytes, at * _FACTS.size, OPEN, row, length, *others)
+        _FACTS.pack_into(self.bytes, at * _FACTS.size, OPEN, row, length, *others)
         return self.first + at
 
     def returns(self, record: int, now: float) -> None:
         """A request continues it now; the first time counts."""
         at = record - self.first
-        if at >= 0 and self._facts.item(at, _AT_RETURNED) == OPEN:
+        if at >= 0 and self.all_facts.item(at, _AT_RETURNED) == OPEN:
             age = now - self.time.item(at)
-            self._facts[at, _AT_RETURNED] = min(NUM_BUCKETS - 1, bisect_right(_ENDS, age))
+            self.all_facts[at, _AT_RETURNED] = min(NUM_BUCKETS - 1, bisect_right(_ENDS, age))
 
     def lose(self, record: int) -> None:
         """Whether it returns will not be seen; what was seen so far counts."""
         at = record - self.first
-        if at >= 0 and self._facts.item(at, _AT_RETURNED) == OPEN:
-            self._facts[at, _AT_RETURNED] = _LOST
+        if at >= 0 and self.all_facts.item(at, _AT_RETURNED) == OPEN:
+            self.all_facts[at, _AT_RETURNED] = _LOST
 
     def teach(self, learn: Learn, now: float) -> bool:
         """Let the model learn of every bucket that a record has passed since; False if none has."""
@@ -360,7 +353,7 @@ class Records:
         buckets = _BUCKETS.repeat(counts)
         at = np.arange(total) - (stops - counts - self._passed).repeat(counts)
         self._passed += counts
-        facts = self._facts.take(at, axis=0)
+        facts = self.all_facts.take(at, axis=0)
         returned = facts[:, _AT_RETURNED]
         counts_for = ((returned == OPEN) | (returned >= buckets)).nonzero()[0]
         if not len(counts_for):
@@ -373,7 +366,7 @@ class Records:
     def _forget(self) -> None:
         """Let go of the older half."""
         start = self._count - self._capacity
-        for array in (self.time, self._facts):
+        for array in (self.time, self.all_facts):
             array[: self._capacity] = array[start : self._count].copy()
         self.first += start
         self._count = self._capacity
@@ -384,8 +377,8 @@ class Records:
         size = min(size, 2 * self._capacity)
         count = self._count
         time, facts = np.zeros(size), np.zeros((size, len(Facts._fields)), dtype=np.int64)
-        time[:count], facts[:count] = self.time[:count], self._facts[:count]
-        self.time, self._facts, self._bytes = time, facts, facts.data
+        time[:count], facts[:count] = self.time[:count], self.all_facts[:count]
+        self.time, self.all_facts, self.bytes = time, facts, facts.data
 
 
 NO_RECORD = -1
@@ -432,7 +425,8 @@ class RequestHistory:
         listed = self._recent.find(words)
         known = self._recent.look(listed)
         at = known.record - self.records.first if known.depth > known.shared else -1
-        turn, kind, row = 1, TurnKind.NEW, self.table.used(self.unknown)
+        turn, kind, row = 1, TurnKind.NEW, self.unknown
+        self.table.of_use.add(row)
         self.before = NO_RECORD
         if at >= 0:
             facts = self.records.facts(at)
@@ -525,7 +519,11 @@ class RequestHistory:
     def row(self, record: int) -> int:
         """The row of the value table for a request's own blocks."""
         at = record - self.records.first
-        return self.unknown if at < 0 else self.table.used(self.records.row(at))
+        if at < 0:
+            return self.unknown
+        row = self.records.all_facts.item(at, _AT_ROW)
+        self.table.of_use.add(row)
+        return row
 
     def time(self, record: int, now: float) -> float:
         """The time of a request or its answer; now, where that is not known."""
@@ -535,7 +533,9 @@ class RequestHistory:
     def shared(self, record: int) -> tuple[int, int, int]:
         """How many leading blocks of it others have too, their row, and the ways from there."""
         at = record - self.records.first
-        return (0, NO_ROW, 0) if at < 0 else self.records.shared(at)
+        if at < 0:
+            return (0, NO_ROW, 0)
+        return _SOME.unpack_from(self.records.bytes, at * _FACTS.size + 8 * _AT_SHARED)
 
     def common_row(self, ways: int, gap: float) -> int:
         """The row of what several share, passed so long ago before."""

@@ -290,7 +290,7 @@ class ValueTable:
         self._version = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self._learned = 0
         self._to_learn: list[Lesson] = []
-        self._of_use: set[int] = set()  # since the model last changed
+        self.of_use: set[int] = set()  # since the model last changed
         self._first: dict[int, float] = {}  # by row, since then: what it says of the first bucket
         self.value = np.zeros((_FIRST_ROWS, NUM_BUCKETS))
         """By row and bucket of age: returns a second that a block is held."""
@@ -313,12 +313,7 @@ class ValueTable:
             self._sets.append(features)
             self._features[row] = features
             self._version[row] = _DUE
-        self._of_use.add(row)
-        return row
-
-    def used(self, row: int) -> int:
-        """The same row, which is of use."""
-        self._of_use.add(row)
+        self.of_use.add(row)
         return row
 
     def features(self, row: int) -> Features:
@@ -331,8 +326,8 @@ class ValueTable:
         returned: npt.NDArray[np.bool_],
     ) -> None:
         """Each of these came to a bucket of age, and returned in it or did not."""
-        self._to_learn.append(Lesson(rows, buckets, returned, self._of_use))
-        self._of_use = set()
+        self._to_learn.append(Lesson(rows, buckets, returned, self.of_use))
+        self.of_use = set()
         self._learned += 1
         self._version[NO_ROW] = self._learned
         self._first.clear()
@@ -370,7 +365,7 @@ class ValueTable:
     def follow(self, rows: npt.NDArray[np.int64]) -> None:
         """These rows are of use; work some out again that the model has changed long since."""
         self._study()
-        self._of_use.update(rows.tolist())
+        self.of_use.update(rows.tolist())
         old = rows[self._version.take(rows) < self._learned - _LATE]
         if len(old):
             old = np.unique(old)
