@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from kvferry.cache.policies.contract import policy_named
 from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
@@ -28,6 +27,7 @@ _MOST_TRIALS = 1000
 _QUIET_SECONDS = 2.0
 _INTERRUPTED = 130
 
+Rows = list[list[str]]
 Names = dict[tuple[int, ...], str]
 """The capacities in blocks, host first, each as the user wrote it."""
 
@@ -98,7 +98,7 @@ def read_point(name: str, text: str | None, share: float, seconds: float) -> tup
     return share, parse_seconds(text, name=name)
 
 
-def drawer(file: Path) -> Callable[[dict[str, Any]], str]:
+def drawer(file: Path) -> Callable[[dict[str, Any], Rows], str]:
     """The function that draws a file of this name. Raises ConfigError for other names."""
     kinds = {".svg": picture, ".html": report, ".htm": report}
     found = kinds.get(file.suffix.lower())
@@ -110,13 +110,12 @@ def drawer(file: Path) -> Callable[[dict[str, Any]], str]:
     return found
 
 
-def picture(data: dict[str, Any]) -> str:
+def picture(data: dict[str, Any], rows: Rows) -> str:
     """One SVG file."""
-    plot, lines = _drawn(data)
-    return plots.picture(plot, lines)
+    return plots.picture(*_drawn(data))
 
 
-def report(data: dict[str, Any]) -> str:
+def report(data: dict[str, Any], rows: Rows) -> str:
     """One page with the picture and all figures."""
     plot, lines = _drawn(data)
     title = f"kvferry simulate: {', '.join(path.rsplit('/', 1)[-1] for path in data['trace'])}"
@@ -129,32 +128,21 @@ def report(data: dict[str, Any]) -> str:
         words += f" Hints for {data['hints']:.0%} of the conversations."
     if data["keep_partial"]:
         words += " Partial last blocks are stored, too."
-    rows = [["capacity", "policy", "hit ratio", "of bound", "tokens saved", "evicted"]]
-    for score in data["scores"]:
-        bound = score["bound_hit_ratio"]
-        rows.append(
-            [
-                score["capacity"],
-                score["policy"],
-                f"{score['hit_ratio']:.4f}",
-                f"{score['hit_ratio'] / bound:.0%}" if bound else "",
-                f"{score['tokens_saved']:,} ({score['token_ratio']:.1%})",
-                f"{score['evicted']:,}",
-            ]
-        )
     legend = plots.legend([(line.name, line.colour) for line in lines])
-    figure = plots.figure("Hit ratio by capacity", words, plot, legend, plots.table(rows))
-    return plots.page(title, figure)
+    return plots.page(
+        title, plots.figure("Hit ratio by capacity", words, plot, legend, plots.table(rows))
+    )
 
 
 def _drawn(data: dict[str, Any]) -> tuple[str, list[plots.Series]]:
+    def pair(score: dict[str, Any]) -> tuple[int, float]:
+        return sum(score["capacity_blocks"]), score["hit_ratio"]
+
     policies: dict[str, list[tuple[int, float]]] = {}
     labels = {sum(score["capacity_blocks"]): score["capacity"] for score in data["scores"]}
     for score in data["scores"]:
-        pair = sum(score["capacity_blocks"]), score["hit_ratio"]
-        policies.setdefault(score["policy"], []).append(pair)
-    bounds = [(sum(score["capacity_blocks"]), score["hit_ratio"]) for score in data["bound"]]
-    lines = plots.hit_ratio_lines(bounds, policies)
+        policies.setdefault(score["policy"], []).append(pair(score))
+    lines = plots.hit_ratio_lines([pair(score) for score in data["bound"]], policies)
     return plots.hit_ratio_plot(lines, labels), lines
 
 
@@ -261,10 +249,11 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
     progress.show("")
     seconds = time.monotonic() - began
     data = as_data(asked, simulated, names, seconds)
+    rows = _rows(simulated, names)
     put(data, json_file)
-    _put_figures(data, simulated, names, console)
+    _put_figures(data, rows, console)
     if draw is not None:
-        plot_file.write_text(draw(data), encoding="utf-8")
+        plot_file.write_text(draw(data, rows), encoding="utf-8")
         console.print(f"Wrote {plot_file}", markup=False)
 
 
@@ -285,18 +274,12 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
         for capacity in names
         for policy in read_policies(given["policies"])
     )
+    same = ("block_tokens", "strict", "keep_partial", "hints", "seed", "halves", "bound", "jobs")
     asked = Simulation(
         paths=tuple(given["traces"]),
         trials=trials,
-        block_tokens=given["block_tokens"],
-        strict=given["strict"],
-        keep_partial=given["keep_partial"],
-        hints=given["hints"],
-        seed=given["seed"],
         span=TracePart(start_share, end_share, start_seconds, end_seconds),
-        halves=given["halves"],
-        bound=given["bound"],
-        jobs=given["jobs"],
+        **{name: given[name] for name in same},
     )
     return asked, names
 
@@ -326,13 +309,9 @@ def as_data(
     scores = []
     for score in simulated.scores:
         bound = bounds.get(sum(score.trial.capacity))
-        scores.append(
-            {
-                "capacity": names[score.trial.capacity],
-                **score.as_data(),
-                "bound_hit_ratio": round(bound.whole.hit_ratio, 5) if bound else None,
-            }
-        )
+        ratio = round(bound.whole.hit_ratio, 5) if bound else None
+        name = {"capacity": names[score.trial.capacity]}
+        scores.append({**name, **score.as_data(), "bound_hit_ratio": ratio})
     return {
         "trace": [str(path) for path in asked.paths],
         "format": trace.format,
@@ -352,22 +331,22 @@ def as_data(
     }
 
 
-def _put_figures(
-    data: dict[str, Any], simulated: Simulated, names: Names, console: Console
-) -> None:
-    trace = simulated.trace
+def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
     console.print(
-        f"{trace.num_requests:,} requests over {_time(trace.seconds)}, {trace.num_blocks:,} blocks "
-        f"of {trace.block_tokens} tokens, {trace.num_tokens:,} prompt tokens.",
+        f"{data['requests']:,} requests over {_time(data['trace_seconds'])}, {data['blocks']:,} "
+        f"blocks of {data['block_tokens']} tokens, {data['tokens']:,} prompt tokens.",
         markup=False,
     )
-    for words in trace.complaints:
+    for words in data["complaints"]:
         console.print(f"left out: {words}", markup=False, style="yellow")
-    if trace.num_bad:
-        console.print(f"{trace.num_bad:,} lines in all were left out.", style="yellow")
-    if trace.num_late:
-        console.print(f"{trace.num_late:,} requests were not in the order of time.")
-    console.print(_table(simulated, names))
+    if data["skipped_lines"]:
+        console.print(f"{data['skipped_lines']:,} lines in all were left out.", style="yellow")
+    if data["out_of_order"]:
+        console.print(f"{data['out_of_order']:,} requests were not in the order of time.")
+    table = grid(*rows[0], left=["Policy"])
+    for row in rows[1:]:
+        table.add_row(*row, style="dim" if row[1] == ALL_KNOWING else None)
+    console.print(table)
     console.print(
         "Hit ratio: share of all looked up blocks that hit. us: processor time of a request. Took "
         f"{data['seconds']:g} s.",
@@ -375,12 +354,12 @@ def _put_figures(
     )
 
 
-def _table(simulated: Simulated, names: Names) -> Table:
-    halves = list(simulated.scores[0].parts)
+def _rows(simulated: Simulated, names: Names) -> Rows:
+    """The table: its head, then for each capacity the bound and the policies."""
     tiers = max(len(score.trial.capacity) for score in simulated.scores)
+    halves = simulated.scores[0].parts
     columns = ["Hit ratio", *halves, *(f"tier {at}" for at in range(1, tiers))]
-    columns += ["Of best", "Tokens saved", "Evicted", "us"]
-    table = grid("Capacity", "Policy", *columns, left=["Policy"])
+    rows = [["Capacity", "Policy", *columns, "Of best", "Tokens saved", "Evicted", "us"]]
     bounds = {score.trial.capacity[0]: score for score in simulated.bounds}
     shown: set[tuple[int, ...]] = set()
     for score in simulated.scores:
@@ -388,12 +367,11 @@ def _table(simulated: Simulated, names: Names) -> Table:
         bound = bounds.get(sum(capacity))
         name = "" if capacity in shown else names[capacity]
         if bound is not None and name:
-            row = _row(bound, None, tiers, is_bound=True)
-            table.add_row(name, ALL_KNOWING, *row, style="dim")
+            rows.append([name, ALL_KNOWING, *_row(bound, None, tiers, is_bound=True)])
             name = ""
-        table.add_row(name, score.trial.policy, *_row(score, bound, tiers))
+        rows.append([name, score.trial.policy, *_row(score, bound, tiers)])
         shown.add(capacity)
-    return table
+    return rows
 
 
 def _row(score: Score, bound: Score | None, tiers: int, *, is_bound: bool = False) -> list[str]:
