@@ -19,7 +19,7 @@ import pytest
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.scheduler.tier import WriteMode
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.memory import MemoryTier
 from kvferry.tools.demo import engine as offload
 from kvferry.tools.demo.blocks import ServedRequest
@@ -38,7 +38,14 @@ BLOCK_TOKENS = 8
 NUM_BLOCKS = 22  # hardly two conversations
 HOST_BLOCKS = 40
 LOWER_BLOCKS = 120
-DISK = TierName("disk")
+LOWER = TierName("lower")
+OPENED: list[MemoryTier] = []
+
+
+def open_prepared(setup: TierSetup) -> MemoryTier:
+    """The factory that the setting names: it returns the tier of the running test."""
+    return OPENED[-1]
+
 
 FULL = ModelShape(
     vocab=VOCAB, width=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, hidden=16, seed=5
@@ -94,7 +101,7 @@ def forgetful_tier(chance: random.Random, slot_bytes: int, failure_rate: float) 
         if chance.random() < 0.02:
             tier.lose(np.array([chance.randrange(LOWER_BLOCKS)]))
 
-    tier = MemoryTier(LOWER_BLOCKS, slot_bytes, name=DISK, delay=0.0002, fault=fault)
+    tier = MemoryTier(LOWER_BLOCKS, slot_bytes, name=LOWER, delay=0.0002, fault=fault)
     return tier
 
 
@@ -143,23 +150,23 @@ def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.Monke
     )
     answers: dict[str, list[int]] = {}
     served: list[ServedRequest] = []
-    config = Config(store_mode=life.store_mode, load_policy="always", match_deadline=0.05)
+    settings = {"store_mode": life.store_mode, "load_policy": "always", "match_deadline": 0.05}
+    if life.below:
+        settings |= {"tiers": f"lower={__name__}:open_prepared", "tier_write": life.below.value}
+    config = Config.from_dict(settings)
     with Runner(Decoder(model), num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS) as runner:
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
-        tier = forgetful_tier(random.Random(f"tier {life}"), slot_bytes, life.failure_rate)
-        with Offloader(
-            runner,
-            host_bytes=HOST_BLOCKS * slot_bytes,
-            config=config,
-            lower={tier: life.below} if life.below else None,
-        ) as offloader:
+        chances = random.Random(f"tier {life}")
+        OPENED.append(forgetful_tier(chances, slot_bytes, life.failure_rate))
+        host_bytes = HOST_BLOCKS * slot_bytes
+        with Offloader(runner, host_bytes=host_bytes, config=config) as offloader:
             engine = Engine(runner, limits=Limits(48, 4), offloader=offloader)
             num_aborted = serve(engine, chance, answers, served)
             engine.drain()
             prove_nothing_left(engine, offloader)
             stats = offloader.stats()
-        tier.close()
+        OPENED.pop().close()
     expected = truth(model, served)
     different = [r.id for r in served if r.generated != expected[r.id]]
     assert not different, f"{len(different)} of {len(served)} answers differ: {different[:5]}"
@@ -169,7 +176,7 @@ def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.Monke
     assert engine.counts.num_loaded_tokens > 0
     assert stats.failed > 0
     if life.below:
-        assert stats.bytes_moved[HOST, DISK] > 0
+        assert stats.bytes_moved[HOST, LOWER] > 0
 
 
 def serve(

@@ -263,7 +263,7 @@ padding:16px 18px;margin:0 0 16px}}.plots figure{{margin:0}}
 .card b{{display:block;font-size:34px;line-height:1.15;color:var(--teal)}}
 .card span{{display:block}}.card small{{color:var(--soft)}}
 figure p{{font-size:13px;margin:0 0 8px}}
-svg{{width:100%;max-width:540px;height:auto;display:block}}{_SVG_CSS}
+svg{{width:100%;max-width:540px;height:auto;display:block;overflow:visible}}{_SVG_CSS}
 .legend{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;
 font-size:13px;color:var(--soft)}}
 .legend span{{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,7 @@ from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tiers.contract import Tier
-from kvferry.tiers.movers import Mover, TierMover
+from kvferry.tiers.movers import Mover
 from kvferry.tiers.opening import open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span, require_positive
@@ -100,47 +99,21 @@ class Offloader(Closing):
     it.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        host_bytes: int,
-        config: Config | None = None,
-        lower: Mapping[Tier, WriteMode] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Open host memory and the tiers below it.
-
-        Args:
-            runner: The device.
-            host_bytes: The size of host memory.
-            config: The settings. Its tiers lie below host memory.
-            lower: The tiers if ``config`` names none, nearest first. This object closes them.
-            clock: The clock of host memory's eviction policy.
-        """
+    def __init__(self, runner: Runner, *, host_bytes: int, config: Config | None = None) -> None:
+        """Open host memory of this size and the tiers that ``config`` names below it."""
         config = config if config is not None else Config()
-        lower = lower or {}
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
         if host_bytes < slot_bytes:
             raise InputError(
                 f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
             )
-        for tier in lower:
-            if tier.block_bytes != slot_bytes:
-                raise InputError(
-                    f"a block has {slot_bytes} bytes, one of tier {tier.name} {tier.block_bytes}"
-                )
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
-        below = {tier.name: TierMover(self.host, tier) for tier in lower}
-        writes = {tier.name: write for tier, write in lower.items()}
-        if config.all_tiers:
-            contents = Contents(runner.namespace)
-            below = open_tiers(config.all_tiers, self.host, tier_setup(config, layouts, contents))
-            writes = dict.fromkeys(below, WriteMode(config.tier_write))
+        setup = tier_setup(config, layouts, Contents(runner.namespace))
+        self._tiers = open_tiers(config.all_tiers, self.host, setup)
         tier_policy = policy_named(config.tier_policy)
         self.scheduler = Scheduler(
-            Pool(self.host.num_slots, policy_named(config.policy), clock=clock),
+            Pool(self.host.num_slots, policy_named(config.policy)),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
@@ -149,12 +122,12 @@ class Offloader(Closing):
                 lower_tier(
                     name,
                     each.num_places,
-                    writes[name],
+                    WriteMode(config.tier_write),
                     tier_policy,
                     recovered=[each.recovered()],
                     most_in_one=each.most_in_one,
                 )
-                for name, each in below.items()
+                for name, each in self._tiers.items()
             ],
         )
         self.scheduler.watch_requests()
@@ -162,8 +135,7 @@ class Offloader(Closing):
         # Threads start here. Nothing after this line can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
-        self.worker = Worker(movers, tiers=below)
-        self._tiers = below
+        self.worker = Worker(movers, tiers=self._tiers)
 
     @property
     def has_pending(self) -> bool:
