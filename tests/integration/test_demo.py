@@ -24,11 +24,10 @@ from kvferry.tools.cli import demo as demo_module
 from kvferry.tools.cli import main as door
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.demo import engine as offload
-from kvferry.tools.demo import restart
-from kvferry.tools.demo.compare import Scenario
+from kvferry.tools.demo import parts
 from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.parts import Scenario, run_restart
 from kvferry.tools.demo.policies import made_requests, run_policies
-from kvferry.tools.demo.restart import run_restart
 from kvferry.tools.demo.runs import Part
 from kvferry.tools.demo.workload import Chat
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -279,7 +278,7 @@ def test_what_comes_back_does_not_hang_on_how_fast_the_machine_is(
 def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart, "MiB", 1)  # a disk of 256 bytes
+    monkeypatch.setattr(parts, "MiB", 1)  # a disk of 256 bytes
     with pytest.raises(TransferError, match="server ended with"):
         run_restart(SCENARIO)
 

@@ -14,8 +14,8 @@ import pytest
 from tests.integration.test_page import browse, needs_chromium
 from tests.unit.test_screen import look
 
-from kvferry.tools.demo.compare import Scenario, compare
 from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.parts import Scenario, compare
 from kvferry.tools.demo.policies import run_policies
 from kvferry.tools.demo.report import render
 from kvferry.tools.demo.workload import Chat

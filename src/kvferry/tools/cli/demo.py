@@ -18,13 +18,11 @@ from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
 from kvferry.tools.cli.output import grid, is_stdout, json_option, options, put
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.compare import Scenario, compare
-from kvferry.tools.demo.fleet import run_fleet
 from kvferry.tools.demo.model import ModelShape, limit_matrix_threads
 from kvferry.tools.demo.mooncake_master import require_mooncake
+from kvferry.tools.demo.parts import Scenario, compare, run_fleet, run_restart
 from kvferry.tools.demo.policies import Policies, run_policies
 from kvferry.tools.demo.report import render
-from kvferry.tools.demo.restart import run_restart
 from kvferry.tools.demo.runs import OnTurn, Part
 from kvferry.tools.demo.workload import Chat
 from kvferry.tools.words import show_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from kvferry.telemetry.source import installed_version
-from kvferry.tools.demo.compare import Scenario
+from kvferry.tools.demo.parts import Scenario
 from kvferry.tools.demo.policies import Policies
 from kvferry.tools.demo.runs import Part
 from kvferry.tools.plots import (
