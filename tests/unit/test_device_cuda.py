@@ -274,3 +274,42 @@ def test_hip_passes_attributes_only_where_they_are_taken(version: int, num_attri
 def test_a_missing_entry_point_is_named() -> None:
     with pytest.raises(DriverError, match="this driver has no cuDriverGetVersion"):
         CudaDriver(SimpleNamespace())
+
+
+def test_arrays_nobody_may_write_are_read_where_they_are() -> None:
+    library = FakeLibcuda(13000)
+    a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
+    for array in fixed:
+        array.flags.writeable = False
+    CudaDriver(library).copy_batch_async(a, b, c, SourceOrder.STREAM, 0x500)
+    ((dsts, srcs, sizes, *_),) = library.called("batch 13000")
+    assert [dsts, srcs, sizes] == [array.ctypes.data for array in fixed]
+
+
+def test_a_driver_without_versioned_look_up_has_no_batch() -> None:
+    assert CudaDriver(FakeLibcuda(11040, with_look_up=False)).batch_form is BatchForm.ABSENT
+
+
+def test_a_stream_is_idle_busy_or_broken() -> None:
+    library = FakeLibcuda(13000)
+    driver = CudaDriver(library)
+    assert driver.stream_is_idle(0x500)
+    library.codes["cuStreamQuery"] = 600
+    assert not driver.stream_is_idle(0x500)
+    library.codes["cuStreamQuery"] = 1
+    with pytest.raises(DriverError, match=r"cuStreamQuery\(stream 0x500\)"):
+        driver.stream_is_idle(0x500)
+
+
+def test_events() -> None:
+    library = FakeLibcuda(13000)
+    driver = CudaDriver(library)
+    assert driver.create_event(timing=False) == 0xE2
+    assert driver.create_event(timing=True) == 0xE0
+    assert driver.elapsed_seconds(1, 2) == pytest.approx(2.5e-3)
+    assert driver.event_is_done(1)
+    library.codes["cuEventQuery"] = 600
+    assert not driver.event_is_done(1)
+    library.codes["cuEventQuery"] = 1
+    with pytest.raises(DriverError):
+        driver.event_is_done(1)
