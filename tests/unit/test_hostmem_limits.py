@@ -46,7 +46,7 @@ def test_more_than_the_machine_has_left_is_refused_with_limit_and_remedy() -> No
         size_for(47 * GiB, machine())
     words = str(refused.value)
     assert "47.0 GiB is more than the machine's memory allows" in words
-    assert "64.0 GiB in all, 48.0 GiB left" in words
+    assert "64.0 GiB in all and 48.0 GiB left" in words
     assert "at most 44.8 GiB fits" in words
     assert "Remedy: ask for less" in words
 
@@ -122,7 +122,7 @@ def test_auto_on_a_machine_that_says_nothing_is_refused() -> None:
 
 
 def test_ranks_that_all_ask_must_all_fit() -> None:
-    with pytest.raises(ConfigError, match=r"10\.0 GiB for each of 8 ranks .* at most 7\.6 GiB"):
+    with pytest.raises(ConfigError, match=r"10\.0 GiB for each of 8 ranks .* At most 7\.6 GiB"):
         size_for(10 * GiB, machine(), num_ranks=8)
 
 
@@ -137,7 +137,7 @@ def test_a_low_limit_on_locked_memory_is_named_with_its_remedy() -> None:
     words = pin_advice(machine(memlock=8 * MiB), 32 * GiB)
     assert "may lock 8MiB of memory (RLIMIT_MEMLOCK), 32.0 GiB were asked for" in words
     assert "ulimit -l unlimited" in words
-    assert "not in the way" in pin_advice(machine(memlock=None), 32 * GiB)
+    assert "not the cause" in pin_advice(machine(memlock=None), 32 * GiB)
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("", 1), ("4", 4), ("0", 1), ("many", 1)])

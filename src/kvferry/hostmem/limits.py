@@ -155,9 +155,10 @@ def refusal(asked: int, limit: Limit, num_ranks: int = 1) -> str:
     each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
     most = min(limit.usable, (limit.total - limit.margin) // num_ranks)
     return (
-        f"host: {_shown(asked)}{each} is more than {limit.name} allows: {_shown(limit.total)} in "
-        f"all, {_shown(limit.left)} left, of which {_shown(limit.margin)} must stay free; at most "
-        f"{_shown(most)} fits. Remedy: {limit.remedy}"
+        f"host: {_shown(asked)}{each} is more than {limit.name} allows. There are "
+        f"{_shown(limit.total)} in all and {_shown(limit.left)} left, of which "
+        f"{_shown(limit.margin)} must stay free. At most {_shown(most)} fits. "
+        f"Remedy: {limit.remedy}"
     )
 
 
@@ -171,7 +172,7 @@ def shortage(machine: Machine, num_bytes: int) -> str:
         if limit.left - num_bytes < limit.margin // 2:
             return (
                 f"{limit.name} has only {_shown(limit.left)} left of {_shown(limit.total)}, and "
-                f"{_shown(limit.margin // 2)} must stay free; {limit.remedy}"
+                f"{_shown(limit.margin // 2)} must stay free. Remedy: {limit.remedy}"
             )
     return ""
 
@@ -182,10 +183,10 @@ def pin_advice(machine: Machine, asked: int) -> str:
     if memlock is not None and memlock < asked:
         return (
             f"this process may lock {_shown(memlock)} of memory (RLIMIT_MEMLOCK), "
-            f"{_shown(asked)} were asked for; raise it (ulimit -l unlimited, docker run --ulimit "
-            "memlock=-1, systemd LimitMEMLOCK=infinity)"
+            f"{_shown(asked)} were asked for. Remedy: raise it (ulimit -l unlimited, docker run "
+            "--ulimit memlock=-1, systemd LimitMEMLOCK=infinity)"
         )
-    return "the limit on locked memory (RLIMIT_MEMLOCK) is not in the way; see the driver's words"
+    return "the limit on locked memory (RLIMIT_MEMLOCK) is not the cause"
 
 
 def _shown(num_bytes: int) -> str:

@@ -70,8 +70,8 @@ class HostMemory(Closing):
             chunks.pitch,
         ):
             raise ConfigError(
-                f"the shared host memory has {shared.slots}; this rank's have {slot_bytes} bytes "
-                f"every {chunks.pitch}: all ranks must share it with one layout"
+                f"the shared host memory has {shared.slots}. This rank's blocks have "
+                f"{slot_bytes} bytes every {chunks.pitch}. All ranks must share one layout"
             )
         if shared is None and spare_bytes:
             shared = SharedMemory.create(chunks.num_bytes, SlotLayout((slot_bytes,), chunks.pitch))

@@ -112,17 +112,17 @@ class SharedMemory:
         """The memory that another process of this host and user has made, for such blocks."""
         if handle.slots != slots:
             raise ConfigError(
-                f"shared host memory of process {handle.pid} has {handle.slots}; this rank's are "
-                f"{slots}: all ranks that share it must serve one model with one layout"
+                f"shared host memory of process {handle.pid} has {handle.slots}. This rank has "
+                f"{slots}. All ranks that share it must serve one model with one layout"
             )
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"shared host memory of process {handle.pid} cannot be opened ({path}): {error}; "
-                "all ranks of a host must run as one user and see each other's processes, and the "
-                "rank that made it must still run"
+                f"shared host memory of process {handle.pid} cannot be opened ({path}): {error}. "
+                "All ranks of a host must run as one user and see each other's processes. The rank "
+                "that made it must still run"
             ) from error
         found = os.fstat(fd)
         # The process may have ended, and its number or that of its file be used again.
