@@ -343,7 +343,7 @@ def test_a_driver_that_pins_nothing_means_unpinned_and_correct(
 
 
 def test_where_pinning_is_required_its_refusal_names_limit_and_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"may lock 1MiB .*were asked for. Remedy: raise it \(ulimit -l"):
+    with pytest.raises(ConfigError, match=r"may lock 1MiB .*Remedy: raise it \(ulimit -l"):
         HostMemory(
             16 * MiB,
             PAGE,

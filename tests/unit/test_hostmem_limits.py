@@ -47,7 +47,7 @@ def test_more_than_the_machine_has_left_is_refused_with_limit_and_remedy() -> No
     words = str(refused.value)
     assert "47.0 GiB is more than the machine's memory allows" in words
     assert "64.0 GiB in all and 48.0 GiB left" in words
-    assert "at most 44.8 GiB fits" in words
+    assert "At most 44.8 GiB fits" in words
     assert "Remedy: ask for less" in words
 
 
