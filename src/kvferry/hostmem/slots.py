@@ -10,7 +10,6 @@ import numpy as np
 
 from kvferry.errors import ClosedError, InputError
 from kvferry.hostmem.mapping import Bytes, Memory, PrivateMemory
-from kvferry.tiers.contract import HostFile, Rows, check_size
 from kvferry.types import HOST, TierName
 
 CHUNK_BYTES = 64 << 20
@@ -94,6 +93,20 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+@dataclass(frozen=True)
+class HostFile:
+    """Host memory as a file, for a child process of a tier: slot 0 is at its beginning.
+
+    ``fd`` stays open until the tier is closed; ``address`` is where this process has it. Slots are
+    ``pitch`` bytes apart.
+    """
+
+    fd: int
+    address: int
+    num_bytes: int
+    pitch: int
+
+
 class HostTier:
     """Slots in one run of memory, private by default, so that a crash leaves nothing behind.
 
@@ -111,7 +124,6 @@ class HostTier:
         memory: Memory | None = None,
     ) -> None:
         """``memory`` (default: private) holds the slots as ``chunks`` lays them out."""
-        check_size(name, num_slots, slot_bytes)
         self.name = name
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
@@ -124,7 +136,7 @@ class HostTier:
             )
         self._memory: Memory | None = memory
         self._bytes: Bytes | None = memory.bytes[: self.chunks.num_bytes]
-        self._rows: Rows | None = np.lib.stride_tricks.as_strided(
+        self._rows: Bytes | None = np.lib.stride_tricks.as_strided(
             self._bytes, shape=(num_slots, slot_bytes), strides=(self.pitch, 1)
         )
 
@@ -134,7 +146,7 @@ class HostTier:
         return self.chunks.pitch
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> Bytes:
         """All slots, one row each; writing to a row writes the slot."""
         if self._rows is None:
             raise ClosedError(f"tier {self.name} is closed")

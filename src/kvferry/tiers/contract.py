@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
+from kvferry.hostmem.slots import HostFile
 from kvferry.settings.disk import DiskSettings
 from kvferry.settings.remote import RemoteSettings
 from kvferry.types import FIRST_RANK, Rank, RunNumbers, SlotArray, TierName
@@ -38,20 +39,6 @@ BatchId = NewType("BatchId", int)
 
 CLOSE_SECONDS = 10.0
 """How long closing waits for what is under way before it leaves it behind."""
-
-
-@dataclass(frozen=True)
-class HostFile:
-    """Host memory as a file, for a process that a tier starts: slot 0 is at its beginning.
-
-    ``fd`` stays open until the tier is closed; ``address`` is where this process has it. Slots are
-    ``pitch`` bytes apart.
-    """
-
-    fd: int
-    address: int
-    num_bytes: int
-    pitch: int
 
 
 @dataclass(frozen=True)
