@@ -4,7 +4,7 @@ One-line breaks that were tried; each made a test of this module fail.
 
 - ``QuotaShares.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
 - ``QuotaShares.in_slots`` rounds no promised part, or rounds it down without a tolerance
-- ``given_up`` looks at no ``keeps``; ``_down_to_tier`` leaves the last few to the first
+- ``given_up`` looks at no ``keeps``; ``_down_to_level`` leaves the last few to the first
 - ``Quotas.expect`` is not called, or ``Quotas._above`` does not count what comes
 - ``Quotas.room`` lets whoever stores keep its share, too
 - ``Quotas._collect`` gives up where one has no more, or goes on as planned where one refuses

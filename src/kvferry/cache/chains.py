@@ -1,4 +1,4 @@
-"""Who follows whom: the slots of chained blocks, each with the slot of the block before it.
+"""Chains of blocks: the slot of each block, with the slot of the block before it.
 
 A parent must outlive its children, or what is left of a conversation cannot be reached. So slots
 leave in sets that take all their descendants along.

@@ -13,17 +13,17 @@ from kvferry.types import NO_SLOTS, SlotArray
 
 _NOT_HERE = 0
 _MOST_VAIN = 64
-"""Entries of which nothing can go now, after which the policy is asked: the engine waits for us."""
+"""Entries of which nothing can go now, after which the policy is asked: the engine waits."""
 
 _MOST_TIMES = 4
 """So often as many entries as there are slots are kept; most of them are stale by then."""
 
 
 class EvictFirstQueue:
-    """Slots by how little they matter, the least first. Owns that order; the pool evicts.
+    """Slots that hints or priorities want evicted before all others. Owns their order.
 
-    For policies that do not hear hints. A slot that was used, or left, is here no longer: only the
-    newest entry of each counts, and others are passed over when they are met.
+    For policies that do not hear hints. A slot that was used or evicted is here no longer: only the
+    newest entry of each counts, and others are skipped when they are met.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -45,7 +45,7 @@ class EvictFirstQueue:
                 self._compact()
 
     def forget(self, slots: SlotArray) -> None:
-        """They go when their turn comes, like all others."""
+        """These slots are evicted in the policy's order again."""
         self._entry[slots] = _NOT_HERE
 
     def clear(self) -> None:

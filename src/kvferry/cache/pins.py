@@ -1,13 +1,13 @@
-"""Which slots of a pool somebody asked to stay, until when, and how firmly.
+"""Which slots of a pool are pinned, until when, and how firmly.
 
 ::
 
-    firm    pins and keeps: stay until their time, whoever needs room
-    soft    high priorities, and conversations that go on: stay until their time, or until nothing
-            else can make room; the lowest priority gives way first, then the one told longest ago
+    firm    pins and keeps: stay until their TTL ends, whatever needs room
+    soft    high priorities, and conversations that continue: stay until their TTL ends, or until
+            nothing else can make room; the lowest priority, then the oldest call, gives way first
 
-Both together are at most a share of the slots, so there is always room for who asked for nothing.
-What is held is a beginning of its chain: a block is held no longer than those before it.
+Both together are at most a share of the slots, so there is always room for other blocks. The
+pinned blocks of a chain are its first: a block is pinned no longer than those before it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from kvferry.types import NO_SLOTS, SlotArray
 
 FOREVER = float("inf")
 _STEP_SHARE = 16
-"""Where some must give way, so large a part of the bound does: not a few with every wish."""
+"""Where some must give way, so large a part of the bound does: not a few with every call."""
 
 _CHECK_SECONDS = 0.25
-"""A hold may end so much later than it could: those that end together are let go together."""
+"""A pin may end so much later than its TTL: those that end together are let go together."""
 
 _MOST_TIMES, _LEAST = 4, 1024
-"""So often as many entries as may be held are kept, and so many more: most are stale by then."""
+"""So often as many entries as may be pinned are kept, and so many more: most are stale by then."""
 
 
 class Pins:
-    """Owns until when each slot is held, and the bound on how many are. The pool claims them.
+    """Owns until when each slot is pinned, and the bound on how many are. Eviction claims them.
 
-    Whoever sends a request may wish for something, so no wish takes a look at all slots: what ends
-    next and what gives way next are queues, in which an entry counts as long as nothing later was
-    said of its slots.
+    Any request may pin blocks, so no call looks at all slots: what ends next and what gives way
+    next are queues, in which an entry counts until a later call names its slots.
     """
 
     def __init__(self, num_slots: int, most: int) -> None:
         self.most = most
         self.count = 0
-        """Slots that are held."""
+        """Slots that are pinned."""
         self.num_refused = 0
-        """Blocks that were to be held so far, and for which the bound left no room."""
-        # Not touched where nobody asks for anything, so they take no memory then.
+        """Blocks that were to be pinned so far, and for which the bound left no room."""
+        # Not touched before the first pin, so they take no memory until then.
         self._firm = np.zeros(num_slots)
         self._soft = np.zeros(num_slots)
         self._priority = np.zeros(num_slots, dtype=np.int8)
-        self._told = np.zeros(num_slots, dtype=np.int64)  # the wish that last named a slot
+        self._call = np.zeros(num_slots, dtype=np.int64)  # the call that last named a slot
         self._num_calls = 0
         self._ends: list[tuple[float, int, SlotArray]] = []  # a heap, the first to end first
         self._num_ending = 0
@@ -60,34 +59,34 @@ class Pins:
         self._look_at = 0.0
 
     def bound(self, share: float) -> None:
-        """At most this part of the slots is held from now on; what is held already stays."""
+        """At most this part of the slots is pinned from now on; what is pinned already stays."""
         self.most = int(len(self._firm) * share)
 
     def pinned(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """For each slot, whether it is held."""
+        """For each slot, whether it is pinned."""
         return np.maximum(self._firm.take(slots), self._soft.take(slots)) > 0
 
     def all_pinned(self) -> SlotArray:
         return ((self._firm > 0) | (self._soft > 0)).nonzero()[0]
 
     def until(self, slots: SlotArray) -> npt.NDArray[np.float64]:
-        """Until when each is held, zero for those that are not."""
+        """Until when each is pinned, zero for those that are not."""
         return np.maximum(self._firm.take(slots), self._soft.take(slots))
 
     def firmly(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """For each slot, whether somebody pinned it or keeps it."""
+        """For each slot, whether it is pinned firmly."""
         return self._firm.take(slots) > 0
 
     def add(
         self, slots: SlotArray, until: float, now: float, priority: int | None = None
     ) -> tuple[SlotArray, SlotArray]:
-        """Hold a chain from its beginning on, as far as the bound lets us; softly by ``priority``.
+        """Pin a chain from its beginning on, as far as the bound allows; softly by ``priority``.
 
-        Returns the slots that are held from now on, and those that gave way for them.
+        Returns the slots that are pinned from now on, and those that gave way for them.
         """
         named = slots
         self._num_calls += 1
-        self._told[named] = self._num_calls  # so none of them is in a queue: none gives way
+        self._call[named] = self._num_calls  # so none of them is in a queue: none gives way
         fresh = np.flatnonzero(~self.pinned(slots))
         gave_way = NO_SLOTS
         lacking = len(fresh) - (self.most - self.count)
@@ -109,18 +108,18 @@ class Pins:
         self._note_end(slots, until)
         return came, gave_way
 
-    # -- who gives way ----------------------------------------------------------------------------
+    # -- what gives way ---------------------------------------------------------------------------
 
     def _queue(self, slots: SlotArray) -> None:
-        """Those of them that are held softly stand behind all others of their priority."""
+        """Those of them that are pinned softly stand behind all others of their priority."""
         soft = slots[(self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)]
         if not len(soft):
             return
-        told, priorities = self._num_calls, self._priority.take(soft)
-        self._told[soft] = told
+        call, priorities = self._num_calls, self._priority.take(soft)
+        self._call[soft] = call
         for priority in np.unique(priorities).tolist():
             part = soft[priorities == priority]
-            self._queues.setdefault(priority, deque()).append((told, part))
+            self._queues.setdefault(priority, deque()).append((call, part))
         self._num_queued += len(soft)
         if self._num_queued > _MOST_TIMES * self.most + _LEAST:
             for priority in list(self._queues):
@@ -129,16 +128,16 @@ class Pins:
             queues = self._queues.values()
             self._num_queued = sum(len(part) for queue in queues for _, part in queue)
 
-    def _standing(self, told: int, slots: SlotArray) -> SlotArray:
+    def _standing(self, call: int, slots: SlotArray) -> SlotArray:
         """Those of a queue's entry that it still counts for."""
         is_soft = (self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)
-        return slots[is_soft & (self._told.take(slots) == told)]
+        return slots[is_soft & (self._call.take(slots) == call)]
 
     def _weakest(self, count: int, below: int | None) -> SlotArray:
-        """About ``count`` slots that are held softly and give way first; firm holds never do.
+        """About ``count`` slots that are pinned softly and give way first; firm pins never do.
 
-        ``below`` a priority, where one is given: those of the same were told before and go as well.
-        Told together, they go together: half a chain must not lose its beginning.
+        Only those up to the priority ``below``, where one is given. Slots pinned by one call go
+        together: half a chain must not lose its beginning.
         """
         found: list[SlotArray] = []
         for priority in sorted(self._queues):
@@ -146,9 +145,9 @@ class Pins:
                 break
             queue = self._queues[priority]
             while queue and count > 0:
-                told, slots = queue.popleft()
+                call, slots = queue.popleft()
                 self._num_queued -= len(slots)
-                slots = self._standing(told, slots)
+                slots = self._standing(call, slots)
                 found.append(slots)
                 count -= len(slots)
             if not queue:
@@ -158,7 +157,7 @@ class Pins:
         return np.concatenate((NO_SLOTS, *found))
 
     def give_way(self, count: int) -> SlotArray:
-        """Let go of about ``count`` that are held softly, the least of them first."""
+        """Unpin about ``count`` that are pinned softly, those of the lowest priority first."""
         weakest = self._weakest(count, None)
         self.drop(weakest)
         return weakest
@@ -166,14 +165,14 @@ class Pins:
     # -- what ends --------------------------------------------------------------------------------
 
     def drop(self, slots: SlotArray) -> None:
-        """These are held no longer; those that were not are ignored."""
+        """These are pinned no longer; those that were not are ignored."""
         self.count -= int(np.count_nonzero(self.pinned(slots)))
         self._firm[slots] = 0.0
         self._soft[slots] = 0.0
         self._priority[slots] = 0
 
     def drop_all(self) -> SlotArray:
-        """Nothing is held any more; what was."""
+        """Unpin all slots; returns them."""
         every = self.all_pinned() if self.count else NO_SLOTS
         self.drop(every)
         self._ends.clear()
@@ -206,7 +205,7 @@ class Pins:
         self._num_ending = sum(len(part) for _, _, part in self._ends)
 
     def expire(self, now: float) -> SlotArray:
-        """Let go of what was held until now."""
+        """Unpin the slots whose TTL has ended; returns them."""
         if not self._ends or now < self._ends[0][0] or now < self._look_at:
             return NO_SLOTS
         self._look_at = now + _CHECK_SECONDS
@@ -222,7 +221,7 @@ class Pins:
         self._priority[slots[self._soft.take(slots) == 0]] = 0
         ended = slots[~self.pinned(slots)]
         self.count -= len(ended)
-        # What was pinned as well, and is wished for still, may give way again.
+        # Slots that were pinned firmly too, and still are softly, may give way again.
         self._num_calls += 1
         self._queue(slots[was_firm])
         return ended

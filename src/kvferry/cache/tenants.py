@@ -16,8 +16,8 @@ MOST_OTHERS = 16
 """Tenants that no setting names and that are told apart all the same, at a time."""
 
 MOST_SHOWN = 64
-"""So many of them are ever counted by name: whoever sends a request chooses one, and whoever
-collects the counts keeps every name for good. Those that come later count as other."""
+"""So many of them are ever counted by name: requests choose names freely, and what collects the
+counts keeps every name for good. Those that come later count as other."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tenants:
     """Owns the names, their numbers and their counts; the slots are the pools', by tier.
 
     A number without a slot in any of them may be given to another name. What an earlier life left
-    on a tier is nobody's: all of it together counts as one more tenant (``before``).
+    on a tier belongs to none of them: all of it counts as one more tenant (``before``).
     """
 
     def __init__(self, shares: Sequence[TenantShare], pools: Mapping[str, Eviction]) -> None:
@@ -44,7 +44,7 @@ class Tenants:
         rest = MOST_OTHERS + 1
         self.shares: list[float | None] = [None, *(t.share for t in named)]
         self.shares += [None] * (rest + 1)
-        # A share for whoever comes bounds an even part: names that are made up get no more by it.
+        # A default share bounds an even part: names that are made up get no more by it.
         most = 1.0 if default.share is None else default.share
         self.at_most = [most, *[1.0] * len(named), *[most] * rest, 1.0]
         self.ceilings = [default.ceiling, *(t.ceiling for t in named)]
@@ -68,7 +68,7 @@ class Tenants:
         if not name:
             return 0
         self._num_asked += 1
-        if name in RESERVED:  # whoever calls itself so is not to be counted as those
+        if name in RESERVED:  # a request's own name must not pass for one of those
             name = f"tenant-{name}"
         number = self._numbers.get(name)
         if number is None:

@@ -1,1 +1,4 @@
-"""What goes first, what is worth keeping, what is worth loading. The pool decides what may go."""
+"""Eviction policies and their contract, admission, and the choice between loading and computing.
+
+Pools own slots, claims and pins; a policy only orders cached blocks.
+"""

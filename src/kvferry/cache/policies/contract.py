@@ -1,10 +1,9 @@
 """What an eviction policy is told and may ask; what it must answer.
 
 A policy learns of three different things: blocks that came (``insert``), blocks that served a
-request (``use``), and blocks that must stay only because others follow them (``keep``). It says who
-goes first (``take``). Whether a block may go at all is for the pool to know. One that
-``HearsRequests`` is also told what was asked for, here or not; one that ``HearsHints``, what was
-said of it.
+request (``use``), and blocks that must stay only because others follow them (``keep``). It names
+the next victims (``take``). Whether a block may go at all is for the pool to know. A policy that
+``HearsRequests`` is also told of all requests, hit or missed; one that ``HearsHints``, of hints.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Arriving(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What was said of a conversation by whoever knows more of it than its blocks tell.
+    """A hint for a conversation: what its sender knows besides its blocks.
 
     It is ``ended``, or it ``continues`` (``within`` so many seconds from now, where that was said).
     """
@@ -70,11 +69,11 @@ class Residents:
     num_followers_of: Callable[[SlotArray], npt.NDArray[np.int32]]
     """How many blocks come right after each. One that is followed cannot go without them."""
     is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
-    """Whether each is cached, read by nobody, and no part of what arrives: else it cannot go."""
+    """Whether each is cached, read by no lease, and no part of what arrives: else it cannot go."""
     can_go: Callable[[int], bool]
     """Whether one, by its slot, could go now: it is idle, and no block comes right after it."""
     feeds_below: Callable[[], bool] = lambda: False
-    """Whether what goes is copied to a tier below, so that who is refused is lost to that, too."""
+    """Whether evicted blocks are copied to a lower tier: refused newcomers are lost to it, too."""
 
 
 class EvictionPolicy(Protocol):
@@ -178,7 +177,7 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
     def made(residents: Residents) -> EvictionPolicy:
         try:
             found = make(residents)
-        except Exception as error:  # whatever somebody's factory raises
+        except Exception as error:  # whatever a plugin's factory raises
             raise ConfigError(
                 f"policy: {policy} could not be made: {type(error).__name__}: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Whose blocks go: the tenant's that has most above its share; which of them, a policy of its own.
+"""Quotas: the tenant furthest above its share loses blocks first, in the order of its own policy.
 
 Every tenant has a policy to itself, so none loses its order to another's traffic.
 """
@@ -29,10 +29,10 @@ _ROUNDING = 1e-6
 
 
 class QuotaShares:
-    """Each tenant's part of all slots. Owns the promised ones; who is there it is told.
+    """Each tenant's part of all slots. Owns the promised parts; callers name the tenants there.
 
     ``shares`` has the promised part of each, None for an even one, which is ``at_most`` as given.
-    All parts together are never more than the whole, however many come: else nobody's is kept.
+    All parts together are never more than the whole, or no promise could be kept.
     """
 
     def __init__(self, shares: Sequence[float | None], at_most: Sequence[float]) -> None:
@@ -58,10 +58,10 @@ class QuotaShares:
 def given_up(
     count: int, above: Mapping[int, float], keeps: Collection[int]
 ) -> list[tuple[int, int]]:
-    """Who gives up how many of ``count``, one at a time from whoever is most above its part then.
+    """How many of ``count`` each tenant gives up, one at a time from the one most above its part.
 
-    ``above`` says of each by how many it is; those that ``keeps`` names give up nothing of their
-    parts, so fewer may be given up. Whoever gives up nothing is left out; most above comes first.
+    ``above`` has how far each is above it. Tenants in ``keeps`` give up nothing of their parts, so
+    fewer may be given up. Tenants that give up nothing are left out; the most above comes first.
     """
     if count <= 0:
         return []
@@ -72,11 +72,11 @@ def given_up(
         others = {tenant: above[tenant] for tenant in ranked if tenant not in kept}
         found = kept | dict(given_up(count - sum(kept.values()), others, ()))
         return [(tenant, found[tenant]) for tenant in ranked if found.get(tenant)]
-    return [each for each in zip(ranked, _down_to_tier(count, surplus), strict=True) if each[1]]
+    return [each for each in zip(ranked, _down_to_level(count, surplus), strict=True) if each[1]]
 
 
-def _down_to_tier(count: int, surplus: list[float]) -> list[int]:
-    """How many each gives up, the highest first, until ``count`` are: they end about tier.
+def _down_to_level(count: int, surplus: list[float]) -> list[int]:
+    """How many each gives up, the highest first, until ``count`` are: they end about level.
 
     Whole ones that are surely above the tier go at once, and only the last few one by one.
     """
@@ -94,21 +94,16 @@ def _down_to_tier(count: int, surplus: list[float]) -> list[int]:
     return gone
 
 
-# ------------------------------------------------------------------------------------------------
-# Whose blocks go: the tenant's that has most above its share; which of them, a policy of its own.
-#
-# Every tenant has a policy to itself, so none loses its order to another's traffic.
-
-_NOBODY = -1
+_NO_TENANT = -1
 
 
 class Quotas:
-    """One policy for each tenant. Owns whose each slot is, and how many each has.
+    """One policy for each tenant. Owns which tenant has each slot, and how many each has.
 
     Tenants are numbers, 0 and up; ``shares`` has a part of all slots for each, None for an even one
-    of what those leave over, which is ``at_most`` as given. Whoever has most above its part, what
-    it stores counted in, loses first. What is within a share is lost to nobody else; an even part
-    only where nothing else can go.
+    of what those leave over, which is ``at_most`` as given. The tenant most above its part, what it
+    stores counted in, loses first. Blocks within a share are lost to no other tenant; those within
+    an even part only where nothing else can go.
     """
 
     def __init__(
@@ -126,14 +121,14 @@ class Quotas:
         self._inner: dict[int, EvictionPolicy] = {}
         self._hearers: list[HearsRequests] = []
         self._add(0, first)
-        self._owner = np.full(residents.num_slots, _NOBODY, dtype=np.int16)
+        self._owner = np.full(residents.num_slots, _NO_TENANT, dtype=np.int16)
         self.owned = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the slots that are its own, whatever becomes of them."""
         self.evicted = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the blocks that made room for others."""
         self.pinned = np.zeros(len(shares), dtype=np.int64)
-        """By tenant, the slots that somebody asked to stay; the pool counts them."""
-        self._comer, self._coming = _NOBODY, 0
+        """By tenant, the pinned slots; eviction counts them."""
+        self._comer, self._coming = _NO_TENANT, 0
         self._num_slots = residents.num_slots
         # A policy hears by having these; ours does where theirs do.
         if isinstance(first, HearsHints):
@@ -141,13 +136,13 @@ class Quotas:
         if isinstance(first, HearsRequests):
             self.asked, self.answered = self._tell_asked, self._tell_answered
 
-    # -- whose ----------------------------------------------------------------------------------
+    # -- ownership ------------------------------------------------------------------------------
 
     def own(self, slots: SlotArray, tenant: int) -> None:
         """These slots were given to a tenant."""
         self._owner[slots] = tenant
         self.owned[tenant] += len(slots)
-        self._comer, self._coming = _NOBODY, 0
+        self._comer, self._coming = _NO_TENANT, 0
 
     def expect(self, tenant: int, count: int, num_slots: int) -> None:
         """Room is made for so many blocks of a tenant, in a pool with so many slots as yet.
@@ -183,14 +178,14 @@ class Quotas:
     def _there(self) -> npt.NDArray[np.bool_]:
         """By tenant, whether it has blocks or is about to."""
         there = self.owned > 0
-        if self._comer != _NOBODY:
+        if self._comer != _NO_TENANT:
             there[self._comer] = True
         return there
 
     def _above(self) -> dict[int, float]:
         """By how many each tenant that has blocks is above its part, most of them below it."""
         counts = self.owned.copy()
-        if self._comer != _NOBODY:
+        if self._comer != _NO_TENANT:
             counts[self._comer] += self._coming
         above = (counts - self._shares.in_slots(self._there(), self._num_slots)).tolist()
         return {t: above[t] for t in self._inner if self.owned[t] > 0}
@@ -219,8 +214,8 @@ class Quotas:
     def room(self, count: int, find: Callable[[EvictionPolicy, int], SlotArray]) -> SlotArray:
         """Up to ``count`` slots, each tenant's found by its own policy.
 
-        What is found has to go: whoever names more, to put some back, would have tenants lose more
-        than they are to.
+        What is found has to go: more of them, some to be put back, would cost tenants more blocks
+        than they owe.
         """
         keeps = set(self._shares.promised_to - {self._comer})
 
@@ -235,8 +230,8 @@ class Quotas:
     def _refuses(self, tenant: int, wanted: int) -> bool:
         """Whether a tenant's policy gave up too few of what could go.
 
-        It rather keeps those than what comes. Were it asked of who is within its part instead,
-        one whose own blocks are worth much would get more and more of all others'.
+        It rather keeps those than what comes. If tenants within their parts were asked instead, one
+        whose blocks have a high value would take more and more from all others.
         """
         return any(map(self._residents.can_go, self._inner[tenant].peek(wanted).tolist()))
 
@@ -253,7 +248,7 @@ class Quotas:
     def _collect(
         self, count: int, keeps: Set[int], give: Callable[[int, int], SlotArray]
     ) -> SlotArray:
-        """Up to ``count`` slots of whoever is most above its part; ``keeps`` as for `given_up`."""
+        """Up to ``count`` slots of tenants most above their parts; ``keeps`` as in `given_up`."""
         above = self._above()
         found: list[SlotArray] = []
         while wanted := given_up(count, above, keeps):
@@ -262,7 +257,7 @@ class Quotas:
                 found.append(came)
                 count -= len(came)
                 above[tenant] -= len(came)
-                if len(came) < number:  # it has no more, or will not: who else has to changes
+                if len(came) < number:  # it has no more, or refuses: the others' parts change
                     del above[tenant]
                     break
         return found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
@@ -307,7 +302,7 @@ class Quotas:
     # -- the parts ------------------------------------------------------------------------------
 
     def _parts(self, slots: SlotArray) -> Iterator[tuple[EvictionPolicy, SlotArray]]:
-        """These slots by whose they are, each with that tenant's policy."""
+        """These slots by tenant, each with that tenant's policy."""
         if not len(slots):
             return
         owners = self._owner.take(slots)
@@ -319,7 +314,7 @@ class Quotas:
             yield self._policy(tenant), slots[owners == tenant]
 
     def _policy(self, tenant: int) -> EvictionPolicy:
-        tenant = max(0, tenant)  # what was here before tenants were is nobody's
+        tenant = max(0, tenant)  # blocks from before the division have no tenant
         policy = self._inner.get(tenant)
         if policy is None:
             policy = self._add(tenant, self._make(self._residents))

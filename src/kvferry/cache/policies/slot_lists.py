@@ -101,7 +101,7 @@ class SlotLists:
 class GhostList:
     """Blocks that are gone, the longest gone first, by the first word of their keys.
 
-    Owns no more than it is allowed to, by whoever calls :meth:`trim`.
+    Owns no more than the last :meth:`trim` allowed.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Uses:
     """Tells one use of a block from the next: what one request does within a moment is one use.
 
     A request looks a block up, loads it and stores what follows it: three calls, and no sign that
-    anybody else wants it. Owns a time for each slot.
+    another request wants it. Owns a time for each slot.
     """
 
     APART = 1.0
