@@ -20,10 +20,10 @@ from urllib.request import urlopen
 import pytest
 import yaml
 from tests.fakes.endpoint import FakeEndpoint, stats
+from tests.fakes.metrics_page import FIGURES
 from tests.fakes.ports import free_port
 from tests.unit.test_deploy import DEPLOY, board, filled, rules
 
-from kvferry.telemetry.catalog import FIGURES
 from kvferry.telemetry.source import Snapshot
 
 RULES = DEPLOY / "prometheus" / "kvferry-alerts.yml"

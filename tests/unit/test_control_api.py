@@ -11,7 +11,7 @@ from tests.fakes.desk import Desk
 from kvferry.core.keys import Keys
 from kvferry.telemetry.endpoint import ControlApi
 from kvferry.telemetry.mailbox import Mailbox
-from kvferry.tools.cli.control import _tell
+from kvferry.tools.cli.control import _put_answer
 
 FIRST, SECOND, CHAT = numbered([1, 2, 3]), numbered([1, 2, 4]), numbered([7, 8])
 
@@ -81,9 +81,9 @@ def test_an_answers_id_is_all_of_its_requests(asked):
 
 
 def test_the_command_line_says_when_several_requests_were_meant(asked, capsys):
-    _tell("lookup", asked.order("lookup", "cmpl-aaa")[1])
+    _put_answer("lookup", asked.order("lookup", "cmpl-aaa")[1])
     assert "This answer took 2 requests; all of them are meant." in capsys.readouterr().out
-    _tell("lookup", asked.order("lookup", "chatcmpl-bbb")[1])
+    _put_answer("lookup", asked.order("lookup", "chatcmpl-bbb")[1])
     assert "This answer" not in capsys.readouterr().out
 
 

@@ -14,11 +14,12 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
+from tests.fakes.metrics_page import FIGURES
 
 from kvferry.config import Config, describe
 from kvferry.core.quantities import parse_size
 from kvferry.settings.disk import KEY_ENV
-from kvferry.telemetry.catalog import FIGURES, Label, Metric, MetricKind, catalog
+from kvferry.telemetry.catalog import Label, Metric, MetricKind, catalog
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.by_name import ByName
+from tests.fakes.metrics_page import page
 
 from kvferry.cache.policies.load_or_compute import Verdict
 from kvferry.cache.pool import Pool
@@ -21,7 +22,7 @@ from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import Copy, Reason
 from kvferry.scheduler.tier import SlotTier
 from kvferry.telemetry import catalog as names
-from kvferry.telemetry.catalog import MetricKind, catalog, page, why_path
+from kvferry.telemetry.catalog import MetricKind, catalog, why_path
 from kvferry.telemetry.collector import FerryCollector
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Snapshot, Source, exposition, samples

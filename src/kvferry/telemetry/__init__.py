@@ -1,7 +1,7 @@
 """What kvferry counts, under names that stay: for Prometheus, dashboards and ``kvferry top``.
 
-Reading costs the reader. The scheduler only counts; a snapshot is taken when someone asks for one,
-once for all who wait for it.
+Reading costs the reader: the scheduler only counts, and a snapshot is taken when one is wanted,
+once for all clients that wait for it. Deciding what is cached is not this package's job.
 """
 
 DEFAULT_PORT = 9475

@@ -237,63 +237,6 @@ def catalog() -> Iterator[Metric]:
     return (value for value in globals().values() if isinstance(value, Metric))
 
 
-def page() -> str:
-    """The documentation page of all metrics, as Markdown."""
-    rows = [
-        f"| `{m.name}` | {m.kind.value} | {', '.join(f'`{x.name}`' for x in m.labels) or '–'} "
-        f"| {m.help} |"
-        for m in catalog()
-    ]
-    labels = {label.name: label.values for m in catalog() for label in m.labels}
-    return "\n".join(
-        [
-            "# Metrics",
-            "",
-            "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
-            "Every label has few values: no request or key becomes one, and of tenants "
-            "(where they are told apart at all) only a few. "
-            "On vLLM's own endpoint all of them appear as `vllm:kvferry_…`, with vLLM's "
-            "labels beside ours; they are brought up to date once a second while requests run. "
-            "`kvferry_held_blocks` is there only.",
-            "",
-            "| metric | kind | labels | what it says |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "| label | values |",
-            "|---|---|",
-            *(f"| `{name}` | {values} |" for name, values in labels.items()),
-            "",
-            "Useful figures made of them:",
-            "",
-            "| figure | query |",
-            "|---|---|",
-            *(f"| {words} | `{query}` |" for words, query in FIGURES.items()),
-            "",
-        ]
-    )
-
-
-FIGURES = {
-    "Hit rate of the host, in tokens": (
-        "rate(kvferry_hit_tokens_total[5m]) / rate(kvferry_lookup_tokens_total[5m])"
-    ),
-    "Speed of copies while they ran": (
-        "rate(kvferry_moved_bytes_total[5m]) / rate(kvferry_moved_seconds_total[5m])"
-    ),
-    "Bytes moved per second of wall time": "rate(kvferry_moved_bytes_total[1m])",
-    "Time of a copy, 95th percentile": (
-        "histogram_quantile(0.95, sum by (le, src, dst) "
-        "(rate(kvferry_transfer_seconds_bucket[5m])))"
-    ),
-    "Speed of the drives": ("sum by (tier, operation) (rate(kvferry_drive_bytes_total[5m]))"),
-    "Bytes of blocks in each tier": (
-        'kvferry_slots{state=~"cached\\|leased"} '
-        "* on (instance, tier) group_left kvferry_slot_bytes"
-    ),
-}
-
-
 _ONLY = {
     "cpu": "cpu: for KV tensors in ordinary memory there is no other path.",
     "tier": "tier: between host memory and the tiers below it there is no other path.",

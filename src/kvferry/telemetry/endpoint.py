@@ -1,4 +1,13 @@
-"""The endpoint of one process: ``/metrics`` for Prometheus, ``/explain`` for people."""
+"""The endpoint of one process: metrics, explanations of requests, and the control API.
+
+::
+
+    GET /metrics                        for Prometheus
+    GET /explain, /explain/REQUEST      for people
+    POST /control/pin                   with Authorization: Bearer TOKEN
+    {"request_id": "cmpl-5f2c", "seconds": 3600}
+    {"tokens": [1, 2, 3, ...], "salt": ""}  or  {"keys": ["9f...", ...]}
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import hmac
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -78,42 +87,33 @@ class Endpoint(Closing):
         self._server.close()
 
 
-# ------------------------------------------------------------------------------------------------
-# Control over HTTP: who may order, what an order says, and what is answered.
-#
-# ::
-#
-#     POST /control/pin    Authorization: Bearer TOKEN
-#     {"request_id": "cmpl-5f2c", "seconds": 3600}
-#     {"tokens": [1, 2, 3, ...], "salt": ""}  or  {"keys": ["9f...", ...]}
-#
-# The work is done on the engine's thread, one order at a time; nothing is read of an order whose
-# sender may not give it.
-
 KeysOfTokens = Callable[[list[int], str], Keys]
 """From token ids and a salt to the keys that a request with them has."""
 
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
 _NAMED_BY = ("request_id", "tokens", "keys")
 _ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
-_IN_EACH_OTHERS_WAY = ("unpin", "drop")
-"""What several requests have in common stays for those whose turn has not come: done once more."""
-MOST_KEYS = 1 << 16
-MOST_TOKENS = 1 << 20
-_MOST_TOKEN = 2**63 - 1
+_DONE_TWICE = ("unpin", "drop")
+"""A block that a later request of the order has too stays, so these actions are done twice."""
+MAX_KEYS = 1 << 16
+MAX_TOKENS = 1 << 20
+_MAX_TOKEN = 2**63 - 1
 _KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 
 
 @dataclass(frozen=True)
 class NamedChains:
-    """The chains that an order is for; with the requests they are of, where it named one."""
+    """The chains that an order is for, and their requests where it named one."""
 
     chains: list[Keys]
     request_ids: list[RequestId] | None = None
 
 
 class ControlApi:
-    """Reads orders and has them carried out. Owns the token; what is done is the scheduler's."""
+    """Reads orders and has them carried out on the engine's thread, one at a time. Owns the token.
+
+    Nothing is read of an order that its client may not give.
+    """
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class ControlApi:
         return Reply.json(done)
 
     def close(self) -> None:
-        """Who waits for the engine is told that it will not come."""
+        """Orders that wait for the engine fail."""
         self._mailbox.abandon("the engine closes")
 
     def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
@@ -197,7 +197,10 @@ class ControlApi:
                 raise InputError(f"request_id must be a request's name, got {shown(name)}")
             return lambda: self._of_request(name)
         if named == ["tokens"]:
-            keys = self._keys_of_tokens(_tokens(said["tokens"]), _salt(said.get("salt", "")))
+            salt = said.get("salt", "")
+            if not isinstance(salt, str):
+                raise InputError(f"salt must be text, got {shown(salt)}")
+            keys = self._keys_of_tokens(_tokens(said["tokens"]), salt)
         else:
             keys = _keys(said["keys"])
         return lambda: NamedChains([keys])
@@ -221,9 +224,9 @@ class ControlApi:
 def _carried_out(
     action: str, act: Callable[[Keys], Acted], found: NamedChains
 ) -> dict[str, object]:
-    """Act on every chain, and say what was done with all of them together."""
+    """Act on every chain; returns what was done with all of them together."""
     told = _together([act(keys) for keys in found.chains])
-    if action in _IN_EACH_OTHERS_WAY and len(found.chains) > 1:
+    if action in _DONE_TWICE and len(found.chains) > 1:
         again = _together([act(keys) for keys in found.chains])
         told = replace(again, blocks=told.blocks + again.blocks)
     if found.request_ids is None:
@@ -235,16 +238,14 @@ def _together(done: Sequence[Acted]) -> Acted:
     """What several actions found and did: what they have in common counts for each of them."""
     if len(done) == 1:
         return done[0]
-    return Acted(
-        tokens=sum(each.tokens for each in done),
-        host_tokens=sum(each.host_tokens for each in done),
-        lower_tokens=sum(each.lower_tokens for each in done),
-        unknown_blocks=sum(each.unknown_blocks for each in done),
-        blocks=sum(each.blocks for each in done),
-        held_blocks=sum(each.held_blocks for each in done),
-        is_under_way=any(each.is_under_way for each in done),
-        refused=tuple(dict.fromkeys(words for each in done for words in each.refused)),
-    )
+    refused = tuple(dict.fromkeys(words for each in done for words in each.refused))
+    is_under_way = any(each.is_under_way for each in done)
+    totals = {
+        each.name: sum(getattr(one, each.name) for one in done)
+        for each in fields(Acted)
+        if each.name not in ("refused", "is_under_way")
+    }
+    return Acted(**totals, refused=refused, is_under_way=is_under_way)
 
 
 def _no(status: HTTPStatus, words: str) -> Reply:
@@ -262,22 +263,16 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _tokens(value: object) -> list[int]:
-    if not isinstance(value, list) or len(value) > MOST_TOKENS:
-        raise InputError(f"tokens must be a list of at most {MOST_TOKENS} token ids")
-    if not {int}.issuperset(map(type, value)) or not all(0 <= t <= _MOST_TOKEN for t in value):
+    if not isinstance(value, list) or len(value) > MAX_TOKENS:
+        raise InputError(f"tokens must be a list of at most {MAX_TOKENS} token ids")
+    if not {int}.issuperset(map(type, value)) or not all(0 <= t <= _MAX_TOKEN for t in value):
         raise InputError("tokens must be whole numbers, none negative")
     return value
 
 
-def _salt(value: object) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"salt must be text, got {shown(value)}")
-    return value
-
-
 def _keys(value: object) -> Keys:
-    if not isinstance(value, list) or len(value) > MOST_KEYS:
-        raise InputError(f"keys must be a list of at most {MOST_KEYS} keys in hexadecimal")
+    if not isinstance(value, list) or len(value) > MAX_KEYS:
+        raise InputError(f"keys must be a list of at most {MAX_KEYS} keys in hexadecimal")
     for number, key in enumerate(value):
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise InputError(

@@ -15,34 +15,30 @@ from kvferry.errors import DeadlineError, StateError
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 0.25
-"""An engine that has not come by for so long is idle, or deep in a step that touches nothing."""
+"""An engine that has not come by for so long is idle, or in a long step that changes nothing."""
 
 PAUSE_SECONDS = 0.05
-"""However many ask, the engine is left alone for so long between two times that it answers."""
+"""However many questions come, the engine is left alone for so long between two answers."""
 
-MOST_A_STEP = 4
+MAX_A_STEP = 4
 """Questions that one step answers; each of them only picks up facts, and takes microseconds."""
 
 ORDER_SECONDS = 5.0
 """So long an order waits for the engine; a step of a busy one takes less."""
 
 ORDER_PAUSE_SECONDS = 0.01
-MOST_ORDERS = 16
+MAX_ORDERS = 16
 
 _LOOKS = 10
 
 
-def _nobody() -> None:
-    """An engine that comes by on its own needs nobody to wake it."""
-
-
 class _Question:
-    """One question, and the gate that all wait at who asked it."""
+    """One piece of work, and the gate at which all threads wait that want its result."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self._claim = threading.Lock()
-        # A lock and no Event: to open it the engine's thread must not need a lock of the waiting.
+        # A lock and no Event: to open it, the engine's thread must not need a lock of the waiting.
         self._gate = threading.Lock()
         self._gate.acquire()
         self.answer: Any = None
@@ -50,26 +46,26 @@ class _Question:
         self.is_engines = False
 
     def settle(self, *, on_engine: bool = False) -> None:
-        """Work the answer out, unless another thread already does."""
-        if not self._claim.acquire(blocking=False):
+        """Do the work, unless another thread already does."""
+        if not self.cancel():
             return
         self.is_engines = on_engine
         try:
             self.answer = self._work()
-        except Exception as error:  # it belongs to whoever asked
+        except Exception as error:  # it is raised in the thread that asked
             self.error = error
         finally:
             self._gate.release()
 
+    def cancel(self) -> bool:
+        """Whether no thread has begun with it, and now none will."""
+        return self._claim.acquire(blocking=False)
+
     def fail(self, error: Exception) -> None:
-        """It will not be done, unless somebody has begun with it."""
+        """Let it fail, unless a thread has begun with it."""
         if self.cancel():
             self.error = error
             self._gate.release()
-
-    def cancel(self) -> bool:
-        """Whether nobody has begun with it, and now nobody will."""
-        return self._claim.acquire(blocking=False)
 
     def wait(self, seconds: float = -1) -> bool:
         """Whether it is settled, by then."""
@@ -82,19 +78,18 @@ class _Question:
 class Mailbox:
     """Takes questions from any thread; the engine's own thread answers them as it comes by.
 
-    Who asks what others already wait for shares their answer, so it is worked out once. A step
-    answers a few questions that waited when it came by, and never waits for whoever asks.
-
-    An idle engine never comes by: then whoever asked looks for itself. It may do so in the very
-    moment the engine wakes up, so a question must only read, and bear numbers that are of two
-    neighbouring steps; where a look fails over that, it is made again.
+    Equal questions that wait share one answer. A step answers a few questions that waited when it
+    came by, and never waits for another thread. An idle engine never comes by: then the thread that
+    asked does the work itself. It may do so in the very moment the engine wakes up, so a question
+    must only read, and may mix numbers of two neighbouring steps; if it fails over that, it is
+    tried again.
     """
 
     def __init__(
         self,
         *,
         pause: float = PAUSE_SECONDS,
-        most: int = MOST_A_STEP,
+        most: int = MAX_A_STEP,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pause = pause
@@ -106,28 +101,28 @@ class Mailbox:
         self._orders: deque[_Question] = deque()
         self._next_order_at = float("-inf")
         self._ended = ""
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = lambda: None
         """Called when an order was given, so that an idle engine comes by."""
 
     # -- orders ---------------------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
-        """Whether somebody waits for the engine to do something."""
+        """Whether an order waits for the engine."""
         return bool(self._orders)
 
     def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
         """The result of ``work()``, done on the engine's thread and on no other.
 
-        StateError if too many wait, DeadlineError if the engine did not come by: nothing was done
-        then, nor will it be.
+        StateError if too many orders wait, DeadlineError if the engine did not come by: then
+        nothing was done, nor will it be.
         """
         order = _Question(work)
         with self._lock:
             if self._ended:
                 raise StateError(self._ended)
-            if len(self._orders) >= MOST_ORDERS:
-                raise StateError(f"{MOST_ORDERS} orders wait for the engine already")
+            if len(self._orders) >= MAX_ORDERS:
+                raise StateError(f"{MAX_ORDERS} orders wait for the engine already")
             self._orders.append(order)
         self.wake()
         if not order.wait(patience):
@@ -142,7 +137,7 @@ class Mailbox:
         return done
 
     def abandon(self, reason: str) -> None:
-        """The engine will not come by any more: who waits is told, and so is who orders later."""
+        """The engine will not come by any more: orders fail, now and later."""
         with self._lock:
             self._ended = reason
             orders = list(self._orders)
@@ -151,7 +146,7 @@ class Mailbox:
             order.fail(StateError(reason))
 
     def _obey(self) -> None:
-        """One order at a time, with a pause: whoever orders must not keep the engine."""
+        """Carry out one order, then pause: orders must not keep the engine."""
         if self._clock() < self._next_order_at or not self._lock.acquire(blocking=False):
             return
         try:
@@ -166,10 +161,14 @@ class Mailbox:
 
     def ask(self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS) -> T:
         """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
+        key = (work, args)
         for left in reversed(range(_LOOKS)):
-            question = self._put((work, args))
+            with self._lock:
+                question = self._open.setdefault(key, _Question(lambda: work(*args)))
             if not question.wait(patience):
-                self._take(question)  # first: who asks from now on must not get an older answer
+                with self._lock:  # first: later questions must not get this older answer
+                    if self._open.get(key) is question:
+                        del self._open[key]
                 question.settle()
                 question.wait()
             if question.error is None:
@@ -187,7 +186,7 @@ class Mailbox:
         if not self._open or self._clock() < self._next_at:
             return
         if not self._lock.acquire(blocking=False):
-            return  # somebody is just asking; the next step will do
+            return  # a thread is just asking; the next step will do
         try:
             waiting = [self._open.pop(key) for key in list(islice(self._open, self._most))]
         finally:
@@ -195,16 +194,3 @@ class Mailbox:
         for question in waiting:
             question.settle(on_engine=True)
         self._next_at = self._clock() + self._pause
-
-    def _put(self, key: tuple[Callable[..., Any], tuple[Hashable, ...]]) -> _Question:
-        work, args = key
-        with self._lock:
-            question = self._open.get(key)
-            if question is None:
-                question = self._open[key] = _Question(lambda: work(*args))
-            return question
-
-    def _take(self, question: _Question) -> None:
-        with self._lock:
-            for key in [key for key, found in self._open.items() if found is question]:
-                del self._open[key]

@@ -192,7 +192,11 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """Every metric that has a value, in the catalog's order."""
+    """The text that Prometheus scrapes: every metric that has a value, in the catalog's order.
+
+    It is what prometheus_client would write, in a small part of its time: while the text is made,
+    the interpreter is not the engine's.
+    """
     found: dict[str, list[str]] = {}
     for sample in samples(snapshot):
         found.setdefault(sample.metric.name, []).extend(_lines(sample))
@@ -255,20 +259,6 @@ _HEADS = {metric.name: _head(metric) for metric in catalog()}
 _LABELS = {metric.name: tuple(label.name for label in metric.labels) for metric in catalog()}
 
 
-# ------------------------------------------------------------------------------------------------
-# Which requests of an engine an answer of its server is of, by the names that vLLM makes of it.
-#
-# What a client knows as ``cmpl-5f2c`` is ``cmpl-5f2c-0-8b2677e5`` in the engine: the prompt's
-# number
-# and eight random digits more. ::
-#
-#     cmpl-5f2c-1-8b2677e5                            the second of several prompts
-#     1_cmpl-5f2c-0-8b2677e5                          the second of several samples
-#     chatcmpl-5f2c-8b2677e5                          a chat has one prompt, and no number
-#     chatcmpl-0f1e2d3c4b5a6978_1-8b2677e5            but for a batch of them
-#     resp_5f2c_1-8b2677e5                            the second turn of one response
-#     cmpl-5f2c-0f1e2d3c4b5a6978-beam-0-8b2677e5      a beam, of whatever answer
-
 MOST_REQUESTS = 256
 """Of one answer, for one order: the engine waits until it is carried out."""
 
@@ -289,7 +279,18 @@ _SERVERS = re.compile(r"^(?:chat)?cmpl-")
 
 
 class RequestName(NamedTuple):
-    """The id in vLLM's answer, and which of that answer's requests it is."""
+    """The id in vLLM's answer, and which of that answer's requests it is.
+
+    A client knows ``cmpl-5f2c``, the engine ``cmpl-5f2c-0-8b2677e5``: the prompt's number and eight
+    random digits more::
+
+        cmpl-5f2c-1-8b2677e5                            the second of several prompts
+        1_cmpl-5f2c-0-8b2677e5                          the second of several samples
+        chatcmpl-5f2c-8b2677e5                          a chat has one prompt, and no number
+        chatcmpl-0f1e2d3c4b5a6978_1-8b2677e5            but for a batch of them
+        resp_5f2c_1-8b2677e5                            the second turn of one response
+        cmpl-5f2c-0f1e2d3c4b5a6978-beam-0-8b2677e5      a beam, of any answer
+    """
 
     answer: str
     part: str
@@ -314,8 +315,8 @@ def is_of_client(name: str, request_id: RequestId) -> bool:
 def requests_of(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId]:
     """Those of one answer, in their order. InputError where several answers had this id.
 
-    A client that sends one X-Request-Id twice has two answers of one id: which is meant nobody
-    knows, and the wrong one would be dropped.
+    A client that sends one X-Request-Id twice has two answers of one id: which one it means is not
+    known, and the wrong one would be dropped.
     """
     found: dict[RequestId, str] = {}
     for request_id in request_ids:
@@ -336,9 +337,6 @@ def _one_of(found: Iterable[RequestId]) -> str:
     return f"name one by its engine's name, such as {some}"
 
 
-# ------------------------------------------------------------------------------------------------
-# Where an endpoint gets its answers: one scheduler, asked on its own thread.
-
 WhyPath = Callable[[Copy], str]
 """Why a copy took its path, in words; empty where that is not known here."""
 
@@ -354,7 +352,7 @@ class AskedScheduler(Protocol):
 
 
 class Source:
-    """Asks a scheduler through its mailbox. Owns neither; safe to call from any thread."""
+    """Asks a scheduler through its mailbox, from any thread. Owns neither."""
 
     def __init__(
         self,
@@ -417,7 +415,7 @@ class Source:
         ailments = self._mailbox.ask(self._scheduler.stats).ailments
         return {tier: ailment for tier, ailment in ailments.items() if ailment}
 
-    # Run on the engine's thread, so they pick up facts and leave all else to whoever asked.
+    # Run on the engine's thread, so they only pick up facts.
 
     def _entry(self, request_id: RequestId) -> Entry | None:
         """A copy: the journal's own goes on changing."""

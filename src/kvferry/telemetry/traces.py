@@ -1,4 +1,11 @@
-"""Traces: what requests asked for and when, without their tokens. Read, checked, written."""
+"""Traces: what requests asked for and when, without their tokens. Read, checked, written.
+
+One request on each line, plain or gzipped::
+
+    Mooncake   {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
+    ours       {"kvferry_trace": 1, "block_tokens": 128}                      the first line
+               {"time": 27.482, "keys": "AQAAAAAAAAA=", "input": 200, "output": 52}
+"""
 
 from __future__ import annotations
 
@@ -55,7 +62,7 @@ class TraceRequest:
 
     Equal numbers are equal blocks behind equal beginnings. ``numbers`` may end with a block that
     the prompt only begins: ``num_full`` of them are whole. ``hit_tokens`` is what the server that
-    was recorded found, None where nobody recorded it.
+    was recorded found, None where that was not recorded.
     """
 
     at: float
@@ -69,16 +76,6 @@ class TraceRequest:
     def keys(self) -> Keys:
         return keys_of_numbers(self.numbers)
 
-
-# ------------------------------------------------------------------------------------------------
-# One line of a trace, in each of the formats: read, or refused with what is wrong.
-#
-# ::
-#
-#     Mooncake   {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46,
-# 47]}
-#     ours       {"kvferry_trace": 1, "block_tokens": 128}                      the first line
-#                {"time": 27.482, "keys": "AQAAAAAAAAA=", "input": 200, "output": 52}
 
 MOONCAKE_BLOCK_TOKENS = 512
 """What one of its hash ids covers."""
@@ -97,7 +94,7 @@ class BadLineError(InputError):
 
 
 class TraceFormat(Enum):
-    """Who writes such lines."""
+    """The program that writes such lines."""
 
     MOONCAKE = "mooncake"
     OURS = "kvferry"
@@ -252,9 +249,6 @@ def _short(error: Exception) -> str:
     return str(error)[:100]
 
 
-# ------------------------------------------------------------------------------------------------
-# Reads traces from files, plain or gzipped, line by line: what is wrong is counted and named.
-
 _MOST_LINE = 32 << 20
 _MOST_NAMED = 5
 _GZIP = b"\x1f\x8b"
@@ -263,9 +257,8 @@ _GZIP = b"\x1f\x8b"
 class TraceReader:
     """The requests of one trace, in as many files as it has; read as often as you like.
 
-    Files are read in the order given, those of one recording in the order they were written.
-
-    Owns what was found wrong: ``num_bad`` lines that are no requests were left out, the first few
+    Files are read in the order given, those of one recording in the order they were written. Owns
+    what was found wrong: ``num_bad`` lines that are no requests were left out, the first few
     of them are in ``complaints``, each with its file and line. Time never goes back: a request that
     says it came before the one above it came with it (``num_late``). One line is in memory at a
     time.
@@ -396,9 +389,6 @@ class _Unzipped(gzip.GzipFile):
         super().close()
         self._raw.close()
 
-
-# ------------------------------------------------------------------------------------------------
-# Writes traces: files only their owner can read, so many bytes in all and no more.
 
 log = logging.getLogger("kvferry")
 
@@ -564,7 +554,7 @@ class TraceWriter:
 
 
 def _said(hints: Hints | None) -> dict[str, Any]:
-    """The hints that a trace has; not whose request it was."""
+    """The hints that a trace has; not the tenant."""
     if hints is None:
         return {}
     said: dict[str, Any] = {}
