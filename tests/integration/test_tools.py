@@ -48,14 +48,6 @@ def test_a_command_that_is_not_there_is_answered_with_the_nearest(typed, words):
     assert words in result.output
 
 
-@pytest.mark.parametrize("other", ["--json", "--once"])
-def test_a_page_cannot_be_printed(endpoint, other):
-    result = invoke("top", endpoint.url, "--web", other)
-    assert result.exit_code == 2
-    assert "leave one of them out" in result.output
-    assert "/view.json" in result.output
-
-
 # -- top ----------------------------------------------------------------------------------------
 
 
@@ -92,11 +84,6 @@ def test_a_terminal_is_told_nothing_by_names_others_chose(endpoint):
         output = invoke(*arguments).output
         assert not set(output) & {"\x1b", "\x07", "\u202e"}
     assert "[red]b" in invoke("explain", "--url", endpoint.url).output
-
-
-def test_markup_in_names_is_shown_not_obeyed(endpoint):
-    endpoint.text = endpoint.text.replace('tier="disk"', 'tier="[red]disk"')
-    assert "[red]disk" in invoke("top", endpoint.url, "--once", "--interval", "0.1").output
 
 
 # -- explain ------------------------------------------------------------------------------------

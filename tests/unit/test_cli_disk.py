@@ -123,20 +123,6 @@ def test_the_setting_names_the_directory(
     assert len(json.loads(run("ls", "--json").stdout)["stores"]) == 1
 
 
-def test_what_is_not_there_is_said(run: Run, tmp_path: Path) -> None:
-    assert run("ls", tmp_path).stdout == f"No store in {tmp_path}.\n"
-    found = run("ls", tmp_path / "none")
-    assert found.exit_code == 1
-    assert "there is no" in found.stderr
-
-
-def test_a_store_in_use_says_by_whom(run: Run, folder: Path) -> None:
-    with attach(folder):
-        (told,) = json.loads(run("ls", folder, "--json").stdout)["stores"]
-        assert f"process {os.getpid()} on " in told["open_in"]
-        assert "open in process" in run("ls", folder).stdout
-
-
 def test_one_of_another_format_is_shown_as_what_it_is(run: Run, folder: Path) -> None:
     (store_in(folder) / "superblock").write_bytes(b"nonsense" * 512)
     (told,) = json.loads(run("ls", folder, "--json").stdout)["stores"]
@@ -145,12 +131,6 @@ def test_one_of_another_format_is_shown_as_what_it_is(run: Run, folder: Path) ->
 
 
 # -- verify ---------------------------------------------------------------------------------------
-
-
-def test_a_sound_store_is_right(run: Run, folder: Path) -> None:
-    found = run("verify", folder)
-    assert found.exit_code == 0
-    assert f"{BLOCKS} blocks, all as they were written" in found.stdout
 
 
 def test_every_bit_that_turned_is_found(run: Run, folder: Path) -> None:

@@ -6,26 +6,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.errors import InputError, IntegrityError, StateError
+from kvferry.errors import InputError, StateError
 from kvferry.tools.demo.blocks import BlockPool
 from kvferry.types import KEY_BYTES, Key
 
 
 def key(number: int) -> Key:
     return Key(number.to_bytes(KEY_BYTES, "little"))
-
-
-def test_a_released_block_is_found_again_until_it_is_handed_out() -> None:
-    pool = BlockPool(3)
-    blocks = pool.allocate(2)
-    for number, block in enumerate(blocks):
-        pool.publish(block, key(number))
-    pool.release(blocks)
-    assert pool.acquire([key(0), key(1)]) == blocks
-    pool.release(blocks)
-    pool.allocate(2)  # the block that never held anything, then the last of the released
-    assert pool.has(key(0))
-    assert not pool.has(key(1))
 
 
 def test_the_first_block_with_a_content_keeps_the_key() -> None:
@@ -35,16 +22,6 @@ def test_the_first_block_with_a_content_keeps_the_key() -> None:
     pool.publish(second, key(0))
     assert pool.acquire([key(0)]) == [first]
     pool.check_integrity(num_held=2)
-
-
-def test_a_block_held_by_a_transfer_is_not_handed_out() -> None:
-    pool = BlockPool(1)
-    blocks = pool.allocate(1)
-    pool.hold(blocks)
-    pool.release(blocks)
-    assert not pool.can_allocate(1)
-    pool.release(blocks)
-    assert pool.can_allocate(1)
 
 
 def test_refuses_what_cannot_be() -> None:
@@ -57,13 +34,6 @@ def test_refuses_what_cannot_be() -> None:
         pool.release([0])
     with pytest.raises(StateError, match="has no holder"):
         pool.publish(0, key(0))
-
-
-def test_integrity_sees_a_leak() -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
-    with pytest.raises(IntegrityError, match="1 device blocks are held, expected 0"):
-        pool.check_integrity(num_held=0)
 
 
 class Holders(RuleBasedStateMachine):

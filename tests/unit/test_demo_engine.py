@@ -91,19 +91,6 @@ def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[
     loop.run()
 
 
-def test_a_shared_prefix_is_computed_once(runners: list[Runner]) -> None:
-    loop = engine(runners, 40)
-    first = ServedRequest("a", (*prompt(64), 1, 2), 2)
-    second = ServedRequest("b", (*prompt(64), 3, 4), 2)
-    loop.submit(first)
-    loop.run()
-    loop.submit(second)
-    loop.run()
-    assert second.num_device_hits == 64
-    assert second.num_prefilled == 2
-    assert second.generated == alone(runners, second)
-
-
 def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runner]) -> None:
     loop = engine(runners, 40)
     first, second = ServedRequest("a", prompt(64), 2), ServedRequest("b", prompt(64), 2)
@@ -152,10 +139,3 @@ def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
         Limits(step_tokens=0)
     with pytest.raises(InputError, match="block_tokens must divide 64, got 24"):
         Runner(Decoder(SHAPE), num_blocks=4, block_tokens=24)
-
-
-def test_a_fault_in_the_model_reaches_the_caller(runners: list[Runner]) -> None:
-    loop = engine(runners, 4)
-    loop.submit(ServedRequest("bad", (96, 97), 1))
-    with pytest.raises(IndexError):
-        loop.step()

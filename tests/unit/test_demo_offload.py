@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.config import Config
-from kvferry.errors import InputError, TransferError
+from kvferry.errors import InputError
 from kvferry.tools.demo import engine as offload
 from kvferry.tools.demo.blocks import ServedRequest, ServedState
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
@@ -134,30 +134,6 @@ def test_what_a_small_host_drops_comes_back_from_a_tier(
     assert loop.counts.num_loaded_tokens > 0
 
 
-def test_a_policy_that_never_loads_computes_everything(build: Build) -> None:
-    loop = build(20, config=Config(load_policy="never"))
-    assert serve(loop, CHAT).answers() == truth(CHAT)
-    assert loop.counts.num_loaded_tokens == 0
-
-
-class Flaky(CpuEngine):
-    """Fails one of three each way; a load that fails leaves rubbish in its blocks."""
-
-    num_loads = num_stores = 0
-
-    def _move(self, transfer: Transfer) -> int:
-        if transfer.dst == DEVICE:
-            self.num_loads += 1
-        else:
-            self.num_stores += 1
-        if (self.num_loads if transfer.dst == DEVICE else self.num_stores) % 3:
-            return super()._move(transfer)
-        if transfer.dst == DEVICE:
-            for view, _ in self._groups[transfer.group].segments:
-                view[transfer.dst_slots] = 0xFF
-        raise TransferError("the cable is loose")
-
-
 class Slow(CpuEngine):
     """Takes its time over loads."""
 
@@ -177,17 +153,6 @@ class Careless(CpuEngine):
                 transfer.id, transfer.src, transfer.dst, wrong, transfer.dst_slots, transfer.group
             )
         return super()._move(transfer)
-
-
-@pytest.mark.parametrize("name", ["full", "hybrid"])
-def test_failed_copies_are_computed_again(
-    build: Build, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(offload, "CpuEngine", Flaky)
-    loop = build(20, shape=SHAPES[name])
-    assert serve_in_turn(loop) == truth(CHAT, SHAPES[name])
-    assert loop.counts.num_failed_load_tokens > 0
-    assert loop.counts.num_loaded_tokens > 0
 
 
 def test_wrong_bytes_would_be_seen(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

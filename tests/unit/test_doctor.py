@@ -234,16 +234,6 @@ def test_the_distance_is_to_the_node_this_process_runs_on():
     assert "(distance 32, its own is 10)" in far.words
 
 
-def test_a_pipe_gets_a_line_for_each_finding_however_long():
-    env = replace(FIT, plugins=lambda group: ("other",))
-    lines = CliRunner().invoke(kvferry, ["doctor"], obj=env).output.splitlines()
-    assert [text for text in lines if text.startswith("fail")] == [
-        "fail  connector      kvferry is not among vLLM's plugins: its entry point is not installed"
-    ]
-    assert len(lines) == 18 + 1 + 1
-    assert not any(text.endswith(" ") for text in lines)
-
-
 def test_a_hidden_link_is_no_fault():
     found = line(with_card(speed=None, width=None, max_speed=None, max_width=None), "link")
     assert found.grade is Grade.OK
@@ -305,14 +295,6 @@ def test_a_link_that_will_not_say_is_unknown(tmp_path, text, value):
     file.write_text(text)
     assert environment._read_value(str(file)) == value
     assert environment._read_value(str(tmp_path / "none")) is None
-
-
-def test_what_does_not_fit_is_not_called_enough():
-    env = replace(settings(host="100TiB"), machine=machine(memlock=8 * MiB))
-    assert line(env, "host memory").grade is Grade.FAIL
-    locked = line(env, "locked memory")
-    assert locked.grade is Grade.WARN
-    assert "102400.0 GiB is needed" in locked.words
 
 
 def test_where_nothing_says_how_much_there_is_no_size_is_said_to_fit():

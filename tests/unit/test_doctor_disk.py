@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,12 +99,6 @@ def test_what_is_wrong_is_said_with_a_remedy(
     assert found.remedy
 
 
-def test_a_key_is_used_and_not_shown() -> None:
-    key = base64.b64encode(os.urandom(32)).decode()
-    found = findings(replace(FIT, machine=machine(**{KEY_ENV: key})))["disk encryption"]
-    assert found.words == f"on, AES-GCM with the key of {KEY_ENV}"
-
-
 def test_nothing_is_measured_where_there_is_no_room() -> None:
     asked: list[str] = []
 
@@ -167,21 +160,3 @@ def test_a_drive_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_child_reaches_our_memory_and_says_how() -> None:
     assert look_at_reach() == "process_vm"
-
-
-@pytest.mark.usefixtures("short")
-def test_a_file_system_that_knows_no_nameless_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", refuse)
-    found = measure(str(tmp_path))
-    assert found.read_rate
-    assert not found.is_direct
-    assert not list(tmp_path.iterdir())

@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.cache.policies.contract import Evidence, Residents, policy_named
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError, InputError
 from kvferry.sim.bounds import Future, all_knowing
-from kvferry.sim.serving import SchedulerReplay, count, run_bound
+from kvferry.sim.serving import SchedulerReplay
 from kvferry.sim.simulation import simulate
-from kvferry.sim.trials import ALL_KNOWING, Simulation, TracePart, Trial
+from kvferry.sim.trials import Simulation, TracePart, Trial
 from kvferry.telemetry.traces import TraceRequest
 from kvferry.types import SlotArray
 
@@ -246,15 +245,6 @@ PATHS = ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5], [6], [6, 7], [6, 
 def test_the_bound_is_the_best_there_is(requests: list[list[int]], capacity: int) -> None:
     future = Future.of([request(n, ids) for n, ids in enumerate(requests)])
     assert all_knowing(future, capacity).sum() == best_by_search(requests, capacity)
-
-
-@needs_published
-def test_the_bound_on_the_published_trace() -> None:
-    whole = asked(PUBLISHED, keep_partial=True)
-    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in (1000, 3000, 10_000, 30_000)]
-    best = run_bound(whole, bounds, count(whole))
-    ratios = [round(score.whole.hit_ratio, 3) for score in best]
-    assert ratios == [0.191, 0.294, 0.366, 0.366]
 
 
 # -- hints from the future ------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 
 from kvferry.connectors.common.reports import SEPARATOR, idle_figures
-from kvferry.errors import InputError, UnreachableError
+from kvferry.errors import UnreachableError
 from kvferry.telemetry.catalog import INFO
 from kvferry.telemetry.http import HttpServer
 from kvferry.telemetry.source import Snapshot, exposition, installed_version
 from kvferry.tiers.disk.protocol import DiskFigures
-from kvferry.tools.top.scrape import base_url, explain, parse, read
-from kvferry.tools.top.view import HISTORY, Watch
+from kvferry.tools.top.scrape import explain, parse, read
+from kvferry.tools.top.view import Watch
 
 
 @pytest.fixture
@@ -111,14 +111,6 @@ def test_all_that_an_idle_connector_tells_is_enough_for_a_view(endpoint):
     assert (view.queries, view.tiers, view.recent) == (0, [], [])
 
 
-def test_history_is_bounded():
-    watch = watch_over(*(at(i, queries=i, moved=1) for i in range(HISTORY + 20)))
-    for _ in range(HISTORY + 20):
-        view = watch.look()
-    assert len(view.hit_history) == HISTORY
-    assert len(view.routes[0].history) == HISTORY
-
-
 def test_an_engine_that_starts_again_starts_a_new_history():
     watch = watch_over(at(0, queries=100, moved=9), at(1, queries=1, moved=1))
     watch.look()
@@ -151,13 +143,6 @@ def test_an_endpoint_that_is_not_ours_is_named(endpoint, text, words):
         read(endpoint.url)
 
 
-def test_nobody_there_says_what_to_do(endpoint):
-    url = endpoint.url
-    endpoint.close()
-    with pytest.raises(UnreachableError, match="Is the engine running"):
-        read(url)
-
-
 def test_of_vllms_engines_sizes_and_rates_are_not_added_up(endpoint):
     endpoint.show_as_vllm(Snapshot(stats(queries=10, moved=10), "", {"host": 4096}, 1 << 20))
     view = Watch(endpoint.url).look()
@@ -175,15 +160,3 @@ def test_an_endpoint_that_explains_nothing_says_where_to_ask(request_id):
             explain(server.url, request_id)
     finally:
         server.close()
-
-
-def test_a_request_that_is_not_remembered_says_so(endpoint):
-    with pytest.raises(UnreachableError, match="404: nothing is remembered"):
-        explain(endpoint.url, "a/b?c")
-    assert endpoint.paths[-1] == ("explain", "a/b?c")
-
-
-@pytest.mark.parametrize("given", ["file:///etc/passwd", "ftp://h/x", "http://", ""])
-def test_other_addresses_are_refused(given):
-    with pytest.raises(InputError, match="no address"):
-        base_url(given)
