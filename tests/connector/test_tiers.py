@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.memory_tiers import Fault
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
 from kvferry.scheduler.tier import SlotTier
 from kvferry.tiers.contract import Way
-from kvferry.tiers.memory import Fault
 from kvferry.tiers.movers import TierMover
 from kvferry.types import Key
 

@@ -172,7 +172,7 @@ def test_a_tier_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
     name, hung = TierName("memory"), threading.Event()
     mover = rank.tiers[name]
     mover._close_seconds = 0.05
-    mover._tier.fault = lambda way, key: hung.wait(20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(mover._tier, "_move", lambda *_: str(hung.wait(20)))
     mover.submit(below(1, HOST, name, 3, 0))
     while not next(iter(mover._tier._tasks.values())).is_begun:  # type: ignore[attr-defined]
         time.sleep(0.001)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tests.fakes import mooncake_store, remote, s3_servers
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.drives import Weather
+from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 from tests.fakes.paired import Paired
 from tests.fakes.remote_in_thread import InThread, Watched
 
@@ -34,7 +35,6 @@ from kvferry.settings.remote import read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from tests.fakes.memory_tiers import MemoryTier
 
 from kvferry.core.keys import Keys, Recovered
 from kvferry.tiers.contract import Result, TierSetup, Way
-from kvferry.tiers.memory import MemoryTier
 from kvferry.tiers.queued import Task
 from kvferry.types import Key, TierName, as_slots
 

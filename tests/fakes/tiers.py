@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
+
 from kvferry.tiers.contract import TierSetup
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 
 opened: list[tuple[TierSetup, Any]] = []
 """What was opened, the latest last; whoever looks clears it."""

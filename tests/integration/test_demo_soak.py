@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from tests.fakes.memory_tiers import MemoryTier
 
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tiers.memory import MemoryTier
 from kvferry.tools.demo import engine as offload
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner

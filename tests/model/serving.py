@@ -24,6 +24,7 @@ from unittest.mock import patch
 import numpy as np
 from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.lasting import ShelfTier
+from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 from tests.model.stage import (
     LONG_AGO,
     STAIN,
@@ -51,7 +52,6 @@ from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, Way
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover
 from kvferry.tiers.queued import Task
 from kvferry.types import (

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 
 from kvferry.cache import reach
 from kvferry.core.identity import Namespace, chain, scope
@@ -16,7 +17,6 @@ from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Way
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover
 from kvferry.types import Key, Question, Rank, TierName, Transfer, TransferId
 

@@ -45,6 +45,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
+from tests.fakes.memory_tiers import MemoryTier
 from tests.fakes.pools import evict
 from tests.model.serving import Serving
 from tests.model.stage import RankSide, Served, Setup
@@ -53,7 +54,6 @@ from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Way
-from kvferry.tiers.memory import MemoryTier
 from kvferry.tiers.movers import TierMover
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key, keys
+from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers import movers as tier_mover
 from kvferry.tiers.contract import Batch, Way
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import SharedMover, TierMover
 from kvferry.types import (
     DEVICE,

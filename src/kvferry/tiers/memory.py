@@ -1,107 +1,65 @@
-"""The reference tiers, one of each kind, over a dict; slow and lossy on request."""
+"""The reference tiers, one of each kind, over a dict."""
 
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvferry.core.keys import Keys
 from kvferry.core.quantities import format_size, parse_size
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Batch, Result, TierSetup, Way
 from kvferry.tiers.queued import Task
 from kvferry.tiers.threaded import ThreadedTier
-from kvferry.types import Key, SlotArray, TierName
+from kvferry.types import Key, TierName
 
 MEMORY = TierName("memory")
-
-Fault = Callable[[Way, Key], None]
-"""Called for each block; what it raises is that block's error. One that blocks is a hung medium."""
 
 _Name = TypeVar("_Name", int, Key)
 
 
-class _Blocks(ThreadedTier, Generic[_Name]):
-    """Blocks in a dict, one ``bytes`` each. Owns the bytes; the contract's plainest reading.
+class DictTier(ThreadedTier, Generic[_Name]):
+    """Blocks in a dict, one ``bytes`` each. Owns the bytes; the contract's plainest reading."""
 
-    ``delay`` seconds per batch, ``fault``, ``lose`` and :meth:`go_away` imitate a failing disk or
-    network.
-    """
-
-    def __init__(
-        self,
-        block_bytes: int,
-        *,
-        name: TierName = MEMORY,
-        delay: float = 0.0,
-        fault: Fault | None = None,
-        num_threads: int = 2,
-    ) -> None:
+    def __init__(self, block_bytes: int, *, name: TierName = MEMORY, num_threads: int = 2) -> None:
         super().__init__(name, block_bytes, num_threads=num_threads)
-        self.delay = delay
-        self.fault = fault
         self._blocks: dict[_Name, bytes] = {}
 
+    @abstractmethod
     def _names(self, batch: Batch) -> Iterable[_Name]:
-        """What each block of a batch is kept under."""
-        raise NotImplementedError
-
-    def go_away(self, reason: str) -> None:
-        """Out of order from now on; what is here stays."""
-        self._ailment = reason or "out of order"
-
-    def come_back(self) -> None:
-        """Back in order."""
-        self._ailment = ""
+        """What each block of a batch is kept under: its place, or its key."""
 
     def forget(self) -> None:
         with self._changed:
             super().forget()
             self._blocks.clear()
 
-    def _lose(self, names: Iterable[_Name]) -> None:
-        with self._changed:
-            for name in names:
-                self._blocks.pop(name, None)
-
     def _carry_out(self, task: Task) -> Result:
-        if self.delay:
-            time.sleep(self.delay)
         batch = task.batch
         ok = np.zeros(len(batch), dtype=bool)
         reasons: dict[int, str] = {}
         for at, (name, key) in enumerate(zip(self._names(batch), batch.keys, strict=True)):
-            reason = task.stopped or self._ailment or self._try(task, at, name, key)
+            reason = task.stopped or self.ailment or self._move(task, at, name, key)
             ok[at] = not reason
             if reason:
                 reasons[at] = reason
         return Result(batch.id, ok, reasons, int(ok.sum()) * batch.block_bytes)
 
-    def _try(self, task: Task, at: int, name: _Name, key: Key) -> str:
-        """Do one block; returns what went wrong."""
-        way = task.batch.way
-        try:
-            if way is Way.WRITE and isinstance(name, int):
-                self._lose((name,))
-            if self.fault is not None:
-                self.fault(way, key)
-        except KvferryError as error:
-            return f"tier {self.name}: {error}"
-        except Exception as error:  # one bad block is one bad block, whatever its error
-            return f"tier {self.name}: {type(error).__name__}: {error}"
-        if way is Way.FIND:
-            here = name in self._blocks and task.generation == self._generation
-            return "" if here else "not here"
+    def _move(self, task: Task, at: int, name: _Name, key: Key) -> str:
+        """Look up, write or read one block; return why it failed, or nothing."""
+        is_current = task.generation == self._generation
+        if task.batch.way is Way.FIND:
+            return "" if name in self._blocks and is_current else "not here"
         pieces = zip(task.batch.addresses[at].tolist(), task.batch.sizes.tolist(), strict=True)
-        if way is Way.WRITE:
+        if task.batch.way is Way.WRITE:
             return self._keep(task, name, b"".join(ctypes.string_at(*piece) for piece in pieces))
-        block = self._blocks.get(name) if task.generation == self._generation else None
+        block = self._blocks.get(name) if is_current else None
         if block is None:
-            return f"tier {self.name}: {self._words(name)} holds nothing"
+            words = f"place {name}" if isinstance(name, int) else f"key {name.hex()[:16]}"
+            return f"tier {self.name}: {words} holds nothing"
         start = 0
         for address, size in pieces:
             ctypes.memmove(address, block[start : start + size], size)
@@ -115,11 +73,8 @@ class _Blocks(ThreadedTier, Generic[_Name]):
             self._blocks[name] = block
             return ""
 
-    def _words(self, name: _Name) -> str:
-        return f"place {name}" if isinstance(name, int) else f"key {name.hex()[:16]}"
 
-
-class MemoryTier(_Blocks[int]):
+class MemoryTier(DictTier[int]):
     """The reference for tiers with numbered places."""
 
     def __init__(
@@ -128,26 +83,20 @@ class MemoryTier(_Blocks[int]):
         block_bytes: int,
         *,
         name: TierName = MEMORY,
-        delay: float = 0.0,
-        fault: Fault | None = None,
         num_threads: int = 2,
     ) -> None:
         self.num_places = num_places
-        super().__init__(block_bytes, name=name, delay=delay, fault=fault, num_threads=num_threads)
-
-    def lose(self, places: SlotArray) -> None:
-        """These places hold nothing any more, as a failing medium would have it."""
-        self._lose(places.tolist())
+        super().__init__(block_bytes, name=name, num_threads=num_threads)
 
     def _names(self, batch: Batch) -> Iterable[int]:
         assert batch.places is not None
         return batch.places.tolist()
 
 
-class KeyedMemoryTier(_Blocks[Key]):
+class KeyedMemoryTier(DictTier[Key]):
     """The reference for tiers that find blocks by their keys.
 
-    With ``most_blocks``, what came first goes first.
+    With ``most_blocks``, the oldest block makes room for a new one.
     """
 
     def __init__(
@@ -156,12 +105,13 @@ class KeyedMemoryTier(_Blocks[Key]):
         *,
         most_blocks: int | None = None,
         name: TierName = MEMORY,
-        delay: float = 0.0,
-        fault: Fault | None = None,
         num_threads: int = 2,
     ) -> None:
-        super().__init__(block_bytes, name=name, delay=delay, fault=fault, num_threads=num_threads)
+        super().__init__(block_bytes, name=name, num_threads=num_threads)
         self._most_blocks = most_blocks
+
+    def _names(self, batch: Batch) -> Iterable[Key]:
+        return batch.keys
 
     def _keep(self, task: Task, name: Key, block: bytes) -> str:
         with self._changed:
@@ -169,13 +119,6 @@ class KeyedMemoryTier(_Blocks[Key]):
             if self._most_blocks is not None and len(self._blocks) > self._most_blocks:
                 del self._blocks[next(iter(self._blocks))]
             return reason
-
-    def lose(self, keys: Keys) -> None:
-        """These keys are not here any more."""
-        self._lose(keys)
-
-    def _names(self, batch: Batch) -> Iterable[Key]:
-        return batch.keys
 
 
 def open_placed(setup: TierSetup) -> MemoryTier:

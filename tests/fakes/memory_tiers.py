@@ -1,0 +1,83 @@
+"""The reference tiers with faults: slow, failing, away and lossy on request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvferry.core.keys import Keys
+from kvferry.errors import KvferryError
+from kvferry.tiers import memory
+from kvferry.tiers.contract import Result, Way
+from kvferry.tiers.queued import Task
+from kvferry.types import Key, SlotArray
+
+Fault = Callable[[Way, Key], None]
+"""Called for each block; what it raises is that block's error. One that blocks is a hung medium."""
+
+
+class _Faulty(memory.DictTier[Any]):
+    """A tier of ours with ``delay`` seconds per batch, ``fault``, ``lose`` and ``go_away``."""
+
+    delay = 0.0
+    fault: Fault | None = None
+
+    def go_away(self, reason: str) -> None:
+        """Out of order from now on; what is here stays."""
+        self._ailment = reason or "out of order"
+
+    def come_back(self) -> None:
+        """Back in order."""
+        self._ailment = ""
+
+    def _lose(self, names: Iterable[object]) -> None:
+        with self._changed:
+            for name in names:
+                self._blocks.pop(name, None)
+
+    def _carry_out(self, task: Task) -> Result:
+        if self.delay:
+            time.sleep(self.delay)
+        return super()._carry_out(task)
+
+    def _move(self, task: Task, at: int, name: Any, key: Key) -> str:
+        way = task.batch.way
+        try:
+            if way is Way.WRITE and isinstance(name, int):
+                self._lose((name,))
+            if self.fault is not None:
+                self.fault(way, key)
+        except KvferryError as error:
+            return f"tier {self.name}: {error}"
+        except Exception as error:
+            return f"tier {self.name}: {type(error).__name__}: {error}"
+        return super()._move(task, at, name, key)
+
+
+class MemoryTier(_Faulty, memory.MemoryTier):
+    """With numbered places."""
+
+    def __init__(
+        self, *sizes: int, delay: float = 0.0, fault: Fault | None = None, **options: Any
+    ) -> None:
+        super().__init__(*sizes, **options)
+        self.delay, self.fault = delay, fault
+
+    def lose(self, places: SlotArray) -> None:
+        """These places hold nothing any more, as a failing medium would have it."""
+        self._lose(places.tolist())
+
+
+class KeyedMemoryTier(_Faulty, memory.KeyedMemoryTier):
+    """By key."""
+
+    def __init__(
+        self, *sizes: int, delay: float = 0.0, fault: Fault | None = None, **options: Any
+    ) -> None:
+        super().__init__(*sizes, **options)
+        self.delay, self.fault = delay, fault
+
+    def lose(self, keys: Keys) -> None:
+        """These keys are not here any more."""
+        self._lose(keys)
