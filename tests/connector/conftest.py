@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 from tests.fakes.sides import Sides
 from tests.fakes.vllm_parts import HAS_VLLM
+
+from kvferry.tiers import memory
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def stores_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests here are short: without this none would store while it runs."""
     monkeypatch.setattr("kvferry.scheduler.deferred_stores.STORE_TOKENS", 256)
+
+
+@pytest.fixture(autouse=True)
+def faulty_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers of memory that settings open can fail on request."""
+    for tier in (MemoryTier, KeyedMemoryTier):
+        monkeypatch.setattr(memory, tier.__name__, tier)
 
 
 @pytest.fixture
