@@ -132,10 +132,10 @@ def small_life(shape: Shape) -> Life:
         life.commit()
     life.write((5, 20), (4, 21))  # known at other places
     life.commit()
-    for n in range(6):
+    for n in range(16):
         life.write((1, 40 + n))
         life.commit()
-    for n in range(8):
+    for n in range(12):
         life.write(*((m % NUM_PLACES, 100 * n + m) for m in range(n * per_page)), (n % 5, n))
         life.commit()
     return life

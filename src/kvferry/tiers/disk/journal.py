@@ -402,8 +402,7 @@ class Compaction:
         self.entries = entries
         self._next = source.shape.first_page
         self._began_at = source.end * source.shape.per_page
-        self._rest: Records = np.empty(0, dtype=source.shape.record)
-        self._copied: list[Places] = []
+        self._newest = np.zeros(len(entries), dtype=np.uint32)
 
     @property
     def has_caught_up(self) -> bool:
@@ -411,7 +410,7 @@ class Compaction:
         return self._next == self.source.end
 
     def step(self, num_pages: int) -> None:
-        """Follow so many pages of the source, and write full pages of what is live in them."""
+        """Follow so many pages of the source, and write what is live in them."""
         shape = self.source.shape
         count = min(num_pages, self.source.end - self._next)
         raw = read_pages(self.source.file, shape, self._next, count)
@@ -426,26 +425,16 @@ class Compaction:
         live = self.entries.live(places, numbers)
         # Lost before the copy began: what such a record contradicts was never copied.
         live &= ~(((records["place"] & LOST) != 0) & (numbers < self._began_at))
-        self._rest = np.concatenate((self._rest, records[live]))
         self._next += count
-        self._write(len(self._rest) // shape.per_page * shape.per_page)
+        if live.any():
+            first = self.target.write(records[live])
+            # Records fill pages from the first on: they are numbered without a gap.
+            self._newest[places[live]] = first + np.arange(np.count_nonzero(live), dtype=np.uint32)
 
     def finish(self) -> npt.NDArray[np.uint32]:
-        """Write what is left and sync; return the newest record of every place, in the target."""
-        self._write(len(self._rest))
+        """Sync; return the newest record of every place, in the target."""
         self.target.file.sync()
-        newest = np.zeros(len(self.entries), dtype=np.uint32)
-        places = np.concatenate([NO_PLACES, *self._copied])
-        # Full pages but for the last: records lie as close as their numbers say.
-        first = self.target.shape.first_page * self.target.shape.per_page
-        newest[places] = first + np.arange(len(places), dtype=np.uint32)
-        return newest
-
-    def _write(self, count: int) -> None:
-        if count:
-            records, self._rest = self._rest[:count], self._rest[count:]
-            self.target.write(records)
-            self._copied.append(records["place"] & PLACE)
+        return self._newest
 
 
 class DiskJournal:

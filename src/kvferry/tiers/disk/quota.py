@@ -145,8 +145,8 @@ def holder(folder: Path) -> str:
     except BlockingIOError:
         try:
             words = json.loads(os.pread(fd, _MAX_LOCK_BYTES, 0))
-            who = f"process {int(words['pid'])} on {words['host']}"
-            return f"{who} ({words['command']}) since {words['since']} UTC"
+            process = f"process {int(words['pid'])} on {words['host']}"
+            return f"{process} ({words['command']}) since {words['since']} UTC"
         except (ValueError, KeyError, TypeError):
             return "another process"
     finally:

@@ -1,4 +1,4 @@
-"""A store on disk, opened whole: for a server that uses it, or for a person who looks after it.
+"""A store on disk, opened whole: for a server that uses it, or for inspection.
 
 ::
 
