@@ -12,7 +12,7 @@ from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode, lower_tier
-from kvferry.scheduler.writeback import TierAdmission, WriteBudget, admission_of
+from kvferry.scheduler.writeback import TierAdmission, admission_of
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import Key, TierName
 
@@ -22,11 +22,11 @@ DAY = 86400.0
 def test_no_day_sees_more_than_its_bytes() -> None:
     """However it is spent: at once, bit by bit, after a rest."""
     for pause in (1.0, 600.0, DAY / 3, 2 * DAY):
-        budget, now = WriteBudget(80_000, 0.0), 0.0
+        admission, now = TierAdmission(bytes_per_day=80_000, block_bytes=1), 0.0
         spent: list[tuple[float, int]] = []
         while now < 3 * DAY:
-            num_bytes = budget.left(now)
-            budget.spend(num_bytes)
+            num_bytes = admission.bytes_left(now)
+            admission.wrote(num_bytes)
             spent.append((now, num_bytes))
             now += pause if len(spent) % 50 else 40_000.0
         for at, _ in spent[::7]:
@@ -34,13 +34,13 @@ def test_no_day_sees_more_than_its_bytes() -> None:
             assert within <= 80_000
 
 
-def test_a_budget_is_no_wall() -> None:
-    budget = WriteBudget(80_000, 0.0)
-    assert budget.left(0.0) == 10_000
-    budget.spend(10_000)
-    assert budget.left(0.0) == 0
-    assert budget.left(DAY / 14) == pytest.approx(5_000, abs=2)
-    assert budget.left(5 * DAY) == 10_000
+def test_bytes_come_back_over_the_day() -> None:
+    admission = TierAdmission(bytes_per_day=80_000, block_bytes=1)
+    assert admission.bytes_left(0.0) == 10_000
+    admission.wrote(10_000)
+    assert admission.bytes_left(0.0) == 0
+    assert admission.bytes_left(DAY / 14) == pytest.approx(5_000, abs=2)
+    assert admission.bytes_left(5 * DAY) == 10_000
 
 
 def test_a_gate_lets_through_what_it_should() -> None:

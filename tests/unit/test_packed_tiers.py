@@ -16,7 +16,7 @@ from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing,
 from kvferry.cache import reach
 from kvferry.cache.events import EventKind
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, WriteMode
+from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Wanted, run_numbers, with_furthest
 from kvferry.types import Health, MatchState, Rank, TierName
 
@@ -190,7 +190,7 @@ def test_what_this_server_writes_it_finds_at_once() -> None:
 def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> None:
     """Else it would be believed for longer than that the block was written."""
     tier, runs = packing(), np.zeros(len(A), dtype=np.int64)
-    tier.reserve(A, parent=None, chained=True, now=0.0)
+    tier.reserve(WriteOrder(A, chained=True), 0.0)
     tier.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
     tier.answered(Answer(A, np.zeros(len(A), dtype=bool), runs=runs), 5.0)
     assert tier.lookup(A, 9.0).readable.all()
@@ -215,7 +215,7 @@ def test_where_no_no_is_remembered_each_asks_once() -> None:
 def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
     """Seen red with one memory for both: what was written went down again."""
     tier = packing()
-    tier.reserve(A, parent=None, chained=True, now=0.0)
+    tier.reserve(WriteOrder(A, chained=True), 0.0)
     tier.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
     for first in range(1000, 5000, 100):  # four times what it remembers
         unknown = keys(range(first, first + 100))
@@ -223,7 +223,7 @@ def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
         tier.answered(Answer(unknown, np.zeros(len(unknown), dtype=bool), runs=runs), 20.0)
         assert not tier.lookup(unknown, 21.0, runs).unknown.any()
     assert tier.known(A, 21.0).all()
-    assert tier.reserve(A, parent=None, chained=True, now=21.0) is None
+    assert tier.reserve(WriteOrder(A, chained=True), 21.0) is None
     tier.reset()
     assert tier.lookup(unknown, 21.0, runs).unknown.all()
     assert not tier.known(A, 21.0).any()

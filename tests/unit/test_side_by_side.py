@@ -13,7 +13,7 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import EXTENT, FreeRuns, SlotPlacement
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
+from kvferry.scheduler.tier import SlotTier, WriteMode, WriteOrder, lower_tier
 from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName, as_slots
 
 DISK = TierName("disk")
@@ -115,9 +115,9 @@ def test_a_conversation_spilled_bit_by_bit_lies_in_one_run() -> None:
     lease.commit()
     for start, end in pairwise([0, 7, 20, 30, 60]):
         part = chain[60 - end : 60 - start]
-        room = tier.reserve(part, parent=None, chained=False, now=0.0, runs=host.runs_of(part))
+        room = tier.reserve(WriteOrder(part, runs=host.runs_of(part)), 0.0)
         assert room is not None
-        room.end.leases[0].commit()
+        room[1].leases[0].commit()
     assert num_runs(tier.pool.find_cached(chain)) == 1
 
 

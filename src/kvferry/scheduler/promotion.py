@@ -17,6 +17,7 @@ such loads together may take half of the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.cache.index import num_leading
@@ -24,6 +25,7 @@ from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.scheduler.lookup import Hits, Lookup, Matcher, Missing, PinnedHit
 from kvferry.scheduler.tiering import LowerTiers
@@ -154,39 +156,26 @@ class Promoter:
         promotion.foreseen = None
 
 
+@dataclass(eq=False, slots=True)
 class PipelinedLoad:
     """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
 
     Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
     ``sent`` are ordered, none from ``last`` on ever will be, and those from ``good`` on are lost.
-    ``since`` is when the last of them was ordered.
+    ``since`` is when the last of them was ordered. ``pieces`` tell where each transfer begins.
     """
 
-    __slots__ = (
-        "end",
-        "first",
-        "good",
-        "keys",
-        "last",
-        "patience",
-        "pieces",
-        "reason",
-        "sent",
-        "since",
-        "table",
-    )
-
-    def __init__(self, hit: PinnedHit, table: SlotArray, now: float, patience: float) -> None:
-        blocks = hit.found.blocks[0]
-        self.first, self.end = blocks.start, blocks.stop
-        self.sent = self.first
-        self.since = now
-        self.patience = patience
-        self.last = self.good = self.end
-        self.reason = ""
-        self.pieces: dict[TransferId, int] = {}  # where each begins
-        self.keys = hit.found.asked[0]
-        self.table = table
+    keys: Keys
+    table: SlotArray
+    first: int
+    end: int
+    since: float
+    patience: float
+    sent: int
+    last: int
+    good: int
+    reason: str = ""
+    pieces: dict[TransferId, int] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
@@ -357,7 +346,10 @@ class PipelinedLoads:
         if not self._has_room(len(blocks)):  # other loads have begun since it was promised
             return None
         places = checked_blocks(0, table, blocks, least=0)
-        load = PipelinedLoad(hit, places, self._clock(), patience)
+        first, end, keys = blocks.start, blocks.stop, hit.found.asked[0]
+        load = PipelinedLoad(
+            keys, places, first, end, self._clock(), patience, sent=first, last=end, good=end
+        )
         ordered = self._order(request, load)
         if ordered is None and is_foreseen:
             return None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.index import Index
-from kvferry.cache.leases import Lease, PoolCounts
+from kvferry.cache.leases import Lease
 from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
@@ -83,12 +83,14 @@ class Presence(NamedTuple):
         return Presence(readable[where], known[where], unknown[where], slots[where])
 
 
-@dataclass(frozen=True, eq=False)
-class Room:
-    """Where blocks may go: ``end`` takes those at ``positions`` of the keys asked for."""
+class WriteOrder(NamedTuple):
+    """Blocks to copy down: a chain behind ``parent``, or blocks among which ``runs`` are."""
 
-    positions: SlotArray
-    end: End
+    keys: Keys
+    parent: Key | None = None
+    chained: bool = False
+    runs: Runs | None = None
+    tenant: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,20 +155,10 @@ class LowerTier(ABC):
         """Where to read blocks that a lookup has just found readable; claims their slots."""
 
     @abstractmethod
-    def reserve(
-        self,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        now: float,
-        runs: Runs | None = None,
-        tenant: int = 0,
-    ) -> Room | None:
-        """Claim room for those of these blocks that the tier lacks; None where there is none.
+    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
+        """Claim room for the blocks that the tier lacks: their positions, and where they go.
 
-        ``runs`` tells which blocks follow each other where they are no chain, ``tenant`` whose
-        blocks they are.
+        None where it lacks none of them or has no room.
         """
 
     def answered(self, answer: Answer, now: float) -> None:  # noqa: B027  a slot tier is not asked
@@ -183,10 +175,6 @@ class LowerTier(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget every block."""
-
-    def counts(self) -> PoolCounts | None:
-        """How its slots are used; None where it has none."""
-        return self.pool.counts if self.pool is not None else None
 
     def check_integrity(self) -> None:
         if self.pool is not None:
@@ -243,16 +231,8 @@ class SlotTier(LowerTier):
     def read(self, slots: SlotArray) -> End:
         return End.of(self.name, self.pool.claim(slots))
 
-    def reserve(
-        self,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        now: float,
-        runs: Runs | None = None,
-        tenant: int = 0,
-    ) -> Room | None:
+    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
+        keys, parent, chained, runs, tenant = order
         placement = None
         if runs is None and chained:
             runs = (_FIRST, (parent,))
@@ -265,7 +245,7 @@ class SlotTier(LowerTier):
             return None
         if runs is not None and not chained:
             self._placement.note(keys, runs, lease)
-        return Room(lease.positions, End.of(self.name, lease))
+        return lease.positions, End.of(self.name, lease)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
@@ -312,21 +292,12 @@ class KeyedTier(LowerTier):
     def read(self, slots: SlotArray) -> End:
         return End(self.name, NO_SLOTS)
 
-    def reserve(
-        self,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        now: float,
-        runs: Runs | None = None,
-        tenant: int = 0,
-    ) -> Room | None:
-        positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
+    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
+        positions = np.flatnonzero(~self.known(order.keys, now))[: self._answers.capacity]
         if not len(positions):
             return None
-        self._answers.note_sent(keys.take(positions))
-        return Room(positions, End(self.name, NO_SLOTS))
+        self._answers.note_sent(order.keys.take(positions))
+        return positions, End(self.name, NO_SLOTS)
 
     def answered(self, answer: Answer, now: float) -> None:
         self.num_asked += len(answer.keys)

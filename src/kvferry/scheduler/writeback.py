@@ -24,7 +24,7 @@ from kvferry.cache.policies.admission import SeenOften, Watermark
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import LowerTier, Runs, WriteMode
+from kvferry.scheduler.tier import LowerTier, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import End, Transfers, run_numbers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
@@ -186,7 +186,7 @@ class Writeback:
             admits = self._admits(tier, keys, now)
             if not admits.all():
                 going = keys[: int(admits.argmin())] if chained else keys.take(admits)
-            self._send(tier, going, parent=parent, chained=chained)
+            self._send(tier, WriteOrder(going, parent, chained))
         if chained and self._early:
             self._send_early(keys)
 
@@ -239,7 +239,7 @@ class Writeback:
         first = int(np.searchsorted(starts, len(missing) - num_asked, side="right")) - 1
         cut = starts.item(first)
         runs = (starts[first:] - cut, before[first:])
-        return self._send(tier, missing[cut:], parent=None, chained=False, runs=runs)
+        return self._send(tier, WriteOrder(missing[cut:], runs=runs))
 
     # -- while idle, and at close ---------------------------------------------------------------
 
@@ -296,8 +296,7 @@ class Writeback:
         wanted[wanted] = self._admits(tier, keys.take(wanted), now)
         if np.count_nonzero(wanted):
             keys = keys.take(wanted)
-            runs = self._host.runs_of(keys)
-            self._send(tier, keys, parent=None, chained=False, runs=runs)
+            self._send(tier, WriteOrder(keys, runs=self._host.runs_of(keys)))
 
     def _flush_tier(self) -> LowerTier | None:
         for tier in self._tiers:
@@ -328,58 +327,41 @@ class Writeback:
 
     # -- sending --------------------------------------------------------------------------------
 
-    def _send(
-        self,
-        tier: LowerTier,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        runs: Runs | None = None,
-    ) -> bool:
-        """Order those of the host's blocks that a tier lacks and has room for, by tenant."""
+    def _send(self, tier: LowerTier, order: WriteOrder) -> bool:
+        """Order those blocks that a tier lacks and has room for, by tenant."""
+        keys = order.keys
         owners = self._host.eviction.tenants_of(keys)
         if owners is None or not len(keys):
-            return self._send_one(tier, keys, parent, chained, runs, 0)
+            return self._send_one(tier, order)
         tenant = int(owners[0])  # blocks stored together, as a chain, are one tenant's
-        if chained or not np.count_nonzero(owners != tenant):
-            return self._send_one(tier, keys, parent, chained, runs, tenant)
+        if order.chained or not np.count_nonzero(owners != tenant):
+            return self._send_one(tier, order._replace(tenant=max(0, tenant)))
         has_sent = False
         for tenant in np.unique(owners).tolist():
             part = keys.take(owners == tenant)
-            its_runs = self._host.runs_of(part) if runs is not None else None
-            has_sent |= self._send_one(tier, part, None, False, its_runs, tenant)
+            runs = self._host.runs_of(part) if order.runs is not None else None
+            has_sent |= self._send_one(tier, WriteOrder(part, runs=runs, tenant=max(0, tenant)))
         return has_sent
 
-    def _send_one(
-        self,
-        tier: LowerTier,
-        keys: Keys,
-        parent: Key | None,
-        chained: bool,
-        runs: Runs | None,
-        tenant: int,
-    ) -> bool:
-        now = self._clock()
-        room = tier.reserve(
-            keys, parent=parent, chained=chained, now=now, runs=runs, tenant=max(0, tenant)
-        )
+    def _send_one(self, tier: LowerTier, order: WriteOrder) -> bool:
+        room = tier.reserve(order, self._clock())
         if room is None:
             return False
-        going = keys.take(room.positions)
+        positions, end = room
+        going = order.keys.take(positions)
         reading = self._host.lease(going, Purpose.COPY)
         assert reading is not None
         following = None
         before: tuple[Key | None, ...] = ()
-        if tier.boundaries is not None and (chained or runs is not None):
+        if tier.boundaries is not None and (order.chained or order.runs is not None):
             starts, before = self._host.runs_of(going)
             following = tier.boundaries.cut(going, starts, before)
-        elif tier.pool is None and (chained or runs is not None):
+        elif tier.pool is None and (order.chained or order.runs is not None):
             # Blocks of a chain may be missing here because the tier has them: a gap ends a run.
-            starts, _ = runs if runs is not None else self._host.runs_of(keys)
-            starts = np.searchsorted(room.positions, starts)
-            following = run_numbers(room.positions, starts[starts < len(going)])
-        transfer_id = self._transfers.move(End.of(HOST, reading), room.end, going, following)
+            starts, _ = order.runs if order.runs is not None else self._host.runs_of(order.keys)
+            starts = np.searchsorted(positions, starts)
+            following = run_numbers(positions, starts[starts < len(going)])
+        transfer_id = self._transfers.move(End.of(HOST, reading), end, going, following)
         self._note_sent(transfer_id, tier, going)
         for key in before:
             if key is not None:
@@ -405,7 +387,7 @@ class Writeback:
             if reading is not None:
                 reading.release()
             return
-        tier.reserve(line, parent=None, chained=True, now=now)  # from now on it is known
+        tier.reserve(WriteOrder(line, chained=True), now)  # from now on it is known
         runs = boundaries.cut(line, NO_SLOTS, ())
         transfer_id = self._transfers.move(End.of(HOST, reading), tier.read(NO_SLOTS), line, runs)
         self._note_sent(transfer_id, tier, line)
@@ -420,34 +402,16 @@ class Writeback:
         return admission.admits(keys, now) if admission is not None else np.full(len(keys), True)
 
 
-class WriteBudget:
-    """Bytes that may still be written, so that no 24 hours see more than a day's.
+class TierAdmission:
+    """Decides which blocks may be written to one tier: those requested often enough, within bytes.
 
-    ::
+    Owns the request counts and the bytes that may still be written, so that no 24 hours see more
+    than a day's::
 
         left at the start: 1/8 of a day's;  comes back: 7/8 of a day's each day
 
     A restart begins with a new budget.
     """
-
-    def __init__(self, bytes_per_day: int, now: float) -> None:
-        self._most = bytes_per_day / _BURST
-        self._rate = (bytes_per_day - self._most) / _DAY
-        self._left = self._most
-        self._at = now
-
-    def left(self, now: float) -> int:
-        """Bytes that may be written now."""
-        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
-        self._at = now
-        return int(self._left)
-
-    def spend(self, num_bytes: int) -> None:
-        self._left -= num_bytes
-
-
-class TierAdmission:
-    """Decides which blocks may be written to one tier. Owns request counts and a write budget."""
 
     def __init__(
         self,
@@ -460,8 +424,11 @@ class TierAdmission:
     ) -> None:
         """``block_bytes`` are those that a block costs on all ranks together."""
         self._requested = SeenOften(times, num_keys=min(max(num_keys, _LEAST_KEYS), _MOST_KEYS))
-        self._block_bytes = block_bytes
-        self._budget = WriteBudget(bytes_per_day, now) if bytes_per_day is not None else None
+        self._block_bytes = block_bytes if bytes_per_day is not None else 0
+        per_day = bytes_per_day or 0
+        self._most = self._left = per_day / _BURST
+        self._rate = (per_day - self._most) / _DAY
+        self._at = now
 
     def requested(self, keys: Keys) -> None:
         """Count a request for these blocks."""
@@ -470,15 +437,19 @@ class TierAdmission:
     def admits(self, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
         """For each of these, from the first on, whether it may be written now."""
         admits = self._requested.admits(keys)
-        if self._budget is not None and self._block_bytes:
-            room = max(0, self._budget.left(now)) // self._block_bytes
-            admits &= np.cumsum(admits) <= room
+        if self._block_bytes:
+            admits &= np.cumsum(admits) <= max(0, self.bytes_left(now)) // self._block_bytes
         return admits
 
+    def bytes_left(self, now: float) -> int:
+        """Bytes that may be written now, where a day's are bounded."""
+        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
+        self._at = now
+        return int(self._left)
+
     def wrote(self, num_blocks: int) -> None:
-        """Take so many blocks from the budget."""
-        if self._budget is not None:
-            self._budget.spend(num_blocks * self._block_bytes)
+        """Take so many blocks from the bytes left."""
+        self._left -= num_blocks * self._block_bytes
 
 
 def times_requested(config: Config, tier: TierName) -> int:
