@@ -18,13 +18,10 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys as numbered
 
-from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
 from kvferry.errors import StoreError, StoreInUseError
 from kvferry.tiers.disk import block_file as allocation
 from kvferry.tiers.disk import quota as room
-from kvferry.tiers.disk.journal import Proofs
-from kvferry.tiers.disk.journal_pages import Flags
 from kvferry.tiers.disk.quota import (
     DiskBound,
     StoreLock,
@@ -34,12 +31,10 @@ from kvferry.tiers.disk.quota import (
     stores_under,
 )
 from kvferry.tiers.disk.store import (
-    BlockChecker,
     Store,
     list_stores,
     purge_store,
     reading,
-    verify_store,
 )
 from kvferry.tiers.disk.superblock import (
     StoreIdentity,
@@ -47,7 +42,7 @@ from kvferry.tiers.disk.superblock import (
     SuperblockError,
     read_superblock,
 )
-from kvferry.types import SlotArray, as_slots
+from kvferry.types import as_slots
 
 PITCH = 64 << 10
 BOUND = DiskBound(16 * MiB)
@@ -73,17 +68,6 @@ def fill(store: Store, numbers: list[int]) -> None:
 def placed(store: Store) -> list[int]:
     """Where blocks were when it was opened, in the order written."""
     return [place for _, places, _ in store.journal.pieces() for place in places.tolist()]
-
-
-def test_a_store_is_as_it_was_left(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "new", identity(), BOUND) as store:
-        fill(store, [4, 2])
-        name, places = store.folder.name, store.num_places
-    assert name == "kvferry-0101010101010101-r0of1-d0of1"
-    with Store.open(tmp_path / "new", identity(), BOUND) as store:
-        assert placed(store) == [4, 2]
-        assert store.num_places == places
-        assert store.superblock.identity.label == "a model"
 
 
 def test_everything_stays_within_the_bound(tmp_path: Path) -> None:
@@ -204,16 +188,6 @@ def test_what_does_not_agree_is_refused_and_left_alone(
         assert store.journal.num_blocks == 1
 
 
-def test_a_wrong_key_is_told_by_name(tmp_path: Path) -> None:
-    sealed = identity(proof_bytes=28, is_sealed=True)
-    Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store[::-1]).close()
-    Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store[::-1]).close()
-    with pytest.raises(StoreError, match="another key"):
-        Store.open(tmp_path, sealed, BOUND, key_check=lambda store: bytes(16))
-    with pytest.raises(StoreError, match="no key was given"):
-        Store.open(tmp_path, identity(), BOUND)
-
-
 def test_a_store_whose_superblock_nobody_can_read_is_set_aside(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         fill(store, [1])
@@ -301,42 +275,6 @@ def test_no_space_for_a_file_leaves_the_rest_as_it_was(
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert store.num_places == places
         assert store.journal.num_blocks == 1
-
-
-def test_verifying_asks_for_every_block_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        fill(store, [5, 3, 9])
-        truth = store.journal.proofs.copy()
-
-    def check(self: BlockChecker, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
-        assert keys == numbered(places.tolist())
-        assert (proofs == truth[places]).all()
-        return places != 3
-
-    monkeypatch.setattr(BlockChecker, "check", check)
-    told: list[tuple[int, int]] = []
-    report = verify_store(store.folder, progress=lambda *n: told.append(n))
-    assert (report.num_blocks, report.num_checked, report.bad_places) == (3, 3, [3])
-    assert not report.is_sound
-    assert told == [(3, 3)]
-
-
-def test_purging_removes_and_says_what_that_means(tmp_path: Path) -> None:
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        folder = store.folder
-    assert "SSD" in purge_store(folder)
-    assert not folder.exists()
-    sealed = identity(proof_bytes=28, is_sealed=True)
-    Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store).close()
-    assert "without the key" in purge_store(folder)
-    with pytest.raises(StoreError, match="no store of kvferry"):
-        purge_store(folder)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(StoreError, match="no store of kvferry"):
-        purge_store(tmp_path / "mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".kvferry-lock", "mine"]
 
 
 @pytest.mark.parametrize("step", range(12))

@@ -40,6 +40,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -489,16 +490,17 @@ class DiskJournal:
     @classmethod
     def open(cls, folder: Path, store_id: bytes, num_places: int, proof_bytes: int) -> DiskJournal:
         """Open the journal in ``folder``, whose two files are there and long enough."""
-        files: list[DiskFile] = []
-        try:
-            files.extend(DiskFile(folder / name) for name in FILE_NAMES)
-            return cls((files[0], files[1]), store_id, num_places, Shape(proof_bytes))
-        except OSError as error:
-            raise JournalError(f"{folder}: the journal cannot be opened: {error}") from error
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
+        with ExitStack() as undo:
+            try:
+                files = []
+                for name in FILE_NAMES:
+                    files.append(DiskFile(folder / name))
+                    undo.callback(files[-1].close)
+                journal = cls((files[0], files[1]), store_id, num_places, Shape(proof_bytes))
+            except OSError as error:
+                raise JournalError(f"{folder}: the journal cannot be opened: {error}") from error
+            undo.pop_all()
+            return journal
 
     @property
     def num_blocks(self) -> int:
