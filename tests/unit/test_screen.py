@@ -160,6 +160,7 @@ def test_an_explanation_keeps_its_numbers_whole(width):
         assert number in words, number
     assert "…" not in words
     assert "1 blocks" not in words
+    assert "Decision: load: expected to be faster, 257 µs to load" in words
 
 
 def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():

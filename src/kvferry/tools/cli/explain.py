@@ -141,7 +141,7 @@ def _put_explanation(why: AnswerExplanation, console: Console) -> None:
         if decision.load_seconds is not None and decision.compute_seconds is not None:
             load, compute = map(show_seconds, (decision.load_seconds, decision.compute_seconds))
             words += f", {load} to load against {compute} to compute"
-        console.print(Text(f"AnswerDecision: {words}."))
+        console.print(Text(f"Decision: {words}."))
 
 
 def _count(value: int | None) -> str:

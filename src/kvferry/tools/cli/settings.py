@@ -1,4 +1,4 @@
-"""``kvferry config``: every setting as it would be used here, and where it came from."""
+"""``kvferry config``: every setting as it would be used here, and its source."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from kvferry.config import CONFIG_FILE_ENV, Config, describe, show
 from kvferry.errors import ConfigError
 from kvferry.settings.sources import variables
+from kvferry.tools.cli.output import as_json_option
 
 
 @click.command("config")
@@ -24,12 +25,12 @@ from kvferry.settings.sources import variables
     default=None,
     help="A TOML or JSON file to read instead of the one that KVFERRY_CONFIG names.",
 )
-@click.option("--changed", is_flag=True, help="Only what differs from the defaults.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--changed", is_flag=True, help="Show only settings that are not the default.")
+@as_json_option
 def config(file: Path | None, changed: bool, as_json: bool) -> None:
-    """Show every setting as an engine started here would have it, and where it comes from.
+    """Show every setting as an engine started here would have it, and its source.
 
-    The exit code is 1 where a file or a variable says something that is refused.
+    The exit code is 1 if a value in a file or a variable is refused.
     """
     try:
         rows = _rows(file, os.environ)
@@ -58,24 +59,12 @@ def _rows(file: Path | None, env: Mapping[str, str]) -> list[dict[str, str]]:
     loaded = Config.load(file, env)
     path = str(file) if file is not None else env.get(CONFIG_FILE_ENV, "")
     in_file = Config.from_file(path) if path else Config()
-    said = variables(env)
+    in_env, defaults = variables(env), Config()
     rows = []
     for setting in describe():
-        if setting.name in said:
-            source = said[setting.name]
-        elif getattr(in_file, setting.name) != getattr(Config(), setting.name):
-            source = path
-        else:
-            source = "default"
-        rows.append(
-            {
-                "name": setting.name,
-                "value": show(setting.name, getattr(loaded, setting.name)),
-                "default": setting.default,
-                "source": source,
-                "accepts": setting.accepts,
-                "env": setting.env,
-                "help": setting.help,
-            }
-        )
+        name = setting.name
+        is_in_file = getattr(in_file, name) != getattr(defaults, name)
+        source = in_env.get(name, path if is_in_file else "default")
+        row = {key: getattr(setting, key) for key in ("name", "default", "accepts", "env", "help")}
+        rows.append(row | {"value": show(name, getattr(loaded, name)), "source": source})
     return rows

@@ -28,7 +28,7 @@ TROUBLES = {
     "overdue": names.OVERDUE,
     "expired hits": names.EXPIRED_HITS,
     "stale receipts": names.STALE_RECEIPTS,
-    "shed stores": names.DEFERRED_STORES,
+    "deferred stores": names.DEFERRED_STORES,
     "lost blocks": names.LOST_BLOCKS,
 }
 

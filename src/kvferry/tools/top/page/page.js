@@ -140,7 +140,7 @@ function request(row) {
   line.append(
     cell("", row.request_id, "name"), cell("asked, tokens", shown(row.asked_tokens), "number"),
     cell("from host", shown(row.host_tokens), "number"),
-    cell("first thing missing", row.reason ? words(row.reason) : "–"),
+    cell("first miss", row.reason ? words(row.reason) : "–"),
   );
   return line;
 }
