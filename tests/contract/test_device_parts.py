@@ -66,15 +66,13 @@ def test_the_last_part_is_the_shortest() -> None:
     tensors = 28
     spans = tuple((f"layer{n}", 10 * n, 10 * n + 10) for n in range(tensors))
     sizes = np.full(tensors, 10)
-    layout = GroupLayout(
-        np.arange(tensors) * 1000, sizes, sizes, np.arange(tensors) * 10, 3, spans=spans
-    )
+    layout = GroupLayout(np.arange(tensors) * 1000, sizes, sizes, 3, spans=spans)
     assert [part.layout.num_segments for part in LayerParts.of(layout, 4).parts] == [8, 8, 8, 4]
     assert [part.layout.num_segments for part in LayerParts.of(layout, 3).parts] == [11, 11, 6]
 
 
 def test_bytes_that_nobody_named_are_one_part() -> None:
-    layout = GroupLayout(np.array([100]), np.array([8]), np.array([8]), np.array([0]), 3)
+    layout = GroupLayout(np.array([100]), np.array([8]), np.array([8]), 3)
     assert len(LayerParts.of(layout)) == 1
 
 

@@ -33,7 +33,7 @@ def layout() -> GroupLayout:
     count = len(LAYERS)
     spans = tuple((f"{name}[0]", 10 * n, 10 * n + 10) for n, name in enumerate(LAYERS))
     sizes = np.full(count, 10)
-    return GroupLayout(np.arange(count) * 99, sizes, sizes, np.arange(count) * 10, 2, spans=spans)
+    return GroupLayout(np.arange(count) * 99, sizes, sizes, 2, spans=spans)
 
 
 class Device:

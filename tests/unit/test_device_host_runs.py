@@ -47,7 +47,6 @@ def job(slots: list[int], *, pitch: int = BLOCK, chunk: int | None = None) -> Co
         bases=np.array([0]),
         strides=np.array([BLOCK]),
         sizes=np.array([BLOCK]),
-        offsets=np.array([0]),
         num_blocks=100,
     )
     ids = np.array(slots, dtype=np.int64)

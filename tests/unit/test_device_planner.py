@@ -24,7 +24,6 @@ def layout(segment_bytes: int, segments: int = 64) -> GroupLayout:
         bases=steps * segment_bytes * 10,
         strides=np.full(segments, segment_bytes),
         sizes=np.full(segments, segment_bytes),
-        offsets=steps * segment_bytes,
         num_blocks=10,
     )
 

@@ -213,7 +213,7 @@ def plan_by(file: Path) -> None:
     planner = Planner(profile, PATHS)
     for segment_bytes, segments in ((1, 1), (4096, 64), (3 << 20, 2)):
         sizes = np.full(segments, segment_bytes)
-        layout = GroupLayout(sizes, sizes, sizes, np.arange(segments) * segment_bytes, 4)
+        layout = GroupLayout(sizes, sizes, sizes, 4)
         for way in Direction:
             for num_blocks, num_runs in ((1, 1), (1000, 700)):
                 for busy in (False, True):

@@ -18,7 +18,6 @@ def layout(sizes: list[int], *, base: int = 4096, stride: int | None = None) -> 
         bases=base + np.arange(len(sizes), dtype=np.int64) * stride * 100,
         strides=np.full(len(sizes), stride),
         sizes=lengths,
-        offsets=np.cumsum(lengths) - lengths,
         num_blocks=100,
     )
 

@@ -247,7 +247,7 @@ def test_of_several_requests_of_one_name_the_latest_is_explained():
 def layout(segment_bytes: int, segments: int) -> GroupLayout:
     steps = np.arange(segments, dtype=np.int64)
     sizes = np.full(segments, segment_bytes)
-    return GroupLayout(steps << 30, sizes, sizes, steps * segment_bytes, num_blocks=10)
+    return GroupLayout(steps << 30, sizes, sizes, num_blocks=10)
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,8 @@ class GroupLayout:
     """The segments of one group's blocks, on the device and in a host slot.
 
     Segment ``s`` of device block ``b`` is the ``sizes[s]`` bytes at ``bases[s] + b * strides[s]``;
-    in a host slot they lie at ``offsets[s]``. Offsets follow each other without gaps, so a host
-    slot holds a block as one run of ``block_bytes``.
+    in a host slot they follow each other without gaps, so a slot holds a block as one run of
+    ``block_bytes``.
 
     ``format`` names the order of the bytes in a slot without naming any address: slots of two
     layouts may be exchanged (through disk, between processes) only if their formats are equal.
@@ -52,31 +52,32 @@ class GroupLayout:
     bases: Int64s
     strides: Int64s
     sizes: Int64s
-    offsets: Int64s
     num_blocks: int
     format: str = ""
     spans: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("bases", "strides", "sizes", "offsets"):
+        for name in ("bases", "strides", "sizes"):
             array = np.array(getattr(self, name), dtype=np.int64)
             array.setflags(write=False)
             object.__setattr__(self, name, array)
             if array.shape != (len(self.sizes),):
                 raise LayoutError(
-                    f"{name} has shape {array.shape}; all four tables need one entry per segment"
+                    f"{name} has shape {array.shape}; all three tables need one entry per segment"
                 )
         if not len(self.sizes) or int(self.sizes.min()) < 1:
             raise LayoutError("a block needs at least one segment, and a segment at least one byte")
         if self.num_blocks < 1:
             raise LayoutError(f"a layout needs at least one block, got {self.num_blocks}")
-        expected = np.concatenate(([0], np.cumsum(self.sizes)[:-1]))
-        if not np.array_equal(self.offsets, expected):
-            raise LayoutError("segment offsets must follow each other without gaps, from 0")
 
     @property
     def num_segments(self) -> int:
         return len(self.sizes)
+
+    @cached_property
+    def offsets(self) -> Int64s:
+        """Where each segment lies in a host slot: one after the other, without gaps."""
+        return np.cumsum(self.sizes) - self.sizes
 
     @cached_property
     def block_bytes(self) -> int:
@@ -416,7 +417,6 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
         bases=bases,
         strides=strides,
         sizes=sizes,
-        offsets=np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64),
         num_blocks=num_blocks,
         format=hashlib.sha256(order.encode()).hexdigest()[:16],
         spans=tuple(
@@ -501,6 +501,5 @@ def _between(layout: GroupLayout, start: int, end: int) -> GroupLayout:
         bases=layout.bases[inside] + (low - layout.offsets)[inside],
         strides=layout.strides[inside],
         sizes=sizes,
-        offsets=np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64),
         num_blocks=layout.num_blocks,
     )

@@ -89,7 +89,6 @@ class CopyRig:
                 bases=self.device + layers * num_blocks * segment_bytes,
                 strides=np.full(segments, segment_bytes),
                 sizes=np.full(segments, segment_bytes),
-                offsets=layers * segment_bytes,
                 num_blocks=num_blocks,
             )
         return self._layouts[key]
