@@ -237,8 +237,9 @@ class Server:
         self.rank.after_forward()
 
     def hear(self) -> None:
-        self.rank.poll()
-        self.rank.finished.take_arrived()
+        if self.rank.is_busy or self.rank.finished.arrived:  # as the connector class does
+            self.rank.poll()
+            self.rank.finished.take_arrived()
         report = self.rank.take_receipts()
         if report is not None:
             self.side.take(report)

@@ -79,7 +79,7 @@ class Landing(RuleBasedStateMachine):
         self.number += 1
         transfer_id = TransferId(self.number)
         self.device.landed[transfer_id] = None
-        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, is_early)
+        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, is_early, transfers=(transfer_id,))
         self.under_way.append(load)
         self.loads.ordered(load)
 

@@ -82,7 +82,7 @@ def test_an_answers_id_is_all_of_its_requests(asked):
 
 def test_the_command_line_says_when_several_requests_were_meant(asked, capsys):
     _put_answer("lookup", asked.order("lookup", "cmpl-aaa")[1])
-    assert "This answer took 2 requests; all of them are meant." in capsys.readouterr().out
+    assert "This answer took 2 requests. The order is for all of them." in capsys.readouterr().out
     _put_answer("lookup", asked.order("lookup", "chatcmpl-bbb")[1])
     assert "This answer" not in capsys.readouterr().out
 

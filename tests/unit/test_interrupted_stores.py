@@ -5,7 +5,6 @@ One-line breaks that were tried; each made one of these tests fail.
 - ``Transfers.launch`` forgets its orders after they are in flight, not before
 - ``Ferry.store`` does not drop the ticket of a store that raises, or does not disown its blocks
 - ``Scheduler.disown`` leaves what is not sent off in the outbox
-- ``RequestKeys.keys`` remembers a slice of a long request's keys
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys
-from kvferry.core.identity import Namespace
 from kvferry.core.keys import Keys
 from kvferry.scheduler.transfers import Transfers
 
@@ -141,19 +138,3 @@ def test_a_store_that_raised_ends_no_ticket_and_is_never_found(
     assert ferry.poll() == []
     assert not len(ferry.match(keys))
     is_well(ferry)
-
-
-def test_a_long_prompt_that_ended_early_is_not_kept_whole() -> None:
-    namespace = Namespace(model="m", dtype="u8", layout="l", geometry="g", block_tokens=16)
-    naming = EndedKeys(namespace)
-    hashes = [number.to_bytes(32, "little") for number in range(1, 513)]
-    request: Any = type("R", (), {"block_hashes": hashes, "num_computed_tokens": 64})()
-    chain = RequestKeys(request, naming)
-    whole = chain.keys()
-    chain.end([])
-    chain.keys()
-    kept = naming.take(hashes[3])
-    assert kept is not None
-    assert len(kept) == 4
-    assert (kept.array == whole.array[:4]).all()
-    assert not np.shares_memory(kept.array, whole.array)

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cache import reach
 from kvferry.connectors.common.serving import RequestState
-from kvferry.connectors.vllm.engine import EndedKeys, RequestKeys, VllmEngine
+from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine
 from kvferry.connectors.vllm.setup import place_of, support_of
 from kvferry.core.identity import Namespace, adopt
 from kvferry.scheduler.transfers import NO_BLOCK
@@ -91,7 +91,7 @@ def test_how_a_failed_load_is_told():
 
 def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
-    chain = RequestKeys(request, EndedKeys(NAMESPACE))
+    chain = RequestKeys(request, NAMESPACE)
     assert chain.keys() == adopt(NAMESPACE, [b"a", b"b"])
     request.block_hashes.append(b"c")
     assert chain.keys() == adopt(NAMESPACE, [b"a", b"b", b"c"])
@@ -100,71 +100,6 @@ def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     request.block_hashes[:] = [b"x", b"y", b"z"]
     assert chain.keys() == adopt(NAMESPACE, [b"x", b"y", b"z"])
     assert [chain[at] for at in range(len(chain))] == list(chain.keys())
-
-
-def hashes_of(*tokens):
-    """Chained, as vLLM's are: each covers all before it."""
-    return [bytes(tokens[: at + 1]).ljust(32, b"-") for at in range(len(tokens))]
-
-
-def turn(ended_keys, *tokens, past=0, computed=None):
-    """A request of one token a block, named and ended."""
-    computed = 16 * (len(tokens) if computed is None else computed)
-    request = SimpleNamespace(block_hashes=hashes_of(*tokens), num_computed_tokens=computed)
-    chain = RequestKeys(request, ended_keys)
-    chain.num_past = past
-    return chain
-
-
-def test_who_goes_on_with_one_that_has_ended_takes_up_its_keys(monkeypatch):
-    named = []
-
-    def counted(namespace, hashes):
-        named.append(len(hashes))
-        return adopt(namespace, hashes)
-
-    monkeypatch.setattr("kvferry.connectors.vllm.engine.adopt", counted)
-    ended_keys = EndedKeys(NAMESPACE)
-    first = turn(
-        ended_keys, 1, 2, 3, 4, computed=3
-    )  # of the last block not every token is computed
-    first.end(())
-    first.keys()
-    second = turn(ended_keys, 1, 2, 3, 7, 8, past=3)
-    assert second.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 7, 8))
-    assert named == [4, 2]
-    second.request.block_hashes.append(hashes_of(1, 2, 3, 7, 8, 9)[-1])
-    assert second.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 7, 8, 9))
-    assert named == [4, 2, 1]
-    another = turn(ended_keys, 1, 2, 3, 5, past=3)  # what one has taken up is not remembered twice
-    assert another.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 5))
-    assert named[-1] == 4
-
-
-def test_keys_are_taken_up_only_where_the_hash_and_the_place_are_the_same():
-    ended_keys = EndedKeys(NAMESPACE)
-    for tokens, past in (((5, 2, 3, 4), 3), ((1, 2, 3, 4), 2), ((1, 2, 3), 9), ((1, 2, 3), 0)):
-        ended = turn(ended_keys, 1, 2, 3)
-        ended.end(())
-        ended.keys()
-        assert turn(ended_keys, *tokens, past=past).keys() == adopt(NAMESPACE, hashes_of(*tokens))
-    same_hash = turn(ended_keys, 9, 9, 9)
-    same_hash.request.block_hashes[1] = hashes_of(1, 2, 3)[-1]  # not chained: at another place
-    same_hash.num_past = 2
-    assert same_hash.keys() == adopt(NAMESPACE, same_hash.request.block_hashes)
-
-
-def test_the_keys_of_requests_that_ended_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvferry.connectors.vllm.engine._MAX_KEYS", 8)
-    ended_keys = EndedKeys(NAMESPACE)
-    for token in range(9):
-        ended = turn(ended_keys, token, 2, 3)
-        ended.end(())
-        ended.keys()
-        ended.keys()  # once is enough
-    assert ended_keys._num_keys == 6 == sum(map(len, ended_keys._ended.values()))
-    assert ended_keys.take(hashes_of(6, 2, 3)[-1]) is None
-    assert ended_keys.take(hashes_of(8, 2, 3)[-1]) == adopt(NAMESPACE, hashes_of(8, 2, 3))
 
 
 class FakePool:
@@ -204,7 +139,7 @@ class FakePool:
 
 def ferried(request):
     """What our scheduler has of a request, as far as blocks are asked for."""
-    return SimpleNamespace(chain=RequestKeys(request, EndedKeys(NAMESPACE)))
+    return SimpleNamespace(chain=RequestKeys(request, NAMESPACE))
 
 
 @pytest.mark.parametrize("twice", [[3, 3], [3, 4, 3]])
@@ -304,7 +239,7 @@ def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone(
     blocks, ended = VllmEngine((reach.FullAttention(16),), NAMESPACE, pool), ferried(request)
     (unknown,) = blocks.remains(ended, 80, 0)
     assert list(unknown) == [3, NO_BLOCK, 1, NO_BLOCK, NO_BLOCK]
-    ended.chain.end(([3, 2, 4, 5],))
+    ended.chain.had_blocks = ([3, 2, 4, 5],)
     (known,) = blocks.remains(ended, 80, 0)
     assert list(known) == [3, NO_BLOCK, 4, NO_BLOCK, NO_BLOCK]
     (later,) = blocks.remains(ended, 64, 32)

@@ -33,11 +33,8 @@ class EngineRequest(Protocol):
 class EngineKeys(KeyChain, Protocol):
     """The keys of one of the engine's requests."""
 
-    num_past: int
-    """Keys of blocks that the engine has already, perhaps of a request that has ended."""
-
-    def end(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request ends with these blocks, by group."""
+    had_blocks: Sequence[Sequence[int]]
+    """The device blocks, by group, of a request that has ended."""
 
 
 class Step(NamedTuple):

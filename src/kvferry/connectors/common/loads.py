@@ -95,21 +95,18 @@ class PromisedLoads:
         """Whether the ranks are about to be told that a load in pieces has ended."""
         return any(load.has_ended for load in self.pieces.values())
 
-    def take_loads(self) -> dict[str, tuple[TransferId, ...]]:
-        """Loads of a step's plan, without those that were cancelled since they were ordered."""
-        loads = {
-            request.id: transfers
-            for request, (transfers, _) in self.whole.items()
-            if request.loading.issuperset(transfers)
-        }
-        self.whole.clear()
-        return loads
+    def take_loads(self) -> tuple[dict[str, tuple[TransferId, ...]], frozenset[str]]:
+        """Loads of a step's plan, and the names of those whose requests may run before they land.
 
-    def take_early(self) -> frozenset[str]:
-        """Those of them whose requests may run before the load has landed."""
-        early = frozenset(self._early)
+        Loads that were cancelled since they were ordered are not among them.
+        """
+        loads, early = {}, frozenset(self._early)
+        for request, (transfers, _) in self.whole.items():
+            if request.loading.issuperset(transfers):
+                loads[request.id] = transfers
+        self.whole.clear()
         self._early.clear()
-        return early
+        return loads, early
 
     def take_ended(self) -> dict[str, EndedLoad]:
         """Loads that the ranks are to tell the engine of. Call it with every plan."""
@@ -149,10 +146,7 @@ class AwaitedLoad:
     blocks: list[int] = field(default_factory=list)
     failed: bool = False
     is_told: bool = False
-    transfers: frozenset[TransferId] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.transfers = frozenset(self.waiting)
+    transfers: tuple[TransferId, ...] = ()
 
 
 class FinishedLoads:

@@ -130,7 +130,6 @@ class Serving:
         groups = setup.groups
         self.engine = engine
         self._setup = setup
-        self._hash_tokens = engine.hash_tokens
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
         self._claims_whole = setup.is_full and not setup.uses_drafts
@@ -195,7 +194,6 @@ class Serving:
             return None
         state = self._state_of(request)
         state.computed, state.claimed = computed_tokens, 0
-        state.keys.num_past = computed_tokens // self._hash_tokens
         # One token must be computed, or there is none to sample from. The engine computes the last
         # token again where a load brings all of them: a step of one token, as in decoding, where
         # the end of a block would be a prefill. But where only the last block is missing on the
@@ -289,14 +287,9 @@ class Serving:
         promises = self._promises
         if not (promises.whole or promises.pieces or promises.ended):
             return StepOrders(plan, computes=computes, epoch=epoch)
-        return StepOrders(
-            plan,
-            promises.take_loads(),
-            promises.take_ended(),
-            computes=computes,
-            epoch=epoch,
-            early=promises.take_early(),
-        )
+        loads, early = promises.take_loads()
+        ended = promises.take_ended() if promises.pieces or promises.ended else {}
+        return StepOrders(plan, loads, ended, computes=computes, epoch=epoch, early=early)
 
     def _only_decodes(self, step: Step) -> bool:
         """Whether this step decodes one more token of each running request, as most steps do.
@@ -437,7 +430,7 @@ class Serving:
         if state is not None:
             if self.reports.takes_orders:
                 self.scheduler.control.remember(state.ours.id, state.keys.keys())
-            state.keys.end(block_ids)
+            state.keys.had_blocks = block_ids
             self._hold(state.ours.leave(request.num_computed_tokens))
 
     def reset(self) -> None:

@@ -349,7 +349,7 @@ class WorkerSession:
 
     def _await_loads(self, orders: StepOrders) -> None:
         for request_id, ids in orders.loads.items():
-            load = AwaitedLoad(request_id, set(ids), orders.epoch)
+            load = AwaitedLoad(request_id, set(ids), orders.epoch, transfers=ids)
             self._loads.update(dict.fromkeys(ids, load))
             if self.layerwise is not None:
                 load.is_early = request_id in orders.early

@@ -27,9 +27,6 @@ NULL_BLOCK = 0
 _NEXT = 32
 """So many of the next free blocks are looked at, or an eighth of all."""
 
-_MAX_KEYS = 1 << 17
-"""Keys of ended requests that are kept: 4 MiB."""
-
 _GROUP_BYTES = 4
 """A block's hash in vLLM's pool ends in its group's number."""
 
@@ -40,32 +37,6 @@ _NO_KEYS = Keys.empty()
 _hash_of = attrgetter("block_hash")
 
 
-class EndedKeys:
-    """Owns the keys of requests that ended lately, by the hash of their last block.
-
-    A request that continues one of those has the same hash there, and so the same keys up to
-    there: only its new blocks need keys.
-    """
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self._ended: dict[bytes, Keys] = {}  # the oldest first
-        self._num_keys = 0
-
-    def remember(self, last: bytes, keys: Keys) -> None:
-        self.take(last)
-        self._ended[last] = keys
-        self._num_keys += len(keys)
-        while self._num_keys > _MAX_KEYS:
-            self.take(next(iter(self._ended)))
-
-    def take(self, last: bytes) -> Keys | None:
-        keys = self._ended.pop(last, None)
-        if keys is not None:
-            self._num_keys -= len(keys)
-        return keys
-
-
 class RequestKeys:
     """The chain of one vLLM request: the keys of the hash blocks it has so far.
 
@@ -73,16 +44,13 @@ class RequestKeys:
     cover the salt, the adapter and the images of the request.
     """
 
-    __slots__ = ("_ended", "_keys", "_last", "_num_ended", "had_blocks", "num_past", "request")
+    __slots__ = ("_keys", "_last", "_namespace", "had_blocks", "request")
 
-    def __init__(self, request: Any, ended: EndedKeys) -> None:
+    def __init__(self, request: Any, namespace: Namespace) -> None:
         self.request = request
-        self._ended = ended
+        self._namespace = namespace
         self._keys = _NO_KEYS
         self._last: bytes | None = None
-        self._num_ended = 0  # blocks, once it has ended; until that is remembered
-        self.num_past = 0
-        """Blocks that vLLM had of it when it came: it may continue a request that has ended."""
         self.had_blocks: Sequence[Sequence[int]] = ()
         """Once it has ended: its device blocks by group. Other requests may have them by now."""
 
@@ -90,7 +58,7 @@ class RequestKeys:
         return len(self.request.block_hashes)
 
     def __getitem__(self, position: int) -> Key:
-        return adopt_one(self._ended.namespace, self.request.block_hashes[position])
+        return adopt_one(self._namespace, self.request.block_hashes[position])
 
     def keys(self) -> Keys:
         hashes = self.request.block_hashes
@@ -99,27 +67,11 @@ class RequestKeys:
         # were replaced (streamed input) starts over.
         if known > len(hashes) or (known and hashes[known - 1] != self._last):
             self._keys, known = _NO_KEYS, 0
-        if not known and 0 < self.num_past <= len(hashes):
-            last = hashes[self.num_past - 1]
-            past = self._ended.take(last)
-            if past is not None and len(past) == self.num_past:
-                self._keys, self._last, known = past, last, len(past)
         if known < len(hashes):
-            new = adopt(self._ended.namespace, hashes[known:])
+            new = adopt(self._namespace, hashes[known:])
             self._keys = self._keys + new if known else new
             self._last = hashes[-1]
-        if 0 < self._num_ended <= len(hashes):
-            count, self._num_ended = self._num_ended, 0
-            # Copied, or a few keys of a long prompt would keep all of its alive.
-            ended = self._keys if count == len(hashes) else self._keys.take(np.arange(count))
-            self._ended.remember(hashes[count - 1], ended)
         return self._keys
-
-    def end(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """It has ended with these blocks: a next turn continues where it is computed up to."""
-        self.had_blocks = block_ids
-        computed = getattr(self.request, "num_computed_tokens", 0)
-        self._num_ended = computed // self._ended.namespace.block_tokens
 
 
 class VllmEngine:
@@ -140,7 +92,6 @@ class VllmEngine:
         self._manager = manager
         self.hash_tokens = int(block_pool.hash_block_size)
         self._namespace = replace(namespace, block_tokens=self.hash_tokens)
-        self._ended = EndedKeys(self._namespace)
         self._held: Counter[int] = Counter()
         self._evicts: bool | None = None
 
@@ -148,7 +99,7 @@ class VllmEngine:
 
     def open(self, scheduler: Scheduler, request: Any) -> Request:
         """Open a request of vLLM's with the hints and the tenant it came with."""
-        keys = RequestKeys(request, self._ended)
+        keys = RequestKeys(request, self._namespace)
         params = getattr(request, "kv_transfer_params", None)
         if params is None and not scheduler.has_tenants:
             return scheduler.open(request.request_id, keys)
