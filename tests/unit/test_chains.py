@@ -3,11 +3,9 @@
 One-line breaks that were tried; each made a test of this module fail.
 
 - ``can_go``: all may go as soon as one child lies before its parent; children counted one too few
-- ``last_mentions``: never twice; ``all_distinct``: always
 - ``unlink``: parents elsewhere not told; children that stay keep their parent
 - ``leave``: a parent that stays not told, where its child is the last, or is not
-- ``begin``: what it follows not told; ``follow``: nothing follows
-- ``link``: a slot that has a parent gets another
+- ``follow``: nothing follows
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,14 +114,6 @@ def test_who_follows_the_lost(parents: dict[int, int], part: list[int], lost: li
     assert forest.chains.follow(as_slots(part), as_slots(lost)).tolist() == expected
 
 
-@pytest.mark.parametrize("above", [NO_SLOT, 7])
-def test_new_slots_begin_or_go_on_with_a_chain(above: int) -> None:
-    forest = Forest({})
-    forest.chains.begin(as_slots([3, 1, 2]), above)
-    forest.parents = {1: 3, 2: 1} | ({3: above} if above != NO_SLOT else {})
-    forest.check()
-
-
 def test_a_chain_that_leaves_whole_costs_no_look_at_every_slot() -> None:
     forest = Forest({slot: slot - 1 for slot in range(1, NUM_SLOTS)})
     with mock.patch.object(np, "isin", side_effect=AssertionError("a look at every slot")):
@@ -143,23 +132,3 @@ def test_children_come_before_their_parents(parents: dict[int, int]) -> None:
     assert sorted(order) == list(range(NUM_SLOTS))
     for child, parent in parents.items():
         assert order.index(child) < order.index(parent)
-
-
-@pytest.mark.parametrize(
-    "slots",
-    [[], [3], [1, 2, 3], [9, 5, 2], [3, 3], [1, 2, 2, 3], [4, 2, 2, 1], [1, 5, 3], [7, 1, 7, 7, 0]],
-)
-def test_last_mentions(slots: list[int]) -> None:
-    chains = Chains(NUM_SLOTS)
-    expected = [slot not in slots[at + 1 :] for at, slot in enumerate(slots)]
-    for _ in range(2):  # its scratch is left as it was
-        assert chains.last_mentions(as_slots(slots)).tolist() == expected
-        assert chains.all_distinct(as_slots(slots)) == all(expected)
-
-
-def test_a_child_keeps_the_parent_it_has() -> None:
-    chains = Chains(NUM_SLOTS)
-    chains.link(np.array([1, NO_SLOT, 3]), np.array([0, 1, NO_SLOT]))
-    chains.link(as_slots([1, 2, 3]), as_slots([5, 1, 2]))
-    assert [chains.parent_of(slot) for slot in range(4)] == [NO_SLOT, 0, 1, 2]
-    chains.check(np.ones(NUM_SLOTS, dtype=bool))

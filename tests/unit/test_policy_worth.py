@@ -32,36 +32,10 @@ def test_a_policy_needs_no_measurement(policy: str, verdict: Verdict) -> None:
     assert worth.decide(100, 1 << 30, 0).verdict is verdict
 
 
-def test_unmeasured_is_loaded() -> None:
-    worth = LoadOrCompute("auto")
-    assert worth.decide(10, 100, 0).verdict is Verdict.LOAD_UNMEASURED
-    worth.note_load(1000, 1.0)
-    assert worth.decide(10, 100, 0).verdict is Verdict.LOAD_UNMEASURED
-    worth.note_prefill(100, 1.0)
-    assert worth.decide(10, 0, 0).verdict is Verdict.LOAD_UNMEASURED  # size not known
-
-
-def test_the_sooner_one_wins() -> None:
-    worth = measured(bandwidth=1000, prefill=100)
-    decision = worth.decide(100, 500, 0)  # half a second to load, one to compute
-    assert decision.verdict is Verdict.LOAD_FASTER
-    assert decision.load
-    assert (decision.load_seconds, decision.compute_seconds) == (0.5, 1.0)
-    assert not worth.decide(100, 2000, 0).load
-
-
 def test_a_queue_on_the_link_makes_loading_slower() -> None:
     worth = measured(bandwidth=1000, prefill=100)
     assert worth.decide(100, 500, 400).load
     assert worth.decide(100, 500, 600).verdict is Verdict.COMPUTE_FASTER
-
-
-def test_rates_follow_what_happens() -> None:
-    worth = measured(bandwidth=1000, prefill=100)
-    for _ in range(50):
-        worth.note_load(10, 1.0)
-    assert worth.bandwidth == pytest.approx(10, rel=0.1)
-    assert not worth.decide(100, 500, 0).load
 
 
 def test_one_bad_measurement_does_not_end_all_loads() -> None:
@@ -87,16 +61,6 @@ def test_a_link_that_stays_slow_is_measured_ever_more_rarely_and_never_while_bus
             worth.note_load(500, 500.0)
     assert loads == [2, 6, 14, 30, 62, 94, 126, 158]
     assert not any(worth.decide(100, 500, 1).load for _ in range(100))
-
-
-def test_small_prefills_and_empty_measurements_say_nothing() -> None:
-    worth = LoadOrCompute("auto")
-    worth.note_prefill(1, 1.0)  # a decode step is all overhead
-    worth.note_prefill(100, 0.0)
-    worth.note_load(0, 1.0)
-    worth.note_load(100, 0.0)
-    assert worth.prefill_rate is None
-    assert worth.bandwidth is None
 
 
 def test_a_given_rate_beats_a_learned_one() -> None:

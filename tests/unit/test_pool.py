@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.pool_events import Evictions
 from tests.fakes.pools import evict, forget
 
-from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.leases import Lease
 from kvferry.cache.policies.contract import Arriving
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
@@ -52,17 +51,6 @@ def test_a_block_is_a_hit_only_once_committed() -> None:
     assert (counts.free, counts.cached, counts.leased, counts.total) == (2, 2, 0, 4)
 
 
-def test_an_aborted_block_was_never_there() -> None:
-    pool = Pool(2)
-    lease = pool.reserve(keys([1, 2]))
-    assert lease is not None
-    lease.abort()
-    assert not pool.known(keys([1, 2])).any()
-    assert pool.counts.free == 2
-    stored(pool, [1, 2])
-    assert pool.match(keys([1, 2])) == 2
-
-
 def test_a_store_that_does_not_fit_keeps_its_beginning() -> None:
     pool = Pool(3)
     lease = pool.reserve(keys(range(5)))
@@ -72,45 +60,11 @@ def test_a_store_that_does_not_fit_keeps_its_beginning() -> None:
     assert pool.match(keys(range(5))) == 3
 
 
-def test_nothing_fits_where_everything_is_claimed() -> None:
-    pool = Pool(2)
-    stored(pool, [1, 2])
-    pin = pool.lease(keys([1, 2]))
-    assert pin is not None
-    assert pool.reserve(keys([3])) is None
-    assert cached(pool, 1, 2) == [1, 2]
-    pin.release()
-    assert pool.reserve(keys([3])) is not None
-
-
 def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
     pool = Pool(4)
     stored(pool, [1, 2, 3, 4])
     assert evict(pool, 2) == 2
     assert cached(pool, 1, 2, 3, 4) == [1, 2]
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_also_one_that_was_stored_piece_by_piece(step: int) -> None:
-    pool = Pool(12)
-    for start in range(0, 12, step):
-        stored(pool, list(range(start, start + step)), after=start - 1 if start else None)
-    for left in range(11, -1, -1):
-        assert evict(pool, 1) == 1
-        assert cached(pool, *range(12)) == list(range(left))
-
-
-def test_an_old_conversation_goes_whole_before_a_new_one() -> None:
-    pool = Pool(12)
-    for number in range(6):
-        stored(pool, [number], after=number - 1 if number else None)
-    for number in range(20, 26):
-        stored(pool, [number], after=number - 1 if number > 20 else None)
-    for left in range(5, -1, -1):
-        assert evict(pool, 1) == 1
-        assert cached(pool, *range(6)) == list(range(left))
-        assert len(cached(pool, *range(20, 26))) == 6
-    assert evict(pool, 6) == 6
 
 
 def test_a_shared_beginning_stays_for_the_one_that_still_uses_it() -> None:
@@ -142,20 +96,6 @@ def test_a_long_conversation_does_not_make_one_eviction_long() -> None:
     assert pool.match(keys(range(4096))) == 4096 - 8
 
 
-@pytest.mark.parametrize("count", [5, 8])
-def test_what_was_freed_together_is_given_out_in_order(count: int) -> None:
-    """Else the blocks of a chain lie anywhere, and every look-up of them is a search."""
-    pool = Pool(8)
-    for first in (10, 20):  # two conversations, stored turn by turn: their slots alternate
-        stored(pool, [first])
-    for number in (11, 21, 12, 22, 13, 23):
-        stored(pool, [number], after=number - 1)
-    lease = pool.reserve(keys(range(30, 30 + count)))
-    assert lease is not None
-    assert lease.slots.tolist() == sorted(lease.slots.tolist())
-    assert len(lease) == count
-
-
 def test_a_slot_being_read_stays() -> None:
     pool = Pool(3)
     stored(pool, [1, 2, 3], chained=False)
@@ -165,122 +105,6 @@ def test_a_slot_being_read_stays() -> None:
     assert cached(pool, 1, 2, 3) == [2]
     pin.release()
     assert evict(pool, 3) == 1
-
-
-def test_copying_a_block_elsewhere_is_no_use_of_it() -> None:
-    for purpose, first_to_go in ((Purpose.COPY, 1), (Purpose.READ, 2)):
-        pool = Pool(3)
-        stored(pool, [3, 2, 1], chained=False)  # the front of a batch stays longest
-        pin = pool.lease(keys([1]), purpose)
-        assert pin is not None
-        pin.release()
-        evict(pool, 1)
-        assert cached(pool, 1, 2, 3) == [n for n in (1, 2, 3) if n != first_to_go]
-
-
-def test_a_copied_block_met_by_eviction_is_first_again() -> None:
-    pool = Pool(3)
-    stored(pool, [3, 2, 1], chained=False)
-    pin = pool.lease(keys([1]), Purpose.COPY)
-    assert pin is not None
-    assert evict(pool, 1) == 1
-    assert cached(pool, 1, 2, 3) == [1, 3]
-    pin.release()
-    pool.check_integrity()
-    assert evict(pool, 1) == 1
-    assert cached(pool, 1, 2, 3) == [3]
-
-
-def test_eviction_follows_use_exactly() -> None:
-    """Blocks that do not depend on each other: the order of an OrderedDict."""
-    pool, oracle = Pool(16), OrderedDict[int, None]()
-    rng = np.random.default_rng(11)
-    for _ in range(600):
-        numbers = rng.permutation(40)[: rng.integers(1, 6)].tolist()
-        action = rng.integers(3)
-        if action == 0:
-            missing = [n for n in numbers if n not in oracle]
-            for n in reversed([n for n in numbers if n in oracle]):
-                oracle.move_to_end(n)
-            protected = [n for n in numbers if n in oracle]
-            for n in [n for n in oracle if n not in protected][
-                : max(0, len(missing) - (16 - len(oracle)))
-            ]:
-                del oracle[n]
-            stored(pool, numbers, chained=False)
-            for n in reversed(missing):
-                oracle[n] = None
-        elif action == 1:
-            held = [n for n in numbers if n in oracle]
-            pool.touch(keys(numbers))
-            for n in reversed(held):
-                oracle.move_to_end(n)
-        else:
-            pin = pool.lease(keys(numbers))
-            leading = []
-            for n in numbers:
-                if n not in oracle:
-                    break
-                leading.append(n)
-            assert (0 if pin is None else len(pin)) == len(leading)
-            if pin is not None:
-                pin.release()
-            for n in reversed(leading):
-                oracle.move_to_end(n)
-        assert set(cached(pool, *range(40))) == set(oracle)
-    for n in list(oracle):
-        assert evict(pool, 1) == 1
-        del oracle[n]
-        assert set(cached(pool, *range(40))) == set(oracle)
-
-
-@pytest.mark.parametrize("how", ["reset", "disown"])
-def test_what_is_forgotten_while_claimed_comes_back_with_its_claim(how: str) -> None:
-    pool = Pool(2)
-    stored(pool, [1])
-    reading, writing = pool.lease(keys([1])), pool.reserve(keys([2]))
-    assert reading is not None
-    assert writing is not None
-    if how == "reset":
-        pool.reset()
-    else:
-        reading.disown()
-        writing.disown()
-    pool.check_integrity()
-    assert not pool.known(keys([1, 2])).any()
-    assert pool.counts.leased == 2
-    assert pool.reserve(keys([1])) is None, "its slots are not free yet"
-    writing.commit()
-    reading.release()
-    pool.check_integrity()
-    assert not pool.known(keys([1, 2])).any()
-    assert pool.counts.free == 2
-
-
-def test_a_spoiled_block_is_gone_for_everyone_at_once() -> None:
-    pool = Pool(2)
-    stored(pool, [1, 2])
-    one, other = pool.lease(keys([1, 2])), pool.lease(keys([1]))
-    assert one is not None
-    assert other is not None
-    one.spoil()
-    assert pool.match(keys([1])) == 0
-    assert pool.counts.leased == 1
-    stored(pool, [1])
-    assert pool.match(keys([1])) == 1
-    other.release()
-    pool.check_integrity()
-    assert pool.match(keys([1])) == 1, "the newer copy is another block"
-
-
-def test_a_parent_that_comes_back_is_a_parent_again() -> None:
-    pool = Pool(4)
-    stored(pool, [1, 2])
-    forget(pool, keys([1]))
-    stored(pool, [1, 2])
-    pool.touch(keys([2]))
-    assert evict(pool, 1) == 1
-    assert cached(pool, 1, 2) == [1]
 
 
 def test_repeated_keys_are_refused_and_change_nothing() -> None:
@@ -333,14 +157,6 @@ def test_empty_questions_have_empty_answers() -> None:
     assert evict(pool, 0) == 0
     assert evict(pool, -3) == 0
     pool.check_integrity()
-
-
-def test_listeners_hear_what_was_evicted() -> None:
-    pool = Pool(2)
-    gone = Evictions(pool)
-    stored(pool, [1, 2], chained=False)
-    stored(pool, [3], chained=False)
-    assert gone.read() == [key(2)]
 
 
 def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
@@ -427,37 +243,6 @@ def test_integrity_is_really_checked(how: str, said: str) -> None:
         pool.check_integrity()
 
 
-def test_a_commit_leaves_out_what_failed_and_what_follows_it() -> None:
-    pool = Pool(8)
-    stored(pool, [7], chained=False)
-    lease = pool.reserve(keys(range(5)))
-    assert lease is not None
-    lease.commit(failed=[2])
-    pool.check_integrity()
-    assert cached(pool, *range(5), 7) == [0, 1, 7]
-    assert pool.counts.free == 5
-
-
-def test_blocks_that_do_not_depend_on_each_other_fail_alone() -> None:
-    pool = Pool(8)
-    lease = pool.reserve(keys(range(5)), chained=False)
-    assert lease is not None
-    lease.commit(failed=np.array([2, 0]))
-    pool.check_integrity()
-    assert cached(pool, *range(5)) == [1, 3, 4]
-
-
-def test_also_what_follows_by_way_of_a_block_that_was_there_before() -> None:
-    pool = Pool(8)
-    stored(pool, [1])
-    lease = pool.reserve(keys([0, 1, 2]))
-    assert lease is not None
-    assert lease.positions.tolist() == [0, 2]
-    lease.commit(failed=[0])
-    pool.check_integrity()
-    assert cached(pool, 0, 1, 2) == [1], "and that one is as it was"
-
-
 def test_a_block_that_could_not_be_read_is_gone_alone_until_it_is_stored_again() -> None:
     pool = Pool(5)
     stored(pool, [0, 1, 2, 3])
@@ -477,18 +262,6 @@ def test_a_block_that_could_not_be_read_is_gone_alone_until_it_is_stored_again()
     assert pool.match(keys([0, 1, 2, 3])) == 4
     stored(pool, [10], chained=False)
     assert cached(pool, 0, 1, 2, 3, 9) == [0, 1, 2, 3], "9 was used before them"
-
-
-@pytest.mark.parametrize("purpose", [Purpose.READ, Purpose.COPY])
-def test_what_follows_a_failed_read_was_not_used(purpose: Purpose) -> None:
-    pool = Pool(3)
-    stored(pool, [0, 1])
-    stored(pool, [9], chained=False)
-    pin = pool.lease(keys([0, 1]), purpose)
-    assert pin is not None
-    pin.release(failed=[0])
-    stored(pool, [10, 11], chained=False)
-    assert cached(pool, 0, 1, 9) == [9]
 
 
 def test_counting_looks_at_no_slot() -> None:

@@ -104,17 +104,6 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one():
     assert plain.pool.match(story(1, 6)) == 0
 
 
-def test_who_is_above_its_share_loses_first_and_in_its_own_order():
-    desk = Desk(slots=20, tenants="big=75%, small=25%")
-    for number in range(1, 6):
-        keep(desk, f"s{number}", number, 4, "small")  # alone, it may have everything
-    assert slots(desk) == {"small": 20}
-    for number in range(6, 10):
-        keep(desk, f"b{number}", number, 4, "big")
-    assert slots(desk) == {"small": 5, "big": 15}
-    assert desk.pool.match(story(5, 4)) == 4  # the newest of them is what is left
-
-
 @pytest.mark.parametrize("others", ["", ", *", ", *=5%", ", *=20%", ", *=0%"])
 def test_a_share_is_kept_whoever_floods_and_however_many_names_are_made_up(others):
     """An even part was one of the whole, beside the shares: of 80 blocks 44 were left."""
@@ -130,29 +119,6 @@ def test_a_share_is_kept_whoever_floods_and_however_many_names_are_made_up(other
     assert desk.scheduler.stats().tenants["a"].evicted == {"host": 0}
 
 
-def test_a_tenant_gets_its_share_back_once_it_needs_it():
-    desk = Desk(slots=100, tenants="a=60%, b=20%, *=10%")
-    for number in range(100):
-        keep(desk, f"u{number}", number, 5, f"made-up-{number % 10}")
-    for number in range(200, 220):
-        keep(desk, f"a{number}", number, 5, "a")
-        keep(desk, f"b{number}", 100 + number, 5, "b")
-    told = slots(desk)
-    assert (told["a"], told["b"]) >= (60, 20)
-    assert sum(told.values()) == 100
-
-
-def test_what_nobody_uses_of_its_part_is_divided_evenly_above_those_of_the_others():
-    desk = Desk(slots=100, tenants="away=40%, named, *=10%")
-    for number in range(60):
-        keep(desk, f"n{number}", number, 5, "named")
-        keep(desk, f"u{number}", 100 + number, 5, "made-up")
-    told = slots(desk)
-    assert sum(told.values()) == 100
-    assert told["named"] == pytest.approx(30 + 60 / 2, abs=1)  # of 60% that are left over
-    assert told["made-up"] == pytest.approx(10 + 60 / 2, abs=1)
-
-
 def test_a_ceiling_is_never_passed_even_while_there_is_room():
     desk = Desk(slots=16, tenants="a=fair:50%")
     for number in range(1, 6):
@@ -164,32 +130,6 @@ def test_a_ceiling_is_never_passed_even_while_there_is_room():
     assert desk.pool.match(story(9, 12)) == 8  # its beginning
     keep(desk, "b", 10, 8, "b")
     assert slots(desk) == {"a": 8, "b": 8}
-
-
-def test_at_its_ceiling_a_tenant_makes_room_among_its_own_whoever_else_has_more():
-    desk = Desk(slots=16, tenants="a=fair:25%")
-    keep(desk, "a", 1, 4, "a")
-    keep(desk, "b", 2, 12, "b")
-    keep(desk, "more", 3, 4, "a")
-    assert slots(desk) == {"a": 4, "b": 12}
-    assert desk.pool.match(story(2, 12)) == 12
-    assert desk.pool.match(story(3, 4)) == 4
-
-
-@pytest.mark.parametrize("tenants", ["*", "a=fair:75%"])
-def test_what_is_over_goes_first_of_a_tenants_own_as_well(tenants):
-    desk = Desk(slots=16, tenants=tenants)
-    for number in (1, 2):
-        keep(desk, f"a{number}", number, 4, "a")
-    over = desk.scheduler.open("ended", story(3, 4), Hints(tenant="a", ended=True))
-    desk.scheduler.named["ended"] = over
-    desk.keep("ended", story(3, 4), 16)
-    if tenants == "*":
-        keep(desk, "a4", 4, 4, "a")
-    keep(desk, "new", 5, 4, "a")
-    assert desk.pool.match(story(3, 4)) == 0
-    assert all(desk.pool.match(story(number, 4)) == 4 for number in (1, 2, 5))
-    desk.check_empty()
 
 
 def test_what_is_counted_of_whom_is_bounded():
@@ -303,23 +243,6 @@ def test_a_ceiling_holds_on_every_tier(write):
     assert on(desk, "disk")["b"] >= 8
 
 
-@pytest.mark.parametrize("write", list(WriteMode))
-def test_a_busy_tenant_does_not_push_out_a_quiet_one_below(write):
-    desk = below(24, "*", write)
-    keep(desk, "q", 1, 6, "quiet")
-    for number in range(2, 30):
-        keep(desk, f"b{number}", number, 4, "busy")
-    (disk,) = desk.scheduler.lower.tiers
-    assert disk.pool is not None
-    there = disk.pool.match(story(1, 6)) + desk.pool.match(story(1, 6))
-    assert there >= 6
-    told = desk.scheduler.stats().tenants
-    assert told["quiet"].evicted["disk"] == 0
-    assert told["busy"].evicted["disk"] > 0
-    assert sum(each.evicted["disk"] for each in told.values()) == disk.pool.counts.evicted
-    assert sum(each.slots["disk"] for each in told.values()) == 24 - disk.pool.counts.free
-
-
 def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
     pool = Pool(16)
     tier = SlotTier(TierName("disk"), pool, WriteMode.THROUGH)
@@ -337,17 +260,6 @@ def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
     assert pool.cached(more).all()
     assert int(pool.cached(old).sum()) == 8, "the oldest went, the end of what was written first"
     pool.check_integrity()
-
-
-def test_what_was_there_goes_in_the_order_it_would_have_gone_in():
-    plain, divided = Pool(12), Pool(12)
-    for pool in (plain, divided):
-        tier = SlotTier(TierName("disk"), pool)
-        tier.take_up((numbered(range(8)), np.arange(8)))
-        tier.take_up((numbered(range(20, 24)), np.arange(8, 12)))
-    divided.eviction.divide([None, None], [1.0, 1.0], 1)
-    for count in range(1, 12):
-        assert divided.eviction.coldest(count) == plain.eviction.coldest(count)
 
 
 def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():

@@ -1,4 +1,4 @@
-"""What is held, against a plain list of wishes; and that a wish never takes a look at everything.
+"""Pins against a plain list of calls; and no call looks at all slots.
 
 One-line breaks that were tried; each made a test of this module fail.
 
@@ -23,7 +23,7 @@ SLOTS = 40
 
 
 @dataclass
-class Wish:
+class Call:
     firm: float = 0.0
     soft: float = 0.0
     priority: int = 0
@@ -39,47 +39,47 @@ class Wish:
 
 
 class Model:
-    """Every slot's wish, by hand; what gave way is judged, not foretold."""
+    """Every slot's call, by hand; what gave way is judged, not foretold."""
 
     def __init__(self, most: int) -> None:
-        self.holds = Pins(SLOTS, most)
-        self.wishes = [Wish() for _ in range(SLOTS)]
+        self.pins = Pins(SLOTS, most)
+        self.calls = [Call() for _ in range(SLOTS)]
         self.told = 0
         self.now = 1.0
 
     def add(self, slots: list[int], seconds: float, priority: int | None) -> None:
         until = self.now + seconds
-        lacking = sum(not self.wishes[s].is_held for s in slots)
-        lacking -= self.holds.most - self.holds.count
+        lacking = sum(not self.calls[s].is_held for s in slots)
+        lacking -= self.pins.most - self.pins.count
         could = [s for s in self.weak(priority) if s not in slots]
-        came, gone = self.holds.add(np.array(slots, dtype=np.int64), until, self.now, priority)
+        came, gone = self.pins.add(np.array(slots, dtype=np.int64), until, self.now, priority)
         self.judge(gone.tolist(), could, lacking)
         self.told += 1
         cut = len(slots)
-        room = self.holds.most - sum(wish.is_held for wish in self.wishes)
+        room = self.pins.most - sum(call.is_held for call in self.calls)
         for at, slot in enumerate(slots):
-            if not self.wishes[slot].is_held:
+            if not self.calls[slot].is_held:
                 room -= 1
                 if room < 0:
                     cut = at
                     break
-        fresh = [s for s in slots[:cut] if not self.wishes[s].is_held]
+        fresh = [s for s in slots[:cut] if not self.calls[s].is_held]
         assert came.tolist() == fresh
         for slot in slots[:cut]:
-            wish = self.wishes[slot]
+            call = self.calls[slot]
             if priority is None:
-                wish.firm = max(wish.firm, until)
+                call.firm = max(call.firm, until)
             else:
-                wish.soft = max(wish.soft, until)
-                wish.priority = max(wish.priority, priority)
+                call.soft = max(call.soft, until)
+                call.priority = max(call.priority, priority)
         for slot in slots:
-            self.wishes[slot].told = self.told
+            self.calls[slot].told = self.told
 
     def weak(self, below: int | None = None) -> list[int]:
         return [
             slot
-            for slot, wish in enumerate(self.wishes)
-            if wish.gives_way and (below is None or wish.priority <= below)
+            for slot, call in enumerate(self.calls)
+            if call.gives_way and (below is None or call.priority <= below)
         ]
 
     def judge(self, gone: list[int], could: list[int], wanted: int) -> None:
@@ -87,50 +87,50 @@ class Model:
         assert len(set(gone)) == len(gone)
         assert set(gone) <= set(could)
         assert len(gone) >= min(len(could), wanted)
-        stay = [self.wishes[s] for s in could if s not in gone]
+        stay = [self.calls[s] for s in could if s not in gone]
         for slot in gone:
-            priority = self.wishes[slot].priority
-            assert all(wish.priority >= priority for wish in stay)
+            priority = self.calls[slot].priority
+            assert all(call.priority >= priority for call in stay)
         for slot in gone:
-            self.wishes[slot] = Wish()
+            self.calls[slot] = Call()
 
     def give_way(self, count: int) -> None:
         could = self.weak()
-        self.judge(self.holds.give_way(count).tolist(), could, count)
+        self.judge(self.pins.give_way(count).tolist(), could, count)
 
     def drop(self, slots: list[int]) -> None:
-        self.holds.drop(np.array(slots, dtype=np.int64))
+        self.pins.drop(np.array(slots, dtype=np.int64))
         for slot in slots:
-            self.wishes[slot] = Wish()
+            self.calls[slot] = Call()
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
         ended = []
-        for slot, wish in enumerate(self.wishes):
-            was_held = wish.is_held
-            wish.firm = wish.firm if wish.firm > self.now else 0.0
-            wish.soft = wish.soft if wish.soft > self.now else 0.0
-            wish.priority = wish.priority if wish.soft else 0
-            ended += [slot] if was_held and not wish.is_held else []
-        assert self.holds.expire(self.now).tolist() == ended
+        for slot, call in enumerate(self.calls):
+            was_held = call.is_held
+            call.firm = call.firm if call.firm > self.now else 0.0
+            call.soft = call.soft if call.soft > self.now else 0.0
+            call.priority = call.priority if call.soft else 0
+            ended += [slot] if was_held and not call.is_held else []
+        assert self.pins.expire(self.now).tolist() == ended
 
     def check(self) -> None:
         every = np.arange(SLOTS)
-        held = [slot for slot, wish in enumerate(self.wishes) if wish.is_held]
-        assert self.holds.all_pinned().tolist() == held
-        assert self.holds.count == len(held) <= self.holds.most
-        assert self.holds.until(every).tolist() == [max(w.firm, w.soft) for w in self.wishes]
-        assert self.holds.firmly(every).tolist() == [w.firm > 0 for w in self.wishes]
-        bound = 4 * self.holds.most + 1024 + SLOTS
-        assert self.holds._num_queued <= bound
-        assert self.holds._num_ending <= bound
-        queued = [s for q in self.holds._queues.values() for _, part in q for s in part.tolist()]
-        assert len(queued) == self.holds._num_queued
+        held = [slot for slot, call in enumerate(self.calls) if call.is_held]
+        assert self.pins.all_pinned().tolist() == held
+        assert self.pins.count == len(held) <= self.pins.most
+        assert self.pins.until(every).tolist() == [max(w.firm, w.soft) for w in self.calls]
+        assert self.pins.firmly(every).tolist() == [w.firm > 0 for w in self.calls]
+        bound = 4 * self.pins.most + 1024 + SLOTS
+        assert self.pins._num_queued <= bound
+        assert self.pins._num_ending <= bound
+        queued = [s for q in self.pins._queues.values() for _, part in q for s in part.tolist()]
+        assert len(queued) == self.pins._num_queued
         assert set(self.weak()) <= set(queued), "some would never give way"
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_wishes_of_all_kinds(seed: int) -> None:
+def test_calls_of_all_kinds(seed: int) -> None:
     rng = random.Random(seed)
     model = Model(rng.choice((0, 5, 12, SLOTS)))
     for _ in range(150):
@@ -149,34 +149,34 @@ def test_wishes_of_all_kinds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kinds", [(50,), (None,), (None, 50), (40, 50)])
-def test_the_same_wish_again_and_again_takes_no_memory(kinds: tuple[int | None, ...]) -> None:
-    holds = Pins(1000, 50)
+def test_the_same_call_again_and_again_takes_no_memory(kinds: tuple[int | None, ...]) -> None:
+    pins = Pins(1000, 50)
     slots = np.arange(50)
     for number in range(2000):
-        holds.add(slots, 1e9 + number, float(number), kinds[number % len(kinds)])
-        assert holds._num_ending <= 4 * 50 + 1024 + 100
-        assert holds._num_queued <= 4 * 50 + 1024 + 50
-    assert holds.count == 50
-    assert holds.expire(1e9 + 1998).tolist() == []
-    assert holds.expire(1e9 + 2000).tolist() == list(range(50))
+        pins.add(slots, 1e9 + number, float(number), kinds[number % len(kinds)])
+        assert pins._num_ending <= 4 * 50 + 1024 + 100
+        assert pins._num_queued <= 4 * 50 + 1024 + 50
+    assert pins.count == 50
+    assert pins.expire(1e9 + 1998).tolist() == []
+    assert pins.expire(1e9 + 2000).tolist() == list(range(50))
 
 
 def test_told_together_they_go_together_and_the_oldest_first() -> None:
-    holds = Pins(100, 12)
+    pins = Pins(100, 12)
     for number in range(3):
-        holds.add(np.arange(4 * number, 4 * number + 4), FOREVER, 0.0, 50)
-    holds.add(np.arange(4), FOREVER, 0.0, 50)  # the first is told again
-    assert holds.give_way(1).tolist() == [4, 5, 6, 7]
-    assert holds.give_way(5).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+        pins.add(np.arange(4 * number, 4 * number + 4), FOREVER, 0.0, 50)
+    pins.add(np.arange(4), FOREVER, 0.0, 50)  # the first is told again
+    assert pins.give_way(1).tolist() == [4, 5, 6, 7]
+    assert pins.give_way(5).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
-def test_a_wish_that_finds_no_room_looks_at_no_other_slots() -> None:
-    """Where all is pinned, or matters more, thousands of wishes cost what they name.
+def test_a_call_that_finds_no_room_looks_at_no_other_slots() -> None:
+    """Where all is pinned, or matters more, thousands of calls cost what they name.
 
     Seen red with a look at every slot's hold for each of them.
     """
-    holds = Pins(1 << 20, 1 << 10)
-    holds.add(np.arange(1 << 10), FOREVER, 0.0)
+    pins = Pins(1 << 20, 1 << 10)
+    pins.add(np.arange(1 << 10), FOREVER, 0.0)
     looks = []
 
     class Watched(np.ndarray):
@@ -185,11 +185,11 @@ def test_a_wish_that_finds_no_room_looks_at_no_other_slots() -> None:
             looks.append(max(np.size(each) for each in plain))
             return getattr(ufunc, method)(*plain, **kwargs)
 
-    holds._soft, holds._firm = holds._soft.view(Watched), holds._firm.view(Watched)
+    pins._soft, pins._firm = pins._soft.view(Watched), pins._firm.view(Watched)
     for number in range(50):
         first = 2000 + 10 * number
-        came, gave_way = holds.add(np.arange(first, first + 10), 5.0, 0.0, 36)
+        came, gave_way = pins.add(np.arange(first, first + 10), 5.0, 0.0, 36)
         assert not len(came)
         assert not len(gave_way)
-    assert holds.num_refused == 500
+    assert pins.num_refused == 500
     assert max(looks, default=0) <= 10
