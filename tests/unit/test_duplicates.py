@@ -10,13 +10,11 @@ One-line breaks that were tried; each made a test of this module fail.
 from __future__ import annotations
 
 from random import Random
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fakes.crafted_keys import keys
 
 from kvferry.core import keys as duplicates
 from kvferry.core.keys import KEY_WORDS, Duplicates, Keys
@@ -60,13 +58,6 @@ def test_keys_that_share_their_first_word_are_not_one() -> None:
     assert finder.any_in(Keys(array))
 
 
-def test_what_an_earlier_batch_left_says_nothing() -> None:
-    finder = Duplicates()
-    for _ in range(3):
-        assert not finder.any_in(with_first_words(spread(2000)))
-        assert not finder.any_in(with_first_words(spread(2000)[::-1]))
-
-
 @pytest.mark.parametrize("count", [CELLS - 1, CELLS, CELLS + 1, CELLS + 5000])
 def test_more_keys_than_there_are_cells(count: int) -> None:
     words = spread(count)
@@ -74,13 +65,6 @@ def test_more_keys_than_there_are_cells(count: int) -> None:
     assert not finder.any_in(with_first_words(words))
     words[-1] = words[count // 2]
     assert finder.any_in(with_first_words(words))
-
-
-def test_few_of_many_keys_are_sorted() -> None:
-    """Sorting is what this is to be cheaper than."""
-    with mock.patch.object(duplicates, "_any_twice_sorted", return_value=False) as sort:
-        assert not Duplicates().any_in(keys(range(8192)))
-    assert 0 < len(sort.call_args.args[0]) < 8192 / 8
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=12), st.integers(0))
