@@ -19,8 +19,7 @@ from pathlib import Path
 from random import Random
 
 from kvferry.settings.policies import POLICIES
-from kvferry.sim.simulation import simulate
-from kvferry.sim.trials import Simulation, Trial
+from kvferry.sim.simulation import Simulation, Trial, simulate
 
 BLOCK_TOKENS = 512
 RATE = 3.4  # requests per second

@@ -33,8 +33,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
-from kvferry.sim.simulation import simulate
-from kvferry.sim.trials import Simulation, Trial
+from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
 from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder
 from kvferry.telemetry.source import Snapshot

@@ -29,8 +29,7 @@ from kvferry.cache.policies.s3fifo import S3Fifo
 from kvferry.cache.policies.slru import Slru
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.sim.simulation import simulate
-from kvferry.sim.trials import Simulation, Trial
+from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.types import NO_SLOT, SlotArray, as_slots
 
 PAIRS: list[tuple[type, type[Published]]] = [

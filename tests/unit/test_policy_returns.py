@@ -32,8 +32,7 @@ from kvferry.cache.policies.returns_model import (
 )
 from kvferry.cache.pool import Pool
 from kvferry.cache.replay import PoolReplay, Tokens
-from kvferry.sim.simulation import simulate
-from kvferry.sim.trials import Simulation, Trial
+from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.types import Key, as_slots
 
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)

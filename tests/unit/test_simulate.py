@@ -21,9 +21,8 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError, InputError
 from kvferry.sim.bounds import Future, all_knowing
-from kvferry.sim.serving import SchedulerReplay
-from kvferry.sim.simulation import simulate
-from kvferry.sim.trials import Simulation, TracePart, Trial
+from kvferry.sim.replay import SchedulerReplay
+from kvferry.sim.simulation import Simulation, TracePart, Trial, simulate
 from kvferry.telemetry.traces import TraceRequest
 from kvferry.types import SlotArray
 

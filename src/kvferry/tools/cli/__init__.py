@@ -1,1 +1,4 @@
-"""The `kvferry` command: one file per command, each imported only when it is run."""
+"""The commands of ``kvferry``, one file each, and their output in a terminal.
+
+It owns the options and the tables. It alone imports click and rich, and leaves the work to others.
+"""

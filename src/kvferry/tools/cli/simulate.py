@@ -15,8 +15,15 @@ from kvferry.cache.policies.contract import policy_named
 from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.settings.policies import DEFAULT_TIER_POLICY, POLICIES, read_policy
-from kvferry.sim.simulation import Simulated, simulate
-from kvferry.sim.trials import ALL_KNOWING, Score, Simulation, TracePart, Trial
+from kvferry.sim.simulation import (
+    ALL_KNOWING,
+    Score,
+    Simulated,
+    Simulation,
+    TracePart,
+    Trial,
+    simulate,
+)
 from kvferry.telemetry.traces import TraceReader
 from kvferry.tools import plots
 from kvferry.tools.cli import output as progress

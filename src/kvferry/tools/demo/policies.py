@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.sim.simulation import Simulated, simulate
-from kvferry.sim.trials import Simulation, Trial
+from kvferry.sim.simulation import Simulated, Simulation, Trial, simulate
 from kvferry.tools.plots import Series, hit_ratio_lines
 
 POLICIES = ("returns", "lru")

@@ -1,1 +1,4 @@
-"""Is this machine fit for kvferry? Facts are read in one place, judged in others."""
+"""The checks of ``kvferry doctor``: whether a machine is fit, and the remedies if it is not.
+
+It owns the checks, their findings, and two child processes that measure. It changes no setting.
+"""
