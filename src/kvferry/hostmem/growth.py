@@ -60,6 +60,7 @@ _BUSY_BATCH = 4
 """Chunks touched together beside a model on a GPU. Touching costs the model nothing."""
 
 _LOOK_AGAIN_SECONDS = 0.005
+_FAR_AHEAD_SECONDS = 0.05  # rarely: such a rest may last for hours, on the engine's interpreter
 _CLOSE_SECONDS = 30.0
 _NUM_REPORTS = 4  # lines of progress in the log
 
@@ -310,9 +311,12 @@ class Growth:
         began = time.monotonic()
         while self._busy() and not self._stop.is_set():
             left = self._rest_until - time.monotonic()
-            if left <= 0 and not self._is_far_ahead():
+            if left > 0:
+                self._stop.wait(min(left, _LOOK_AGAIN_SECONDS))
+            elif self._is_far_ahead():
+                self._stop.wait(_FAR_AHEAD_SECONDS)
+            else:
                 break
-            self._stop.wait(min(max(left, 1e-3), _LOOK_AGAIN_SECONDS))
         with self._lock:
             self._rest_seconds += time.monotonic() - began
 
