@@ -275,9 +275,7 @@ class Growth:
                     self._pin_batch(batch)
                 else:
                     self._rest()
-                    self._work(self._populate, batch, _TOUCH_REST)
-                    for index in () if self._stop.is_set() else batch:
-                        self._mark_ready(index)
+                    self._work(self._populate_and_mark, batch, _TOUCH_REST)
                 first = batch[-1] + 1
         except Exception as error:  # the pool stays smaller; a dead thread would not say so
             self._give_up(f"chunk {self._num_prefix} of {len(self._chunks)}", error)
@@ -376,6 +374,11 @@ class Growth:
         chunk = self._chunks[index]
         if not self._stop.is_set():
             populate(self._bytes[chunk.start : chunk.start + chunk.num_bytes])
+
+    def _populate_and_mark(self, index: int) -> None:
+        if not self._stop.is_set():
+            self._populate(index)
+            self._mark_ready(index)
 
     def _register_and_mark(self, index: int) -> None:
         if not self._stop.is_set():
