@@ -18,7 +18,7 @@ from tests.fakes.crafted_keys import keys
 from kvferry.core.quantities import KiB
 from kvferry.hostmem.shared import SharedMemory, SlotLayout
 from kvferry.hostmem.slots import Chunks, HostTier
-from kvferry.scheduler.transfers import run_numbers
+from kvferry.scheduler.runs import run_numbers
 from kvferry.settings.remote import SPARE_BYTES, RemoteSettings, read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat

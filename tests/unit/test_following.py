@@ -13,8 +13,8 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache import reach
 from kvferry.core.keys import Keys
+from kvferry.scheduler.runs import run_numbers
 from kvferry.scheduler.tier import KeyedTier, WriteMode
-from kvferry.scheduler.transfers import run_numbers
 from kvferry.tiers.movers import SharedMover
 from kvferry.types import HOST, NO_SLOTS, Key, Question, Rank, TierName, Transfer, TransferId
 

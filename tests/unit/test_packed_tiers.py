@@ -16,8 +16,8 @@ from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing,
 from kvferry.cache import reach
 from kvferry.cache.events import EventKind
 from kvferry.core.keys import Keys
+from kvferry.scheduler.runs import Wanted, run_numbers, with_furthest
 from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, WriteMode, WriteOrder
-from kvferry.scheduler.transfers import Wanted, run_numbers, with_furthest
 from kvferry.types import Health, MatchState, Rank, TierName
 
 SYSTEM = list(range(10))

@@ -27,13 +27,12 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import Flags
+from kvferry.scheduler.runs import Flags, Wanted
 from kvferry.scheduler.tiering import LowerTiers, RunBelow, TierLookup
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
     Transfers,
-    Wanted,
     checked_blocks,
 )
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, RequestId, SlotArray

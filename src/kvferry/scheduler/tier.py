@@ -20,7 +20,6 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.index import Index
@@ -32,12 +31,10 @@ from kvferry.cache.slots import SlotPlacement
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed
-from kvferry.scheduler.transfers import End, with_furthest
+from kvferry.scheduler.runs import End, Flags, with_furthest
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, Rank, RunNumbers, SlotArray, TierName
 
 log = logging.getLogger(__name__)
-
-Flags = npt.NDArray[np.bool_]
 
 Runs = tuple[SlotArray, tuple[Key | None, ...]]
 """Where runs of blocks that follow each other begin, and the key before each (``Pool.runs_of``)."""

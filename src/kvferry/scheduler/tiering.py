@@ -23,8 +23,9 @@ from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import Answer, Flags, KeyedTier, LowerTier, Presence
-from kvferry.scheduler.transfers import End, InFlight, Transfers, Wanted
+from kvferry.scheduler.runs import End, Flags, Wanted
+from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Presence
+from kvferry.scheduler.transfers import InFlight, Transfers
 from kvferry.scheduler.writeback import Move, TierAdmission, Writeback
 from kvferry.types import HOST, Health, Key, Question, SlotArray, TierName, TransferId
 

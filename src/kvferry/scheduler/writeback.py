@@ -24,8 +24,9 @@ from kvferry.cache.policies.admission import SeenOften, Watermark
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
+from kvferry.scheduler.runs import End, run_numbers
 from kvferry.scheduler.tier import LowerTier, WriteMode, WriteOrder
-from kvferry.scheduler.transfers import End, Transfers, run_numbers
+from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
 
