@@ -27,6 +27,11 @@ def hints_of(params: object) -> tuple[Hints, str]:
     return read_hints(params, _HINTS)
 
 
+def opened(scheduler: Any, sent: Any) -> Any:
+    keys, hints, reason = ENGINE.describe(sent, has_tenants=scheduler.has_tenants)
+    return scheduler.open(sent.request_id, keys, hints, unheeded=reason)
+
+
 def request(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(request_id="r", block_hashes=[bytes(32)], **more)
 
@@ -96,7 +101,7 @@ def test_parameters_of_any_kind_are_borne(params):
     """Seen red: an AttributeError, for which kvferry was taken out of service."""
     desk = Desk(tenants="*")
     sent = request(kv_transfer_params=params, cache_salt=None)
-    ENGINE.open(desk.scheduler, sent).end()
+    opened(desk.scheduler, sent).end()
     hints, words = hints_of(params)
     assert hints == Hints()
     if not isinstance(params, dict):
@@ -116,20 +121,20 @@ def test_a_mistake_of_ours_with_hints_is_the_hints_alone(monkeypatch):
 def test_a_request_without_parameters_is_opened_as_ever():
     scheduler = Desk().scheduler
     for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
-        assert type(ENGINE.open(scheduler, plain)).__name__ == "Request"
-    hinted = ENGINE.open(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}))
+        assert type(opened(scheduler, plain)).__name__ == "Request"
+    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}))
     assert isinstance(hinted, Request)
 
 
 def test_a_salt_is_a_tenant_where_tenants_are_told_apart():
     scheduler = Desk(tenants="*").scheduler
-    salted = ENGINE.open(scheduler, request(kv_transfer_params=None, cache_salt="s"))
+    salted = opened(scheduler, request(kv_transfer_params=None, cache_salt="s"))
     assert salted.hints == Hints(tenant=tenant_of("s"))
     named = {"kvferry": {"tenant": "search"}}
-    both = ENGINE.open(scheduler, request(kv_transfer_params=named, cache_salt="s"))
+    both = opened(scheduler, request(kv_transfer_params=named, cache_salt="s"))
     assert both.hints == Hints(tenant="search")
     assert salted.tenant != both.tenant
-    assert ENGINE.open(scheduler, request()).tenant == 0
+    assert opened(scheduler, request()).tenant == 0
 
 
 def test_unheeded_hints_are_explained_once_the_request_is_over():

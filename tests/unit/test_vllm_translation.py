@@ -255,7 +255,7 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
         num_prompt_tokens=100,
         block_hashes=[],
     )
-    tracked = RequestState(request, ferried(request))
+    tracked = RequestState(request, ferried(request), RequestKeys(request, NAMESPACE))
     assert tracked.time_prefill() is None
     assert tracked.time_prefill() is None
     request.num_output_tokens = 1
@@ -265,7 +265,7 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
     assert num_tokens == 68
     assert seconds >= 0
     assert tracked.is_timed
-    resumed = RequestState(request, ferried(request))
+    resumed = RequestState(request, ferried(request), RequestKeys(request, NAMESPACE))
     assert resumed.time_prefill() is None
     assert resumed.is_timed
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.cache.reach import FullAttention, Group
 from kvferry.config import Config
+from kvferry.connectors.common.events import EventForms
 from kvferry.core.keys import KeyChain, Keys
-from kvferry.scheduler.request import Request
-from kvferry.scheduler.scheduler import Scheduler
+from kvferry.hints import Hints
 from kvferry.scheduler.transfers import BlockTable, EngineBlocks, Ordered
 from kvferry.types import DeviceBlocks
 
@@ -70,8 +70,11 @@ class EngineAdapter(EngineBlocks, Protocol):
     def begin_step(self) -> None:
         """Forget what was read from the engine in the step before."""
 
-    def open(self, scheduler: Scheduler, request: Any) -> Request:
-        """Open the scheduler's request for one of the engine's, with the hints it came with."""
+    def describe(self, request: Any, *, has_tenants: bool) -> tuple[EngineKeys, Hints | None, str]:
+        """A request's keys, the hints it came with, and why some were not understood.
+
+        Where the scheduler ``has_tenants`` the hints name the request's tenant.
+        """
 
     def table(self, ids: Sequence[int]) -> BlockTable:
         """The engine's block table with NO_BLOCK for blocks that a request does not have."""
@@ -87,20 +90,6 @@ class EngineAdapter(EngineBlocks, Protocol):
 
     def next_evicted(self, depth: int) -> Iterator[tuple[int, Keys, list[int]]]:
         """Per group, keys and ids of the blocks among the next ``depth`` to be given away."""
-
-
-class EventForms(Protocol):
-    """The engine's own events for routers; ``medium`` names the tier kind."""
-
-    host: str
-    lower: str
-
-    def describe(self, request: Any, group: int, start: int, size: int) -> Any:
-        """What an event says of the block of ``size`` tokens from token ``start`` on."""
-
-    def stored(self, block: Any, medium: str) -> Any: ...
-
-    def removed(self, block: Any, medium: str) -> Any: ...
 
 
 KeysOfTokens = Callable[[list[int], str], Keys]

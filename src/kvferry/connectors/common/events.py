@@ -6,12 +6,11 @@ An engine's events name a medium: one for host memory, one for any tier below it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.cache.events import EventKind
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import Group
-from kvferry.connectors.common.contract import EventForms
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
@@ -22,6 +21,20 @@ _TIER_EVENTS = (EventKind.EVICT, EventKind.FOUND, EventKind.LOST, EventKind.PROM
 _MAX_LOWER = 1 << 17
 """Blocks below the host that routers know of; then the oldest is taken back. A shared store never
 says what it has dropped, and what is known of a block takes some 500 bytes."""
+
+
+class EventForms(Protocol):
+    """The engine's own events for routers; ``medium`` names the tier kind."""
+
+    host: str
+    lower: str
+
+    def describe(self, request: Any, group: int, start: int, size: int) -> Any:
+        """What an event says of the block of ``size`` tokens from token ``start`` on."""
+
+    def stored(self, block: Any, medium: str) -> Any: ...
+
+    def removed(self, block: Any, medium: str) -> Any: ...
 
 
 class _Reported:

@@ -20,7 +20,6 @@ from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.loads import AwaitedLoad
 from kvferry.connectors.common.messages import RankShape
-from kvferry.scheduler.scheduler import Scheduler
 from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.types import TransferId
@@ -41,12 +40,15 @@ class OverlapDecider:
         self,
         setup: SessionSetup,
         shape: RankShape,
-        scheduler: Scheduler,
+        bandwidth: Callable[[], float | None],
         has_others: Callable[[], bool],
         *,
         hash_tokens: int,
     ) -> None:
-        """``has_others`` says whether another request computes in these steps, or soon will."""
+        """``bandwidth`` is that of the loads so far, for ranks without measurements.
+
+        ``has_others`` says whether another request computes in these steps, or soon will.
+        """
         is_off = setup.config.overlap_loads == "off" or bool(setup.overlap_refusal)
         # An engine that shares parts of blocks copies those before the connector is called.
         self._is_off = is_off or hash_tokens != setup.groups[0].block_tokens
@@ -54,7 +56,7 @@ class OverlapDecider:
         self._choices = shape.choices
         self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0
         self._block_tokens = setup.groups[0].block_tokens
-        self._scheduler = scheduler
+        self._bandwidth = bandwidth
         self._has_others = has_others
 
     def decide(self, num_tokens: int) -> OverlapDecision:
@@ -80,7 +82,7 @@ class OverlapDecider:
         num_blocks = -(-num_tokens // self._block_tokens)
         if self._choices is not None:
             return self._choices.load_seconds(0, num_blocks, busy=has_others)
-        bandwidth = self._scheduler.load_bandwidth
+        bandwidth = self._bandwidth()
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
 
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.messages import RankShape, StepReceipts
-from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import LowerTier
+from kvferry.scheduler.control import Control
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric, MetricKind, catalog, why_path
 from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import Snapshot, Source, idle, installed_version, samples
-from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
+from kvferry.telemetry.source import (
+    AskedScheduler,
+    Snapshot,
+    Source,
+    idle,
+    installed_version,
+    samples,
+)
+from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution, SchedulerStats
 from kvferry.tiers.disk.protocol import DiskFigures, add_up
 from kvferry.types import DEVICE, HOST, Rank
 
@@ -133,25 +139,28 @@ class Reports:
 
     def __init__(
         self,
-        scheduler: Scheduler,
         setup: SessionSetup,
+        asked: AskedScheduler,
+        control: Control,
+        count: Callable[[], SchedulerStats],
+        events: BlockEvents | None,
         *,
         shape: RankShape,
-        tiers: Sequence[LowerTier],
         hash_tokens: int,
     ) -> None:
-        """``shape`` is the first rank's; each engine on a host has a metrics port of its own."""
-        self._scheduler = scheduler
-        scheduler.watch_requests()
+        """``asked`` answers questions, ``control`` carries out orders, ``count`` takes a snapshot.
+
+        ``shape`` is the first rank's. Each engine on a host has a metrics port of its own.
+        """
+        self._asked = asked
+        self.orders = control
+        self._count = count
+        self.events = events
         self._slot_bytes: dict[str, int] = dict.fromkeys(
             (HOST, *(tier.name for tier in shape.tiers)), shape.slot_bytes
         )
         self._pinned: dict[Rank, int] = {}
         self._disks: dict[tuple[Rank, str], DiskFigures] = {}
-        self.events: BlockEvents | None = None
-        if setup.event_forms is not None:
-            forms = setup.event_forms(hash_tokens)
-            self.events = BlockEvents(scheduler.pool, scheduler.groups, forms, tiers)
         self._reported: Figures = {}
         self._reported_at = 0.0
         self.mailbox = Mailbox()
@@ -174,7 +183,7 @@ class Reports:
         self.mailbox.wake = setup.find_waker()
         assert setup.keys_of_tokens is not None
         return ControlApi(
-            self._scheduler.control,
+            self.orders,
             self.mailbox,
             config.control_token,
             keys_of_tokens=setup.keys_of_tokens(hash_tokens),
@@ -188,7 +197,7 @@ class Reports:
         assert config.metrics_port is not None
         num_sharing = setup.num_ranks if shape.is_shared else 1
         source = Source(
-            self._scheduler.onlooker,
+            self._asked,
             self.mailbox,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
@@ -214,7 +223,7 @@ class Reports:
     @property
     def has_orders(self) -> bool:
         """Whether an order waits for a step of the engine."""
-        return self.mailbox.has_orders or self._scheduler.control.is_busy
+        return self.mailbox.has_orders or self.orders.is_busy
 
     # -- figures --------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class Reports:
         """What was counted since the last call; None if that is nothing."""
         counted = figures(
             Snapshot(
-                self._scheduler.stats(),
+                self._count(),
                 installed_version(),
                 self._slot_bytes,
                 self._pinned_bytes(),

@@ -24,6 +24,7 @@ from kvferry.connectors.common.contract import (
     SessionSetup,
     Step,
 )
+from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.loads import PromisedLoads
 from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
 from kvferry.connectors.common.overlap import OverlapDecider
@@ -82,10 +83,10 @@ class DeadlinePoll:
 class RequestState:
     """One of the engine's requests, and the scheduler's request of the same name. Owns neither."""
 
-    def __init__(self, theirs: EngineRequest, ours: Request) -> None:
+    def __init__(self, theirs: EngineRequest, ours: Request, keys: EngineKeys) -> None:
         self.theirs = theirs
         self.ours = ours
-        self.keys: EngineKeys = ours.chain  # type: ignore[assignment]  # the adapter opened it
+        self.keys = keys
         self.preemptions = theirs.num_preemptions
         self.computed = 0
         """Tokens that the engine had when it last asked for a match."""
@@ -141,10 +142,25 @@ class Serving:
         self.scheduler = self._make_scheduler(shapes, tiers)
         self._requests: dict[str, RequestState] = {}
         self._overlap = OverlapDecider(
-            setup, shapes[0], self.scheduler, self._has_others, hash_tokens=engine.hash_tokens
+            setup,
+            shapes[0],
+            lambda: self.scheduler.load_bandwidth,
+            self._has_others,
+            hash_tokens=engine.hash_tokens,
         )
+        events = None
+        if setup.event_forms is not None:
+            forms = setup.event_forms(engine.hash_tokens)
+            events = BlockEvents(self.scheduler.pool, groups, forms, tiers)
+        self.scheduler.watch_requests()
         self.reports = Reports(
-            self.scheduler, setup, shape=shapes[0], tiers=tiers, hash_tokens=engine.hash_tokens
+            setup,
+            self.scheduler.onlooker,
+            self.scheduler.control,
+            self.scheduler.stats,
+            events,
+            shape=shapes[0],
+            hash_tokens=engine.hash_tokens,
         )
         rests = self.scheduler.deferred
         assert rests is not None  # the scheduler was given the engine's blocks
@@ -259,8 +275,10 @@ class Serving:
     def _state_of(self, request: EngineRequest) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            ours = self.engine.open(self.scheduler, request)
-            state = self._requests[request.request_id] = RequestState(request, ours)
+            has_tenants = self.scheduler.has_tenants
+            keys, hints, reason = self.engine.describe(request, has_tenants=has_tenants)
+            ours = self.scheduler.open(request.request_id, keys, hints, unheeded=reason)
+            state = self._requests[request.request_id] = RequestState(request, ours, keys)
         elif request.num_preemptions != state.preemptions:
             state.note_preemption()
         return state

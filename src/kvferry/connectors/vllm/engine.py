@@ -16,8 +16,8 @@ from kvferry.connectors.common.contract import Step
 from kvferry.connectors.common.hints import read_hints, tenant_of
 from kvferry.core.identity import Namespace, adopt, adopt_one
 from kvferry.core.keys import Keys
+from kvferry.hints import Hints
 from kvferry.scheduler.request import Request
-from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, Ordered
 from kvferry.types import DeviceBlocks, Key
 
@@ -97,17 +97,17 @@ class VllmEngine:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def open(self, scheduler: Scheduler, request: Any) -> Request:
-        """Open a request of vLLM's with the hints and the tenant it came with."""
+    def describe(self, request: Any, *, has_tenants: bool) -> tuple[RequestKeys, Hints | None, str]:
+        """A request's keys; its hints, with its salt's tenant; why some were not understood."""
         keys = RequestKeys(request, self._namespace)
         params = getattr(request, "kv_transfer_params", None)
-        if params is None and not scheduler.has_tenants:
-            return scheduler.open(request.request_id, keys)
+        if params is None and not has_tenants:
+            return keys, None, ""
         hints, reason = read_hints(params if params is not None else {}, _HINTS)
         salt = getattr(request, "cache_salt", None)
-        if scheduler.has_tenants and salt and not hints.tenant:
+        if has_tenants and salt and not hints.tenant:
             hints = replace(hints, tenant=tenant_of(salt))
-        return scheduler.open(request.request_id, keys, hints, unheeded=reason)
+        return keys, hints, reason
 
     # -- what there is --------------------------------------------------------------------------
 
