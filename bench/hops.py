@@ -34,6 +34,10 @@ SOURCE = str(Path(kvferry.__file__).parent)
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 64
 BLOCKS = 8
+LIVES = 32
+
+FINDS = ("cache/index.py:find", "cache/index.py:find_leading", "cache/index.py:find_one")
+"""Lookups of keys in the index of a pool."""
 
 
 @dataclass
@@ -82,16 +86,23 @@ def has_ended(engine: Any) -> bool:
     return not engine._done.empty()
 
 
-def through_the_library() -> Traces:
+def attached(**settings: Any) -> kvferry.Ferry:
     kv = [np.zeros((NUM_BLOCKS, 64), dtype=np.uint8) for _ in range(4)]
+    config = Config(block_tokens=BLOCK_TOKENS, load_policy="always", **settings)
+    ferry = kvferry.attach(kv, model="m", config=config)
+    while ferry.host_stats().ready_slots < ferry.host_stats().num_slots:
+        time.sleep(0.01)
+    return ferry
+
+
+def through_the_library() -> Traces:
     traces: Traces = {
         "library: store": Trace(),
         "library: match": Trace(),
         "library: load": Trace(),
     }
     store, match, load = traces.values()
-    config = Config(block_tokens=BLOCK_TOKENS, host=1 << 20, load_policy="always")
-    with kvferry.attach(kv, model="m", config=config) as ferry:
+    with attached(host=1 << 20) as ferry:
         blocks = list(range(BLOCKS))
         other = ferry.keys(np.arange(BLOCKS * BLOCK_TOKENS) + 7)
         ferry.wait(ferry.store(other, blocks))  # what is made at the first call is not a step
@@ -110,6 +121,65 @@ def through_the_library() -> Traces:
         with load.on():
             ferry.poll()
     return traces
+
+
+def whole_lives() -> Traces:
+    """Store, wait, match, load, wait, and nothing left to do later: one life in many, on average.
+
+    The pool is full and evicts with the default policy.
+    """
+    trace = Trace()
+    with attached(host=NUM_BLOCKS * 4 * 64) as ferry:
+        blocks = list(range(BLOCKS))
+
+        def live(number: int, trace: Trace) -> None:
+            keys = ferry.keys(np.arange(BLOCKS * BLOCK_TOKENS) + 10_000 * number)
+            with trace.on():
+                ticket = ferry.store(keys, blocks)
+            settle_down(lambda: has_ended(ferry._rank.engine))
+            with trace.on():
+                assert ferry.wait(ticket).num_blocks == BLOCKS
+                ticket = ferry.load(ferry.match(keys), blocks)
+            settle_down(lambda: has_ended(ferry._rank.engine))
+            with trace.on():
+                assert ferry.wait(ticket).ok
+
+        for number in range(2 * NUM_BLOCKS // BLOCKS):
+            live(number, Trace())
+        ferry.poll()
+        for number in range(1000, 1000 + LIVES):
+            live(number, trace)
+        with trace.on():
+            ferry.poll()
+    trace.calls //= LIVES
+    trace.changes //= LIVES
+    return {"library: whole life": trace}
+
+
+def on_a_lower_tier() -> Traces:
+    """A match whose blocks were evicted to a lower tier; it orders them up."""
+    trace = Trace()
+    few = 4
+    with attached(host=16 * 4 * 64, tiers=f"memory:{64 * 4 * 64}", tier_write="through") as ferry:
+
+        def keys_of(number: int) -> Any:
+            return ferry.keys(np.arange(few * BLOCK_TOKENS) + 10_000 * number)
+
+        def settled() -> None:
+            for _ in range(5):
+                ferry.poll()
+                settle_down(lambda: has_ended(ferry._rank.engine))
+
+        for number in range(8):
+            ferry.wait(ferry.store(keys_of(number), list(range(few))))
+            settled()
+        for number, counted in ((0, Trace()), (1, trace)):
+            with counted.on():
+                hit = ferry.match(keys_of(number))
+            assert hit.is_pending, "it was found in the host"
+            ferry.await_hit(hit, 10)
+            settled()
+    return {"library: match below": trace}
 
 
 @contextmanager
@@ -338,7 +408,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the counts to this file too")
     parser.add_argument("--functions", action="store_true", help="say which functions were entered")
     arguments = parser.parse_args()
-    traces = {**through_the_library(), **through_the_connector()}
+    traces = {
+        **through_the_library(),
+        **whole_lives(),
+        **on_a_lower_tier(),
+        **through_the_connector(),
+    }
     print(
         f"a request of {BLOCKS} blocks, Python {sys.version.split()[0]}, numpy {np.__version__}\n"
     )
@@ -353,6 +428,12 @@ def main() -> int:
         if arguments.functions:
             for name, count in trace.by_function.most_common():
                 print(f"    {count:3} {name}")
+    below, store = traces["library: match below"], traces["library: store"]
+    finds = {name: below.by_function[name] for name in FINDS if below.by_function[name]}
+    print(f"\na match below looks keys up: {finds}")
+    modules = sorted(name[len(SOURCE) + 1 :] for name in store.modules)
+    others = [name for name in modules if not name.startswith("cache/policies/")]
+    print(f"a library store enters {len(others)} modules besides the policy: {', '.join(others)}")
     if arguments.json:
         plain = {line: [trace.calls, trace.changes] for line, trace in traces.items()}
         arguments.json.write_text(json.dumps(plain, indent=2) + "\n")
