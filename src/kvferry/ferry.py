@@ -159,9 +159,11 @@ class Ferry(Closing):
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
-        if not 0 <= on_device <= len(keys):
+        if not 0 <= on_device <= len(keys.array):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
-        request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, _hints(hints))
+        request = self._scheduler.open(
+            f"hit-{next(_request_numbers)}", keys, None if hints is None else _hints(hints)
+        )
         tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)
         if match.state is not MatchState.HIT:
@@ -280,7 +282,7 @@ class Ferry(Closing):
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         first = first if type(first) is int else integer(first, "first")
-        num_keys = len(keys)
+        num_keys = len(keys.array)
         before = min(max(0, first), num_keys)
         tables = self._tables.whole(device_blocks, before=before)
         if first != before or (len(tables) == 1 and len(tables[0]) != num_keys):
@@ -292,7 +294,9 @@ class Ferry(Closing):
         if self._is_growing:
             self._note_ready()  # what has grown since the last poll takes blocks too
         ticket = self._tickets.give()
-        request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, _hints(hints))
+        request = self._scheduler.open(
+            f"store-{next(_request_numbers)}", keys, None if hints is None else _hints(hints)
+        )
         try:
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
             reason = ""

@@ -173,6 +173,8 @@ class RankMemory:
         self.engine = engine
         self.tiers = dict(tiers or {})
         self._activity = activity
+        self.note_step = activity.note
+        """Call it when the model is given work: while it has some, host memory grows slowly."""
         self._undo = undo if undo is not None else ExitStack()
 
     @property
@@ -184,10 +186,6 @@ class RankMemory:
         """What the drives below this rank's memory did so far, by tier."""
         found = {name: tier.figures() for name, tier in self.tiers.items()}
         return {name: figures for name, figures in found.items() if figures is not None}
-
-    def note_step(self) -> None:
-        """The model was given work: while it has some, host memory grows slowly."""
-        self._activity.note()
 
     def note_plan(self, plan: Plan) -> None:
         """These orders are carried out: host memory grows ahead of what is written to it."""

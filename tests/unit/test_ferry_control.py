@@ -50,7 +50,7 @@ def settle(ferry: kvferry.Ferry) -> None:
 
 def test_hints_come_with_a_store_or_a_match(ferry):
     keys = keep(ferry, 1, hints={"pin_seconds": "1h"})
-    assert ferry.stats().pool.held == 4
+    assert ferry.stats().pool.pinned == 4
     nothing = keep(ferry, 2, hints=kvferry.Hints(max_store_tokens=0))
     assert ferry.lookup(nothing).host_tokens == 0
     hit = ferry.match(keys, hints={"do_not_load": True})
@@ -166,6 +166,6 @@ def test_a_reset_and_a_close_forget_every_pin(ferry):
     keys = keep(ferry, 1)
     ferry.pin(keys)
     ferry.reset()
-    assert ferry.stats().pool.held == 0
+    assert ferry.stats().pool.pinned == 0
     assert ferry.lookup(keys).host_tokens == 0
     ferry.pin(keep(ferry, 1))

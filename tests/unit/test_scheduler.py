@@ -359,14 +359,14 @@ def test_a_miss_is_answered_at_once_and_counted_when_the_log_is_drained(
 
 def test_what_a_reader_of_the_log_raises_comes_with_the_next_request() -> None:
     scheduler = scheduler_of()
-    journal = scheduler.book.journal
+    book: Any = scheduler.book
     scheduler.match("reader", keys(range(3)))
 
     def fails(*_: object, **__: object) -> None:
-        del journal.explained
+        del book._explain
         raise RuntimeError("cannot remember")
 
-    journal.explained = fails  # type: ignore[method-assign]
+    book._explain = fails
     scheduler.plan()
     assert scheduler.stats().queries == 1
     with pytest.raises(RuntimeError, match="cannot remember"):

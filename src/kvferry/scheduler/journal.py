@@ -249,21 +249,8 @@ class Journal:
     def __init__(self) -> None:
         self._entries: OrderedDict[RequestId, Entry] = OrderedDict()
 
-    def explained(self, explanation: Explanation, *, is_new: bool) -> None:
-        """A request was looked up; this replaces what was said about it before.
-
-        Where it ``is_new``, what another of the same name did is forgotten as well.
-        """
-        if is_new:
-            self._entries.pop(explanation.request_id, None)
-        self.touch(explanation.request_id).explanation = explanation
-
-    def copied(self, request_id: RequestId, flight: InFlight) -> None:
-        """A transfer ended that moved blocks of this request, or it waits no longer for it."""
-        if isinstance(flight.transfer, Transfer):  # a question copies nothing
-            copies = self.touch(request_id).copies
-            copies.append(Copy.of(flight, flight.transfer))
-            del copies[:-MOST_COPIES]
+    def forget(self, request_id: RequestId) -> None:
+        self._entries.pop(request_id, None)
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)
@@ -369,6 +356,12 @@ class Bookkeeper:
         """Hand requests to the recorder and the memory curve, as the settings say."""
         self._observing = Observing.begin(config, pool, lower, self._matcher, clock)
 
+    def raise_failure(self) -> None:
+        """Raise the first exception since the last call."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
     @property
     def memory_curve(self) -> Points:
         """What other sizes of each tier would hit, as far as is known."""
@@ -411,16 +404,20 @@ class Bookkeeper:
             self._count(request.tenant, num_tokens, request.chain, answer.num_keys)
         explanation = self._explain(answer)
         self.counts.missed[explanation.reason.value] += 1
-        self.journal.explained(explanation, is_new=True)
+        self.journal.forget(answer.request_id)  # what another of this name did
+        self.journal.touch(answer.request_id).explanation = explanation
         if self._observing is not None:
             self._observing.answered(event.at, request, answer, explanation)
 
     def _noted(self, event: PoolEvent) -> None:
         detail = event.detail
         if isinstance(detail, RequestAnswer):
-            self.journal.explained(self._explain(detail), is_new=False)
+            self.journal.touch(event.request).explanation = self._explain(detail)
         elif isinstance(detail, InFlight):
-            self.journal.copied(event.request, detail)
+            if isinstance(detail.transfer, Transfer):  # a question copies nothing
+                copies = self.journal.touch(event.request).copies
+                copies.append(Copy.of(detail, detail.transfer))
+                del copies[:-MOST_COPIES]
         elif isinstance(detail, Hinted):
             entry = self.journal.touch(event.request)
             entry.hints, entry.refused = detail.hints, tuple(detail.refused)

@@ -33,7 +33,7 @@ from kvferry.scheduler.transfers import (
     Transfers,
     Waits,
     held_blocks,
-    require_tables,
+    wrong_tables,
 )
 from kvferry.types import (
     NO_SLOTS,
@@ -368,7 +368,9 @@ class Request:
     def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
         requests, chain = self._requests, self.chain
         self._computed = computed_tokens
-        if self.loading or self.waits_below or self.state is State.LOADING:
+        promotion = self.promotion
+        waits = promotion is not None and promotion.waits
+        if waits or self.loading or self.state is State.LOADING:
             if self.state is State.WAITING:
                 promised = requests.pipelined.foresee(self, computed_tokens, max_tokens)
                 if promised is not None:
@@ -505,7 +507,8 @@ class Request:
         window or a chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
         """
         requests, hit = self._requests, self._hit
-        require_tables(tables, len(requests.sizes))
+        if len(tables) != len(requests.sizes):
+            raise wrong_tables(tables, len(requests.sizes))
         if hit is None and self.promotion is not None and self.promotion.foreseen is not None:
             return self.load_promised(tables[0])
         if hit is None or not hit.leases:
@@ -649,7 +652,8 @@ class Request:
         requests, state = self._requests, self.state
         if state in OVER:
             raise self._over("stored")
-        require_tables(tables, len(requests.sizes))
+        if len(tables) != len(requests.sizes):
+            raise wrong_tables(tables, len(requests.sizes))
         if requests.stores.admission.counts:  # what was asked for before counts before it
             requests.book.drain()
         if state in _IDLE:

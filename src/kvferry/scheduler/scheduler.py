@@ -246,7 +246,10 @@ class Scheduler:
             raise ClosedError(_CLOSED)
         if len(self.book.events) > _MANY_EVENTS:
             self.drain_events()
-        self._raise_failures()
+        for pool in self._pools:
+            pool.raise_failure()
+        if self.book.failure is not None:
+            self.book.raise_failure()
         return Request(request_id, chain, self._requests, hints, unheeded)
 
     def prefetch(self, request: Request) -> None:
@@ -271,13 +274,6 @@ class Scheduler:
         self.book.drain()
         for pool in self._pools:
             pool.catch_up()
-
-    def _raise_failures(self) -> None:
-        for pool in self._pools:
-            pool.raise_failure()
-        failure, self.book.failure = self.book.failure, None
-        if failure is not None:
-            raise failure
 
     # -- stores that no running request orders --------------------------------------------------
 
@@ -408,8 +404,10 @@ class Scheduler:
         if not (landed or overdue or requests.pipelined or requests.pinned or requests.released):
             return _NOTHING
         done = Completion()
+        landings = []
         for flight in landed:
             self._landed(flight, done)
+            landings.append(Landing(flight.transfer.id, flight.reason))
         if done.num_bytes:
             self.hits.worth.note_load(done.num_bytes, done.seconds)
         for flight in overdue:
@@ -424,11 +422,12 @@ class Scheduler:
         if requests.pinned:
             expired = tuple([each for each in tuple(requests.pinned) if each.expire(now)])
             self.book.counts.expired_hits += len(expired)
+        released, requests.released = requests.released, []
         return Settled(
             tuple(done.loaded),
             tuple(done.failed),
-            self.take_released(),
-            tuple([Landing(flight.transfer.id, flight.reason) for flight in landed]),
+            tuple(released),
+            tuple(landings),
             expired,
             tuple(ordered),
         )

@@ -335,7 +335,9 @@ class Transfers:
             self._fly(move.transfer, move.leases, now + move.transfer.within)
             transfers.append(move.transfer)
         for group, transfer_id in sorted(store_ids.items()):
-            of_group = [order for order in stores if order.group == group]
+            of_group = stores
+            if len(store_ids) > 1:
+                of_group = [order for order in stores if order.group == group]
             transfers.append(self._launch_store(transfer_id, group, of_group, now))
         if not self._questions and not self._forget:
             return Plan(self._step, tuple(transfers))
@@ -356,11 +358,13 @@ class Transfers:
     def _launch_store(
         self, transfer_id: TransferId, group: int, orders: Sequence[StoreOrder], now: float
     ) -> Transfer:
-        leases = tuple([order.lease for order in orders])
-        served = tuple([order.request for order in orders if order.request is not None])
-        if len(orders) == 1:
-            blocks, slots = orders[0].device_blocks, leases[0].slots
-        else:
+        leases: tuple[Lease, ...] = ()
+        served: tuple[Any, ...] = ()
+        for order in orders:
+            leases += (order.lease,)
+            served += (order.request,) if order.request is not None else ()
+        blocks, slots = orders[0].device_blocks, leases[0].slots
+        if len(orders) > 1:
             blocks = np.concatenate([order.device_blocks for order in orders])
             slots = np.concatenate([lease.slots for lease in leases])
         transfer = Transfer(transfer_id, DEVICE, HOST, blocks, slots, group)
@@ -627,7 +631,10 @@ def checked_blocks(
 
     A copy: the engine may write its table while the blocks are still being read or filled.
     """
-    found = integers(table[blocks.start : blocks.stop], "device blocks").copy()
+    part: Any = table[blocks.start : blocks.stop]
+    if type(part) is not np.ndarray or part.dtype != np.int64:
+        part = integers(part, "device blocks")
+    found: npt.NDArray[np.int64] = part.copy()
     if found.size and int(found.min()) < least:
         or_none = f", or NO_BLOCK ({NO_BLOCK})" if least == NO_BLOCK else ""
         raise InputError(
@@ -636,12 +643,9 @@ def checked_blocks(
     return found
 
 
-def require_tables(tables: Sequence[BlockTable], num_groups: int) -> None:
-    """Refuse where there is not one table for each group."""
-    if len(tables) != num_groups:
-        raise InputError(
-            f"got {len(tables)} block tables for {num_groups} groups; give one per group"
-        )
+def wrong_tables(tables: Sequence[BlockTable], num_groups: int) -> InputError:
+    """What to raise where there is not one table for each group."""
+    return InputError(f"got {len(tables)} block tables for {num_groups} groups; give one per group")
 
 
 def held_blocks(

@@ -37,19 +37,19 @@ class Distribution:
 class Histogram:
     """Counts values by a few fixed bounds, so it never grows."""
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
     def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
     def snapshot(self) -> Distribution:
-        return Distribution(self._bounds, tuple(self._counts), self._total)
+        return Distribution(self.bounds, tuple(self.counts), self.total)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class TrafficCounts:
                 key = (OTHER, OTHER, OTHER)
             kind = (Histogram(SIZE_BOUNDS), Histogram(TIME_BOUNDS))
             found = self._kinds.setdefault(key, kind)
-        found[0].add(num_bytes)
-        found[1].add(seconds)
+        for histogram, value in zip(found, (num_bytes, seconds), strict=True):
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.total += value
 
     def snapshot(self) -> Mapping[TrafficKey, Traffic]:
         return MappingProxyType(
