@@ -83,7 +83,7 @@ def begin(make: Callable[..., Sides]) -> Any:
     def start(num_ranks: int = 2, **options: Any) -> tuple[Sides, list[Any], list[Gates]]:
         sides = make(num_ranks, tier_write="through", **options)
         parts = scheduler_of(sides)._requests
-        parts.lower._piece_slots = 1
+        parts.lower.piece_slots = 1
         parts.pipelined._share = lambda tiers: 1.0
         wanted = [chat(sides, number) for number in range(8)]
         evict(scheduler_of(sides).pool, HOST_BLOCKS)

@@ -171,7 +171,7 @@ def check_nothing_left(scheduler: Scheduler) -> None:
     assert not parts.waits._waiting
     assert not parts.released
     assert not scheduler.deferred
-    assert not scheduler.lower._moves
+    assert not scheduler.lower.moves
     assert not scheduler.lower._asking
     assert not scheduler.num_queued
     assert not scheduler.num_in_flight

@@ -161,7 +161,7 @@ class Serving:
             clock=lambda: self.now,
         )
         if setup.piece_slots:
-            self.scheduler.lower._piece_slots = setup.piece_slots
+            self.scheduler.lower.piece_slots = setup.piece_slots
             self.scheduler._requests.pipelined._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
@@ -739,7 +739,7 @@ class Serving:
         assert not scheduler._requests.waits._waiting
         assert not scheduler.requests
         assert not scheduler.hits._being_loaded.any()
-        assert not scheduler.lower._moves
+        assert not scheduler.lower.moves
         assert not scheduler.lower._asking
 
     def describe(self) -> str:

@@ -33,7 +33,7 @@ DESTINATION = list(range(70, 70 + CHAT_BLOCKS))
 def below(attach: Open, **settings: Any) -> tuple[kvferry.Ferry, list[bytes]]:
     """More conversations than the host holds; the first of them are only below."""
     ferry = attach(tier_write="through", **settings)
-    ferry._scheduler.lower._piece_slots = 2
+    ferry._scheduler.lower.piece_slots = 2
     wanted = fill(ferry)
     for tensor in ferry.kv:  # type: ignore[attr-defined]
         tensor[70:] = 0xEE

@@ -321,7 +321,7 @@ def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -
         store.keep(one, name, chain)
     lower = one.scheduler.lower
     for part in (A[10:], B):
-        lower.writeback._flush_to(lower.tiers[0], part, one.now)
+        one.scheduler.writeback._flush_to(lower.tiers[0], part, one.now)
         store.serve(one)
     two = Desk(tiers=[packing()], slots=512)
     assert brought(two, "a", A, store) == len(A)

@@ -215,4 +215,4 @@ def test_pieces_are_cut_by_bytes() -> None:
     tier = SlotTier(DISK, Pool(2000), WriteMode.THROUGH)
     for num_bytes, pieces in ((0, 7), (100_000, 2), (1 << 20, 13), (64 << 20, 50)):
         desk = Desk(tiers=[tier], slots=1000, block_bytes=[num_bytes])
-        assert -(-200 // desk.scheduler.lower._piece_slots) == pieces
+        assert -(-200 // desk.scheduler.lower.piece_slots) == pieces

@@ -82,7 +82,7 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     chain = desk.scheduler.matcher.slot_keys(0, keys, range(12))
     slots = below.find_cached(chain)
     assert [below.table.chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
-    assert not desk.scheduler.lower.writeback._early
+    assert not desk.scheduler.writeback._early
     desk.check_empty()
 
 
@@ -108,7 +108,7 @@ def test_a_tier_that_writes_nothing_is_left_alone_for_longer_and_longer() -> Non
     (move,) = desk.plan()
     desk.land(move)
     assert below_pool(desk).counts.cached == len(move)
-    assert not desk.scheduler.lower.writeback._rests
+    assert not desk.scheduler.writeback._rests
     desk.check_empty()
 
 

@@ -31,6 +31,7 @@ from kvferry.scheduler.lookup import Matcher, Missing, PinnedHit
 from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
+from kvferry.scheduler.writeback import Writeback
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, Points, TierSizes
 from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder, Student
 from kvferry.telemetry.stats import MatchCounts
@@ -316,6 +317,7 @@ class Bookkeeper:
         pool: Pool,
         admission: SeenOften,
         lower: LowerTiers,
+        writeback: Writeback,
         tenants: Tenants | None = None,
     ) -> None:
         self.counts = MatchCounts()
@@ -324,7 +326,8 @@ class Bookkeeper:
         self._matcher = matcher
         self._admission = admission
         self._lower = lower
-        self._counts_keys = admission.counts or lower.writeback.counts_requests
+        self._writeback = writeback
+        self._counts_keys = admission.counts or writeback.counts_requests
         self._tenants = tenants
         self._ghosts = GhostFilter(pool.num_slots)
         self._observing: Observing | None = None
@@ -392,7 +395,7 @@ class Bookkeeper:
             for g in range(len(self._matcher.groups)):
                 slot_keys = self._matcher.all_keys(g, keys)
                 self._admission.see(slot_keys)
-                self._lower.writeback.requested(slot_keys)
+                self._writeback.requested(slot_keys)
 
     def _looked_up(self, event: PoolEvent) -> None:
         answer = event.detail

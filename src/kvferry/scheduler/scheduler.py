@@ -44,7 +44,7 @@ from kvferry.scheduler.transfers import (
     Transfers,
     Waits,
 )
-from kvferry.scheduler.writeback import admission_of, times_requested
+from kvferry.scheduler.writeback import Writeback, admission_of, times_requested
 from kvferry.settings.tenants import TenantShare
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import (
@@ -186,7 +186,9 @@ class Scheduler:
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
         self.transfers = transfers = Transfers(num_ranks, shape.block_bytes, config)
-        self.lower = lower = _lower(pool, tiers, transfers, shape, config, clock)
+        self.lower = lower = LowerTiers(pool, tiers, transfers, clock, slot_bytes=shape.slot_bytes)
+        self.writeback = _writeback(pool, lower, transfers, shape, config, clock)
+        """Copies blocks down; while the engine is idle, all that only the host holds."""
         self._pools = (pool, *(tier.pool for tier in tiers if tier.pool is not None))
         self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
         on_device = _on_device(shape) if config.store_mode == "lazy" else None
@@ -194,7 +196,9 @@ class Scheduler:
         self.hits = Hits(matcher, pool, transfers, config, shape, clock)
         self._tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
         self.has_tenants = self._tenants is not None
-        self.book = Bookkeeper(pool.log, matcher, pool, self.stores.admission, lower, self._tenants)
+        self.book = Bookkeeper(
+            pool.log, matcher, pool, self.stores.admission, lower, self.writeback, self._tenants
+        )
         self.deferred = None
         if engine is not None:
             self.deferred = _deferred(engine, shape, matcher, clock)
@@ -220,8 +224,6 @@ class Scheduler:
         )
         self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
         """Acts on blocks by their keys."""
-        self.writeback = lower.writeback
-        """Writes blocks to the disk while the engine is idle."""
         self.onlooker = Onlooker(self._snapshot, self.book.journal)
         """What other threads may read."""
 
@@ -349,6 +351,7 @@ class Scheduler:
         Requests wait for one that is away no longer than to the next ``settle``.
         """
         self.lower.note_health(health)
+        self.writeback.note_change()
 
     # -- plan and settle --------------------------------------------------------------------------
 
@@ -465,10 +468,12 @@ class Scheduler:
             done.add(request, *ended)
 
     def _moved(self, flight: InFlight) -> None:
-        brought = self.lower.landed(flight)
-        if brought is not None:
-            tier, num_bytes, seconds = brought
-            self.hits.worth.note_load(num_bytes, seconds, tier)
+        landed = self.lower.landed(flight)
+        self.writeback.note_change()
+        if landed is not None and landed.upward:
+            self.hits.worth.note_load(landed.num_bytes, landed.seconds, landed.tier)
+        elif landed is not None:
+            self.writeback.wrote(landed.tier, ok=landed.ok)
         for request in self._requests.waits.take(flight.transfer.id):
             request.came(flight)
 
@@ -519,6 +524,7 @@ class Scheduler:
         self.control.reset()
         self.pool.reset()
         self.lower.reset()
+        self.writeback.reset()
         self._num_resets += 1
         self.epoch = new_epoch(self.epoch)
         self.matcher.begin_epoch(self.epoch)
@@ -667,18 +673,18 @@ class Completion:
 # -- wiring -------------------------------------------------------------------------------------
 
 
-def _lower(
+def _writeback(
     pool: Pool,
-    tiers: Sequence[LowerTier],
+    lower: LowerTiers,
     transfers: Transfers,
     shape: EngineShape,
     config: Config,
     clock: Callable[[], float],
-) -> LowerTiers:
-    """What lies below the host, and what of the host may go there and stay."""
+) -> Writeback:
+    """What of the host goes to lower tiers, and stays there."""
     block_bytes, now = shape.slot_bytes * shape.num_ranks, clock()
     admissions = {}
-    for tier in tiers:
+    for tier in lower.tiers:
         num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
         admission = admission_of(
             config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now
@@ -687,19 +693,19 @@ def _lower(
             admissions[tier.name] = admission
         if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
             tier.write = WriteMode.SPILL
-    lower = LowerTiers(
+    for each in (pool, *(tier.pool for tier in lower.tiers if tier.pool is not None)):
+        each.eviction.pins.bound(config.pin_share)
+    return Writeback(
         pool,
-        tiers,
+        lower.tiers,
         transfers,
         clock,
-        slot_bytes=shape.slot_bytes,
+        lower.moves,
         admissions=admissions,
         flush_tiers=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
         flush_seconds=config.tier_flush,
+        piece_slots=lower.piece_slots,
     )
-    for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
-        each.eviction.pins.bound(config.pin_share)
-    return lower
 
 
 def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:

@@ -178,6 +178,16 @@ class LowerTier(ABC):
             self.pool.check_integrity()
 
 
+@dataclass(eq=False)
+class Move:
+    """Blocks on their way up or down. A late one keeps its slots, but no request waits for it."""
+
+    tier: LowerTier
+    keys: Keys
+    upward: bool
+    late: bool = False
+
+
 class SlotTier(LowerTier):
     """A tier whose slots we give out. Owns the pool that says which block lies where."""
 

@@ -12,7 +12,7 @@ block that has not come by then is not there. A tier that is away on any rank is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,9 +24,8 @@ from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCom
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.runs import End, Flags, Wanted
-from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Presence
+from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Move, Presence
 from kvferry.scheduler.transfers import InFlight, Transfers
-from kvferry.scheduler.writeback import Move, TierAdmission, Writeback
 from kvferry.types import HOST, Health, Key, Question, SlotArray, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
@@ -35,9 +34,6 @@ enough for a drive to be fast, and small blocks travel together."""
 
 _PIECE_SLOTS = 32
 """And in so many blocks where their size is not known."""
-
-_FLUSH_PIECES = 16
-"""A flush has so many pieces of that size in flight."""
 
 _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
@@ -94,6 +90,19 @@ class Inbound(NamedTuple):
         return np.isin(keys.array[:, 0], words)
 
 
+class Landed(NamedTuple):
+    """Blocks that moved between a tier and the host; ``ok`` unless none of them could be written.
+
+    Of those that came up: their bytes on one rank, and the seconds the tier was busy with them.
+    """
+
+    tier: TierName
+    upward: bool
+    ok: bool
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
 class LowerTiers:
     """Finds blocks below the host, brings them up, and learns how transfers there ended.
 
@@ -109,40 +118,24 @@ class LowerTiers:
         clock: Callable[[], float],
         *,
         slot_bytes: int = 0,
-        admissions: Mapping[TierName, TierAdmission] | None = None,
-        flush_tiers: Collection[TierName] = (),
-        flush_seconds: float = 0.0,
     ) -> None:
-        """``slot_bytes`` is the size of a block on one rank; 0 where it is not known.
-
-        :class:`Writeback` explains the others.
-        """
+        """``slot_bytes`` is the size of a block on one rank; 0 where it is not known."""
         self.tiers = tuple(tiers)
         self._keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
         self._slot_bytes = slot_bytes
-        self._piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
+        self.piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
         self._busy = {tier.name: BusyTime() for tier in self.tiers}
         self._host = host
         self._transfers = transfers
         self._clock = clock
-        self._moves: dict[TransferId, Move] = {}
+        self.moves: dict[TransferId, Move] = {}
+        """Blocks on their way up or down; what goes down is noted by :class:`Writeback`."""
         self._asking: dict[TransferId, tuple[LowerTier, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         host.eviction.feeds_below = bool(self.tiers)
         remains = tuple(tier.name for tier in self.tiers if tier.has_remains)
         if remains:
             transfers.forget(remains)
-        self.writeback = Writeback(
-            host,
-            self.tiers,
-            transfers,
-            clock,
-            self._moves,
-            admissions=admissions or {},
-            flush_tiers=flush_tiers,
-            flush_seconds=flush_seconds,
-            most_flushing=_FLUSH_PIECES * self._piece_slots,
-        )
 
     # -- what is there --------------------------------------------------------------------------
 
@@ -214,7 +207,7 @@ class LowerTiers:
     def room(self) -> int:
         """How many more host slots promotions may claim now."""
         room = self._most_promoting
-        for move in self._moves.values():
+        for move in self.moves.values():
             if move.upward:
                 room -= len(move.keys)
         return room
@@ -225,11 +218,11 @@ class LowerTiers:
         Returns the transfers to wait for, also those that others began. It is empty if the budget
         is spent or the host has no room.
         """
-        transfers = self._bringing(run) if self._moves and run.coming.any() else set()
+        transfers = self._bringing(run) if self.moves and run.coming.any() else set()
         room, start, parent = self.room, 0, run.parent
         num_keys = len(run.keys.array)
         while room > 0 and start < num_keys:
-            stop = start + min(room, self._piece_slots, num_keys - start)
+            stop = start + min(room, self.piece_slots, num_keys - start)
             if not run.known[start:stop].all():
                 number, stop = self._source(run, start, stop)
                 if number is None:
@@ -258,7 +251,7 @@ class LowerTiers:
         slots = run.below.found[number].slots
         src = tier.read(slots[at] if tier.pool is not None else slots)
         transfer_id = self._transfers.move(src, End.of(HOST, lease), coming)
-        self._moves[transfer_id] = Move(tier, coming, upward=True)
+        self.moves[transfer_id] = Move(tier, coming, upward=True)
         self._busy[tier.name].begin(self._clock())
         return transfer_id
 
@@ -277,13 +270,13 @@ class LowerTiers:
         coming = run.keys.array[run.coming, 0]
         return {
             transfer_id
-            for transfer_id, move in self._moves.items()
+            for transfer_id, move in self.moves.items()
             if move.upward and not move.late and np.isin(coming, move.keys.array[:, 0]).any()
         }
 
     def inbound(self, transfer_ids: Collection[TransferId]) -> Inbound | None:
         """What these promotions bring; None if there are none, or others than promotions."""
-        moves = [self._moves.get(transfer_id) for transfer_id in transfer_ids]
+        moves = [self.moves.get(transfer_id) for transfer_id in transfer_ids]
         found = [move for move in moves if move is not None and move.upward]
         if not found or len(found) < len(moves):
             return None
@@ -306,7 +299,7 @@ class LowerTiers:
             for number, found in enumerate(run.below.found):
                 counts[number] += np.count_nonzero(found.readable & lacks)
         tier = runs[0].below.tiers[int(counts.argmax())]
-        for move in self._moves.values():
+        for move in self.moves.values():
             if move.upward and not move.late and move.tier is tier:
                 num_queued += len(move.keys)
         size = self._slot_bytes
@@ -316,7 +309,6 @@ class LowerTiers:
 
     def note_health(self, health: Health) -> None:
         """A tier went away on one rank, or came back. Requests stop waiting for a tier away."""
-        self.writeback.note_change()
         for tier in self.tiers:
             if tier.name == health.tier:
                 tier.note_health(health.rank, health.reason)
@@ -327,42 +319,37 @@ class LowerTiers:
         """A transfer's deadline has passed: no request waits for it, and none may begin to."""
         if isinstance(flight.transfer, Question):
             self.landed(flight)
-        elif flight.transfer.id in self._moves:
-            move = self._moves[flight.transfer.id]
+        elif flight.transfer.id in self.moves:
+            move = self.moves[flight.transfer.id]
             move.late = True
             if move.upward:  # else the tier would count as busy while it rests
                 self._busy[move.tier.name].give_up()
 
-    def landed(self, flight: InFlight) -> tuple[TierName, int, float] | None:
-        """A transfer or a question below the host ended.
-
-        Returns what a tier has brought up, in bytes of one rank, and in which time, if it has.
-        """
-        self.writeback.note_change()
+    def landed(self, flight: InFlight) -> Landed | None:
+        """A transfer or a question below the host ended; returns what moved, if anything did."""
         now = self._clock()
         if isinstance(flight.transfer, Question):
             tier, _ = self._asking.pop(flight.transfer.id)
             asked, runs = Keys(flight.transfer.keys), flight.transfer.runs
             tier.answered(Answer(asked, ~flight.lost, not flight.overdue, runs), now)
             return None
-        move = self._moves.pop(flight.transfer.id, None)
-        if move is not None:
-            ok = ~flight.lost
-            move.tier.moved(move.keys, ok, upward=move.upward, now=now)
-            if move.upward and not move.late:
-                num_moved = int(np.count_nonzero(ok)) if not flight.overdue else 0
-                took = self._busy[move.tier.name].end(num_moved * self._slot_bytes, now)
-                return move.tier.name, *took
-            if not move.upward:
-                self.writeback.wrote(move.tier.name, ok=bool(ok.any()))
-        return None
+        move = self.moves.pop(flight.transfer.id, None)
+        if move is None:
+            return None
+        ok, name = ~flight.lost, move.tier.name
+        move.tier.moved(move.keys, ok, upward=move.upward, now=now)
+        if not move.upward:
+            return Landed(name, upward=False, ok=bool(ok.any()))
+        if move.late:
+            return None
+        num_moved = int(np.count_nonzero(ok)) if not flight.overdue else 0
+        return Landed(name, True, True, *self._busy[name].end(num_moved * self._slot_bytes, now))
 
     def reset(self) -> None:
         """Forget every block on every tier; the ranks are told with the next plan."""
         for transfer_id in self._transfers.forget(tuple(tier.name for tier in self.tiers)):
-            move = self._moves.pop(transfer_id)
+            move = self.moves.pop(transfer_id)
             move.tier.dropped(move.keys)
-        self.writeback.reset()
         for tier in self.tiers:
             tier.reset()
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.runs import End, run_numbers
-from kvferry.scheduler.tier import LowerTier, WriteMode, WriteOrder
+from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
@@ -53,6 +52,8 @@ _LOOK_RESTS = 20
 """A flush searches the whole host again after so many times the last search's duration. A search of
 100,000 blocks takes 13 ms, and a new request waits for it. (2 vCPU, Python 3.11, 2026-11-16.)"""
 
+_FLUSH_PIECES = 16
+"""A flush has so many pieces in flight."""
 _FLUSHING_SHARE = 8
 """A flush may have one slot in so many in flight: blocks being copied cannot be evicted."""
 
@@ -66,16 +67,6 @@ _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
 
 _TIMES = {"all": 1, "requested-twice": 2}
 """How often a block must have been requested, by the value of the setting."""
-
-
-@dataclass(eq=False)
-class Move:
-    """Blocks on their way up or down. A late one keeps its slots, but no request waits for it."""
-
-    tier: LowerTier
-    keys: Keys
-    upward: bool
-    late: bool = False
 
 
 class Writeback:
@@ -96,11 +87,11 @@ class Writeback:
         admissions: Mapping[TierName, TierAdmission],
         flush_tiers: Collection[TierName],
         flush_seconds: float,
-        most_flushing: int,
+        piece_slots: int,
     ) -> None:
         """``admissions`` are those of tiers that do not take every block.
 
-        ``flush_seconds`` bounds one flush, ``most_flushing`` its blocks in flight.
+        ``flush_seconds`` bounds one flush, which has 16 times ``piece_slots`` in flight.
         The first of ``flush_tiers`` with slots is flushed to; 0 seconds: none is.
         """
         self._host = host
@@ -122,7 +113,8 @@ class Writeback:
         can_flush = any(t.name in flush_tiers and t.write is WriteMode.SPILL for t in tiers)
         self._flush_tiers = flush_tiers
         self._flush_seconds = flush_seconds if can_flush else 0.0
-        self._most_flushing = max(1, min(most_flushing, host.num_slots // _FLUSHING_SHARE))
+        most_flushing = min(_FLUSH_PIECES * piece_slots, host.num_slots // _FLUSHING_SHARE)
+        self._most_flushing = max(1, most_flushing)
         self._left = Keys.empty()  # what the last search for a flush found, and is not sent yet
         self._num_found = 0
         self._seen = host.generation

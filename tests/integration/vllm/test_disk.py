@@ -102,7 +102,7 @@ def test_the_first_blocks_are_on_the_device_while_the_last_are_read(
     await_disk(engine, 300 // BLOCK_TOKENS)
     engine = start(llama, ferry=ferry(tmp_path))
     parts = engine.side.serving.scheduler
-    parts.lower._piece_slots = 4
+    parts.lower.piece_slots = 4
     slow = SlowLastRead(engine.worker._worker)
     monkeypatch.setattr(engine.worker, "_worker", slow)
     assert engine.generate(prompts) == expected
