@@ -76,7 +76,7 @@ def test_who_has_returned_is_no_longer_waited_for() -> None:
     returning, lost = records.add(0.0, 7), records.add(0.0, 7)
     records.returns(returning, float(ENDS[3]) - 0.01)
     records.returns(returning, 50.0)  # of its answer, say: the first time counts
-    records.lose(lost)
+    records.renew(lost, 200.0, 7, 1)  # what was seen of it so far is all there is
     assert records.teach(learn, 100.0)
     assert heard == [(0, False), (1, False), (2, False), (3, True)]
     assert not records.teach(learn, 100.0)
@@ -120,7 +120,6 @@ def test_records_are_bounded_and_the_last_are_remembered() -> None:
         assert at >= 0
         assert records.facts(at).length == number
     records.returns(numbers[0], 2000.0)
-    records.lose(numbers[0])
 
 
 # -- what is told apart ---------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def test_an_answer_begins_the_wait_anew() -> None:
     record = heard.asked(keys(range(5)), 2500, 0.0)
     before, after = heard.answered(keys(range(7)), 900, 20.0)
     assert before == record != after
-    assert heard.time(after, 99.0) == 20.0
+    assert heard.row_and_time(after, 99.0)[1] == 20.0
     going_on = heard.asked(keys(range(9)), 4500, 25.0)
     at = going_on - heard.records.first
     assert at >= 0
@@ -156,7 +155,7 @@ def test_the_table_of_recent_blocks_is_bounded() -> None:
     recent = RecentBlocks(4, 16)
 
     def listed(first: int) -> Listed:
-        return recent.find(recent.listed(keys([first, first + 1, first + 2])))
+        return recent.lookup(keys([first, first + 1, first + 2]))
 
     for at in range(500):
         recent.note(listed(at * 3), at)

@@ -181,7 +181,15 @@ class PolicyFeed:
             event = events[0]  # an interrupt leaves it there, to be told again
             self._then = event.at
             try:
-                self._tell(event)
+                slots = event.slots
+                if callable(slots):
+                    slots = slots()
+                if event.kind is _USE:
+                    self.policy.use(slots)
+                elif event.kind is _STORE:
+                    self.policy.insert(slots)
+                else:
+                    self._tell(event, slots)
             except Exception as error:
                 self.failure = self.failure or error
             finally:
@@ -194,14 +202,9 @@ class PolicyFeed:
         if failure is not None:
             raise failure
 
-    def _tell(self, event: PoolEvent) -> None:
+    def _tell(self, event: PoolEvent, slots: SlotArray) -> None:
         kind, policy = event.kind, self.policy
-        slots = event.slots() if callable(event.slots) else event.slots
-        if kind is _STORE:
-            policy.insert(slots)
-        elif kind is _USE:
-            policy.use(slots)
-        elif kind is _RETURN:
+        if kind is _RETURN:
             policy.put_back(slots[~policy.holds(slots)])
         elif kind is _EVICT:
             if len(slots):

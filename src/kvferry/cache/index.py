@@ -151,7 +151,10 @@ class TagTable:
         self, rows: Positions, picks: Positions, mine: npt.NDArray[np.int32]
     ) -> tuple[Positions, npt.NDArray[np.bool_]]:
         """A lane for each key, and whether it has it; no lane in rows that are full."""
-        empty = _empty_lanes(self._bytes.view("<u8").take(rows, mode="wrap"))
+        tags = self._bytes.view("<u8").take(rows, mode="wrap")
+        is_empty = (tags.view(np.uint8) == 0).view(np.uint64)
+        # The empty lanes of each row, one bit each from bit 3 on; below these, bits of no meaning.
+        empty = (is_empty * _BITS_TO_TOP >> _TOP_BYTE_AND_THREE).view(np.int64)
         lanes = self._picks.take(empty ^ picks)
         cells = lanes * self._num_rows + rows
         np.minimum(cells, self._no_cell, out=cells)
@@ -204,12 +207,6 @@ class TagTable:
             rows = (halves * np.uint64(self._num_rows) >> _HALF).view(np.int64)
             self._hashed = (words, rows, words.view(np.uint8)[:, 8] | np.uint8(1))
         return self._hashed
-
-
-def _empty_lanes(tags: npt.NDArray[np.uint64]) -> Positions:
-    """The empty lanes of each row, one bit each from bit 3 on; below these, bits of no meaning."""
-    empty = (tags.view(np.uint8) == 0).view(np.uint64)
-    return (empty * _BITS_TO_TOP >> _TOP_BYTE_AND_THREE).view(np.int64)
 
 
 _ABSENT = NO_SLOT  # place of a slot whose key is not in the index

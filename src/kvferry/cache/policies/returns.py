@@ -75,12 +75,6 @@ class Segments:
     def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return self._stamp.take(slots) != _NOT_HELD
 
-    def holds_all(self, slots: SlotArray) -> bool:
-        return int(np.count_nonzero(self._stamp.take(slots))) == len(slots)
-
-    def holds_any(self, slots: SlotArray) -> bool:
-        return int(np.count_nonzero(self._stamp.take(slots))) > 0
-
     def has(self, slot: int) -> bool:
         return self._stamp.item(slot) != _NOT_HELD
 
@@ -101,7 +95,7 @@ class Segments:
         start, count = 0, len(slots)
         while start < count:
             first = slots.item(start)
-            if not self.has(first):
+            if self._stamp.item(first) == _NOT_HELD:
                 return
             segment = self._of_slot.item(first)
             end = start + self.size.item(segment)
@@ -284,17 +278,20 @@ class Returns:
     # -- the slots ------------------------------------------------------------------------------
 
     def insert(self, slots: SlotArray) -> None:
-        self._leave(slots)
+        held = self._segments.holds(slots)
+        if np.count_nonzero(held):
+            self._segments.leave(slots[held])
         self._attach(slots)
 
     def _leave(self, slots: SlotArray) -> None:
         """Those of these slots that are held are held no longer."""
-        if self._segments.holds_any(slots):
-            self._segments.leave(slots[self._segments.holds(slots)])
+        held = self._segments.holds(slots)
+        if np.count_nonzero(held):
+            self._segments.leave(slots[held])
 
     def use(self, slots: SlotArray) -> None:
-        if not self._segments.holds_all(slots):
-            held = self._segments.holds(slots)
+        held = self._segments.holds(slots)
+        if np.count_nonzero(held) < len(slots):
             self._attach(slots[~held])
             slots = slots[held]
         if self._front >= 0 and len(slots):
@@ -400,8 +397,8 @@ class Returns:
     def _begin(self, slots: SlotArray, record: int) -> int:
         """A segment of these slots, with the value of a record."""
         segment = self._segments.new(slots)
-        self._row[segment] = self._history.row(record)
-        self._time[segment] = self._history.time(record, self._tick())
+        row, self._time[segment] = self._history.row_and_time(record, self._tick())
+        self._row[segment] = row
         self._ways[segment] = 0
         self._common[segment] = NO_ROW
         return segment

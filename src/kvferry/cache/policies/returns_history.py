@@ -112,14 +112,14 @@ class RecentBlocks:
         self._record = self._table[:, _RECORD]
         self._next = self._table[:, _NEXT]
 
-    @staticmethod
-    def listed(keys: Keys) -> Words:
-        """The first words of those of a request's keys that are listed."""
+    def lookup(self, keys: Keys) -> Listed:
+        """What the table has of a request's keys that are listed, until the next lookup."""
         array = keys.array
-        return array.take(_FIRST_WORDS[: bisect_left(_POSITIONS, len(array))]).view(np.int64)
+        positions = _FIRST_WORDS[: bisect_left(_POSITIONS, len(array))]
+        return self.find(array.take(positions).view(np.int64))
 
     def find(self, words: Words) -> Listed:
-        """What the table has of these listed words of a request, until the next is looked for."""
+        """The same of listed words."""
         if self._num_noted > 1 << (self._bits - 2) and self._bits < self._most_bits:
             self._grow()
         places = self._places(words)
@@ -323,8 +323,10 @@ class Records:
 
     def renew(self, record: int, now: float, row: int, length: int) -> int:
         """Instead of a record, one that begins now; returns its number."""
-        self.lose(record)
-        _, _, _, *others = self.facts(record - self.first)
+        before = record - self.first
+        returned, _, _, *others = _FACTS.unpack_from(self.bytes, before * _FACTS.size)
+        if returned == OPEN:  # whether it returns will not be seen; what was seen so far counts
+            self.all_facts[before, _AT_RETURNED] = _LOST
         at = self._begin(now)
         _FACTS.pack_into(self.bytes, at * _FACTS.size, OPEN, row, length, *others)
         return self.first + at
@@ -335,12 +337,6 @@ class Records:
         if at >= 0 and self.all_facts.item(at, _AT_RETURNED) == OPEN:
             age = now - self.time.item(at)
             self.all_facts[at, _AT_RETURNED] = min(NUM_BUCKETS - 1, bisect_right(_ENDS, age))
-
-    def lose(self, record: int) -> None:
-        """Whether it returns will not be seen; what was seen so far counts."""
-        at = record - self.first
-        if at >= 0 and self.all_facts.item(at, _AT_RETURNED) == OPEN:
-            self.all_facts[at, _AT_RETURNED] = _LOST
 
     def teach(self, learn: Learn, now: float) -> bool:
         """Let the model learn of every bucket that a record has passed since; False if none has."""
@@ -416,13 +412,12 @@ class RequestHistory:
         every = _LEARN_EVERY if self.num_asked < _FIRST else _LEARN_LATER
         if self.num_asked % every == 0:
             self.records.teach(self.table.learn, now)
-        record = self._recorded(self._recent.listed(keys), num_tokens, now)
+        record = self._recorded(self._recent.lookup(keys), num_tokens, now)
         self._latest = (record, keys.array.item(-1, 0))
         return record
 
-    def _recorded(self, words: Words, num_tokens: int, now: float) -> int:
+    def _recorded(self, listed: Listed, num_tokens: int, now: float) -> int:
         """A new record of a request: what it goes on with, if anything, and what it shares."""
-        listed = self._recent.find(words)
         known = self._recent.look(listed)
         at = known.record - self.records.first if known.depth > known.shared else -1
         turn, kind, row = 1, TurnKind.NEW, self.unknown
@@ -439,7 +434,7 @@ class RequestHistory:
                 row = self.table.row(conversation(turn=turn, gap=gap, grown=grown, kind=kind))
         if kind is not TurnKind.CONTINUES:
             known = self._recent.shared_up_to(listed, known)
-        record = self.records.add(now, row, length=len(words), turn=turn, tokens=num_tokens)
+        record = self.records.add(now, row, length=len(listed.words), turn=turn, tokens=num_tokens)
         self._recent.note(listed, record, 0 if kind is TurnKind.CONTINUES else known.depth)
         if known.ways:  # the first to go another way tells little: an edited question does so
             self._share(listed, record, known, now)
@@ -464,7 +459,7 @@ class RequestHistory:
         record, last = self._latest
         listed = None
         if last != keys.array.item(-1, 0):
-            listed = self._recent.find(self._recent.listed(keys))
+            listed = self._recent.lookup(keys)
             record = self._recent.deepest(listed)
         at = record - self.records.first
         if at < 0:
@@ -478,7 +473,7 @@ class RequestHistory:
             record = self.records.renew(record, now, row, length)
             self._latest = (record, keys.array.item(-1, 0))
             if listed is None:
-                listed = self._recent.find(self._recent.listed(keys))
+                listed = self._recent.lookup(keys)
         if listed is not None:
             self._recent.note(listed, record)
         return before, record
@@ -501,9 +496,9 @@ class RequestHistory:
 
     def record_of(self, keys: Keys) -> int:
         """The last request that had the last of these blocks, as far as is known."""
-        latest = self.latest_with(keys)
-        if latest is not None:
-            return latest
+        record, last = self._latest
+        if last == keys.array.item(-1, 0):
+            return record
         return self._recent.deepest(self._recent.find(keys.array[:, 0].view(np.int64)))
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
@@ -525,10 +520,14 @@ class RequestHistory:
         self.table.of_use.add(row)
         return row
 
-    def time(self, record: int, now: float) -> float:
-        """The time of a request or its answer; now, where that is not known."""
+    def row_and_time(self, record: int, now: float) -> tuple[int, float]:
+        """The same row, and the time of the request or its answer; now, where it is not known."""
         at = record - self.records.first
-        return now if at < 0 else self.records.time.item(at)
+        if at < 0:
+            return self.unknown, now
+        row = self.records.all_facts.item(at, _AT_ROW)
+        self.table.of_use.add(row)
+        return row, self.records.time.item(at)
 
     def shared(self, record: int) -> tuple[int, int, int]:
         """How many leading blocks of it others have too, their row, and the ways from there."""

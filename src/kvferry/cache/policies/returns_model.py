@@ -71,10 +71,6 @@ def doubling(value: float, first: float, doublings: float, most: int) -> int:
     return int(min(most, 1 + log2(value / first) / doublings))
 
 
-def answer_bin(num_tokens: int) -> int:
-    return 1 + doubling(num_tokens, 128, 1, 3)
-
-
 def conversation(
     *, turn: int, gap: float | None, grown: int, kind: TurnKind, answer: int = UNKNOWN_ANSWER
 ) -> Features:
@@ -95,7 +91,8 @@ def shared(*, ways: int, gap: float) -> Features:
 
 def with_answer(features: Features, num_tokens: int) -> Features:
     """The same, once its answer is known."""
-    return (features[0], _STARTS[1] + answer_bin(num_tokens), *features[2:])
+    by_answer = 1 + min(3, (num_tokens >> 7).bit_length())
+    return (features[0], _STARTS[1] + by_answer, *features[2:])
 
 
 def with_hint(features: Features, hinted: HintKind, within: float | None = None) -> Features:
