@@ -15,7 +15,7 @@ from tests.fakes.kv import make_kv
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
-from kvferry.transfer.planner import choose as opening
+from kvferry.transfer.planner import choose
 from kvferry.transfer.planner.profile import Profile, builtin_profile
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId, as_slots
 
@@ -107,7 +107,7 @@ def test_a_machine_is_measured_before_its_host_memory_grows(
         return builtin_profile()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(opening, "calibrate", measure)
+    monkeypatch.setattr(choose, "calibrate", measure)
     auto = settings(copy_path="auto")
     rank = open_on_gpu([KV.layout], auto, driver=driver, compute_stream=lambda: 0)
     assert rank.host.growth.wait(60)

@@ -15,8 +15,7 @@ from kvferry.transfer.job import Direction
 from kvferry.transfer.paths import path_set
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.transfer.paths.path_set import open_paths
-from kvferry.transfer.planner import choose as opening
-from kvferry.transfer.planner import measure as module
+from kvferry.transfer.planner import choose, measure
 from kvferry.transfer.planner.choose import open_planner
 from kvferry.transfer.planner.measure import calibrate
 from kvferry.transfer.planner.profile import profile_file
@@ -27,10 +26,10 @@ KiB = 1 << 10
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kilobytes instead of gigabytes, and no model beside."""
-    monkeypatch.setattr(module, "SEGMENT_BYTES", (4 * KiB, 16 * KiB))
-    monkeypatch.setattr(module, "NUM_BYTES", (16 * KiB, 64 * KiB))
-    monkeypatch.setattr(module, "SCATTERED_BYTES", (16 * KiB, 64 * KiB))
-    monkeypatch.setattr(module, "_time_beside_model", lambda *_: iter(()))
+    monkeypatch.setattr(measure, "SEGMENT_BYTES", (4 * KiB, 16 * KiB))
+    monkeypatch.setattr(measure, "NUM_BYTES", (16 * KiB, 64 * KiB))
+    monkeypatch.setattr(measure, "SCATTERED_BYTES", (16 * KiB, 64 * KiB))
+    monkeypatch.setattr(measure, "_time_beside_model", lambda *_: iter(()))
 
 
 def test_each_path_is_timed_each_way() -> None:
@@ -103,7 +102,7 @@ def test_a_machine_that_cannot_be_measured_is_planned_for_all_the_same(
 
 @pytest.mark.usefixtures("cache")
 def test_a_pinned_path_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "calibrate", None)
+    monkeypatch.setattr(choose, "calibrate", None)
     driver: Any = FakeDriver()
     paths = open_paths(driver, ring_bytes=1 << 20).paths
     assert open_planner(driver, paths, copy_path="loop").pinned == "loop"
