@@ -34,7 +34,7 @@ class Model:
         self.kv = [torch.zeros(shape, dtype=torch.int16, device="cuda") for _ in range(LAYERS)]
         self.ferry = kvferry.attach(
             self.kv,
-            model="gates",
+            model="flags",
             host="2GiB",
             block_tokens=TOKENS,
             copy_path="staged",
@@ -73,29 +73,29 @@ def model() -> Iterator[Model]:
     model.ferry.close()
 
 
-def test_compute_on_the_default_stream_waits_at_gates(model: Model) -> None:
+def test_compute_on_the_default_stream_waits_for_flags(model: Model) -> None:
     model.engine._flagged = None
     assert all(model.is_right() for _ in range(ROUNDS))
-    assert model.engine._flagged is not None, "no gate was shut"
+    assert model.engine._flagged is not None, "no flag was used"
 
 
 def test_without_its_gate_compute_comes_too_early_and_is_seen(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.is_right()
-    monkeypatch.setattr(model.engine._flags, "hold", lambda gate, stream: None)
+    monkeypatch.setattr(model.engine._flags, "hold", lambda flag, stream: None)
     assert not all(model.is_right() for _ in range(ROUNDS))
 
 
 def test_on_whatever_stream_compute_runs_nothing_hangs(model: Model) -> None:
     torch = model.torch
-    gated = []
+    flagged = []
     for number in range(16):
         stream = torch.cuda.Stream(priority=-(number % 2))
         with torch.cuda.stream(stream):
             assert all(model.is_right() for _ in range(2)), number
-        gated.append(model.engine._probe.is_safe(stream.cuda_stream))
-    print(f"{sum(gated)} of {len(gated)} side streams may wait at gates")
+        flagged.append(model.engine._probe.is_safe(stream.cuda_stream))
+    print(f"{sum(flagged)} of {len(flagged)} side streams may wait for flags")
 
 
 def test_a_graph_replayed_right_after_a_load_sees_it(model: Model) -> None:

@@ -30,18 +30,18 @@ ALL = list(range(2 * HALF))
 
 
 class Deaf(FakeDriver):
-    """Can be told that compute waits for no gate, or that gates are opened by the first piece."""
+    """Can be told that compute waits for no flag, or that flags are set by the first piece."""
 
-    waits_for_gates = True
+    waits_for_flags = True
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        if self.waits_for_gates:
+        if self.waits_for_flags:
             super().stream_wait_value(stream, address, value)
 
 
-def nobody_has_a_turn(lane: CopyQueue) -> None:
-    """The lane's thread is there and never comes to anything."""
-    lane._has_thread = lambda: True  # type: ignore[method-assign]
+def nobody_has_a_turn(queue: CopyQueue) -> None:
+    """The queue's thread is there and never comes to anything."""
+    queue._has_thread = lambda: True  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +68,10 @@ def warm_rig(
     for block in ALL:
         rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
     rig.host[...] = rig.rng.integers(0, 256, rig.host.shape, dtype="uint8")
-    for lane in rig.engine._queues.values():
-        lane.close(LONG)
-        lane._thread, lane._is_closing = None, False
-        nobody_has_a_turn(lane)
+    for queue in rig.engine._queues.values():
+        queue.close(LONG)
+        queue._thread, queue._is_closing = None, False
+        nobody_has_a_turn(queue)
     return rig
 
 
@@ -87,8 +87,8 @@ def pending(number: int) -> PendingCopy:
     return PendingCopy(TransferId(number), job)
 
 
-def is_shut(rig: Rig) -> bool:
-    return any(gate is not None and not gate.is_set for gate in rig.engine._flags._last)
+def is_unset(rig: Rig) -> bool:
+    return any(flag is not None and not flag.is_set for flag in rig.engine._flags._last)
 
 
 def settle(rig: Rig) -> dict[TransferId, Any]:
@@ -113,7 +113,7 @@ def compute_reads_what_was_loaded(rig: Rig) -> bool:
     return not too_early and seen == [rig.slot(slot) for slot in ALL]
 
 
-def gates_open_behind_the_last_piece(rig: Rig) -> bool:
+def flags_are_set_behind_the_last_piece(rig: Rig) -> bool:
     """All is queued, and the card has not got there yet."""
     rig.driver.timeline.frozen = {rig.stream(Direction.LOAD)}
     load_first_piece(rig, ALL)
@@ -132,17 +132,17 @@ def right(rig: Rig) -> None:
 
 
 def compute_does_not_wait(rig: Rig) -> None:
-    rig.driver.waits_for_gates = False  # type: ignore[attr-defined]
+    rig.driver.waits_for_flags = False  # type: ignore[attr-defined]
 
 
-def gates_are_opened_by_the_host(rig: Rig) -> None:
+def flags_are_set_by_the_host(rig: Rig) -> None:
     rig.engine._flags.set_behind = lambda flag, stream: flag.set_now()  # type: ignore[method-assign]
 
 
 CAUGHT = [
     (compute_does_not_wait, compute_reads_what_was_loaded),
-    (compute_does_not_wait, gates_open_behind_the_last_piece),
-    (gates_are_opened_by_the_host, gates_open_behind_the_last_piece),
+    (compute_does_not_wait, flags_are_set_behind_the_last_piece),
+    (flags_are_set_by_the_host, flags_are_set_behind_the_last_piece),
 ]
 Scenario = Callable[[Rig], bool]
 
@@ -157,7 +157,7 @@ def outcome(scenario: Scenario, mutate: Callable[[Rig], None], seed: int) -> boo
 
 
 @pytest.mark.parametrize(
-    "scenario", [compute_reads_what_was_loaded, gates_open_behind_the_last_piece]
+    "scenario", [compute_reads_what_was_loaded, flags_are_set_behind_the_last_piece]
 )
 def test_compute_waits_for_a_load_that_is_not_queued(scenario: Scenario) -> None:
     assert all(outcome(scenario, right, seed) for seed in SEEDS)
@@ -171,7 +171,7 @@ def test_dropping_the_gate_corrupts_and_is_seen(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_many_loads_each_behind_its_own_gate(seed: int) -> None:
+def test_many_loads_each_behind_its_own_flag(seed: int) -> None:
     rig = warm_rig(seed)
     ids = [TransferId(-1)] * 2
     seen: dict[int, list[bytes]] = {0: [], 1: []}
@@ -193,11 +193,11 @@ def test_many_loads_each_behind_its_own_gate(seed: int) -> None:
 def test_compute_is_ordered_before_another_thread_hears_of_the_load() -> None:
     rig = warm_rig()
     loads = rig.engine._queues[Direction.LOAD]
-    shut: list[bool] = []
-    loads._wake_thread = lambda: shut.append(is_shut(rig))  # type: ignore[method-assign]
+    unset: list[bool] = []
+    loads._wake_thread = lambda: unset.append(is_unset(rig))  # type: ignore[method-assign]
     with rig.engine.starting_here(compute_waits=True):
         transfer = rig.load(ALL, ALL)
-    assert shut == [True]
+    assert unset == [True]
     seen: list[bytes] = []
     rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
     assert settle(rig)[transfer].outcome is Outcome.OK
@@ -221,8 +221,8 @@ def test_a_refused_order_is_raised_and_the_load_goes_on() -> None:
 # -- no way to hang --------------------------------------------------------------------------------
 
 
-def store_behind_a_gate(rig: Rig) -> bool:
-    """A store that compute holds must not take what the load in front of the gate still needs."""
+def store_behind_a_flag(rig: Rig) -> bool:
+    """A store that compute holds must not take what the load in front of the flag still needs."""
     load_first_piece(rig, ALL[:HALF])
     rig.driver.timeline.run_all()  # the ring is idle: the next one may have all of it
     rig.engine.order_compute_after_loads()
@@ -231,13 +231,13 @@ def store_behind_a_gate(rig: Rig) -> bool:
         rig.store(ALL[HALF:], ALL[HALF:])
     stores = rig.engine._queues[Direction.STORE]
     stores.flush(0.02)
-    for lane in (rig.engine._queues[Direction.LOAD], stores):
-        assert lane.flush(LONG)
+    for queue in (rig.engine._queues[Direction.LOAD], stores):
+        assert queue.flush(LONG)
     rig.driver.timeline.run_all()
-    ended = not is_shut(rig)
-    for gate in rig.engine._flags._last:
-        if gate is not None:
-            gate.set_now()
+    ended = not is_unset(rig)
+    for flag in rig.engine._flags._last:
+        if flag is not None:
+            flag.set_now()
     settle(rig)
     return ended
 
@@ -249,15 +249,15 @@ def stores_do_not_wait_for_gated_loads(rig: Rig) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_store_behind_a_gate_waits_for_its_turn(seed: int) -> None:
-    assert outcome(store_behind_a_gate, right, seed)
+    assert outcome(store_behind_a_flag, right, seed)
 
 
 def test_a_store_that_overtakes_the_load_before_it_hangs_both_and_is_seen() -> None:
-    results = [outcome(store_behind_a_gate, stores_do_not_wait_for_gated_loads, n) for n in SEEDS]
+    results = [outcome(store_behind_a_flag, stores_do_not_wait_for_gated_loads, n) for n in SEEDS]
     assert not all(results)
 
 
-def test_a_gate_that_stays_shut_is_opened_and_its_load_has_failed() -> None:
+def test_a_flag_that_stays_unset_is_set_and_its_load_has_failed() -> None:
     rig = warm_rig(patience=0.0)
     transfer = load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
@@ -279,10 +279,10 @@ def test_who_watches_wakes_by_itself() -> None:
     word = ctypes.c_uint32(0)
     load = pending(1)
     driver = FakeDriver()
-    gates = HostFlags(driver)
+    flags = HostFlags(driver)
     with driver.current():
-        gates.prepare()
-    load.flag = gates.make()
+        flags.prepare()
+    load.flag = flags.make()
     assert load.flag is not None
     assert watch.start()
     watch.watch(load)
@@ -295,7 +295,7 @@ def test_who_watches_wakes_by_itself() -> None:
     watch.close()
     watch.close()
     with driver.current():
-        gates.close()
+        flags.close()
     assert word.value == 0
     assert driver.leaks() == {}
 
@@ -304,7 +304,7 @@ def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch
     watch = FlagWatchdog(patience=60.0, timeout=60.0)
     loads = [pending(number) for number in range(2)]
     watch.watch(loads[0])
-    watch.check()  # its gate is open by now
+    watch.check()  # its flag is set by now
     woken: list[int] = []
     wake = watch._wake.set
 
@@ -327,32 +327,32 @@ def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch
 # -- channels --------------------------------------------------------------------------------------
 
 
-def try_a_gate(rig: Rig) -> bool:
-    """Whether a gate is shut at the second load, and all ends."""
+def try_a_flag(rig: Rig) -> bool:
+    """Whether a flag is unset at the second load, and all ends."""
     for round_ in range(2):
         load_first_piece(rig, ALL)
         rig.engine.order_compute_after_loads()
-        is_gated = is_shut(rig)
+        is_gated = is_unset(rig)
         assert not is_gated or round_, "not tried yet"
         rig.launch(lambda: None)
         rig.wait_until_queued()
         rig.driver.timeline.run_all()
-        ended = not is_shut(rig)
-        for gate in rig.engine._flags._last:
-            if gate is not None:
-                gate.set_now()
+        ended = not is_unset(rig)
+        for flag in rig.engine._flags._last:
+            if flag is not None:
+                flag.set_now()
         settle(rig)
         rig.driver.timeline.run_all()
         assert ended
     return is_gated
 
 
-def test_a_compute_stream_is_tried_before_it_waits_at_a_gate(
+def test_a_compute_stream_is_tried_before_it_waits_at_a_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flags_module, "PROBE_SECONDS", LONG)
     rig = warm_rig(apart=False)
-    assert try_a_gate(rig)
+    assert try_a_flag(rig)
     rig.close()
     assert rig.driver.leaks() == {}
 
@@ -363,10 +363,10 @@ def shared_channel(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_none_is_shut_where_compute_shares_a_channel_with_us(number: int) -> None:
+def test_none_is_unset_where_compute_shares_a_channel_with_us(number: int) -> None:
     rig = warm_rig(number, apart=False)
     shared_channel(rig)
-    assert not try_a_gate(rig)
+    assert not try_a_flag(rig)
     rig.close()
 
 
@@ -377,7 +377,7 @@ def test_a_gate_on_a_shared_channel_would_hang_and_is_seen() -> None:
     rig.engine.order_compute_after_loads()
     rig.wait_until_queued()
     rig.driver.timeline.run_all()
-    assert is_shut(rig)
+    assert is_unset(rig)
     rig.driver.timeline.channels = {}
     rig.close()
 
@@ -418,24 +418,24 @@ def test_without_values_the_caller_queues_all_of_it() -> None:
     assert rig.driver.leaks() == {}
 
 
-def test_a_refused_wait_is_no_gate() -> None:
+def test_a_refused_wait_is_no_flag() -> None:
     rig = warm_rig()
     rig.driver.fail("stream_wait_value")
     assert is_all_queued_at_once(rig)
-    assert not is_shut(rig)
+    assert not is_unset(rig)
     rig.close()
 
 
-def test_what_must_still_be_made_is_made_before_a_gate_is_shut() -> None:
+def test_what_must_still_be_made_is_made_before_a_gate_is_unset() -> None:
     kv = make_kv("split", page=1024, num_blocks=len(ALL))
     rig = Rig(kv, path="staged", num_slots=len(ALL))
-    for lane in rig.engine._queues.values():
-        nobody_has_a_turn(lane)
-        lane.hold()  # not begun: neither ring nor kernels are there
+    for queue in rig.engine._queues.values():
+        nobody_has_a_turn(queue)
+        queue.hold()  # not begun: neither ring nor kernels are there
     rig.load(ALL, ALL)
     rig.engine.order_compute_after_loads()
     assert not rig.engine._queues[Direction.LOAD].num_unqueued
-    assert not is_shut(rig)
+    assert not is_unset(rig)
     rig.drain_ok()
     rig.close()
 
@@ -453,7 +453,7 @@ def test_a_refused_opening_is_done_by_the_host_once_the_copy_has_ended() -> None
     rig.close()
 
 
-def test_a_piece_that_fails_opens_its_gate() -> None:
+def test_a_piece_that_fails_opens_its_flag() -> None:
     rig = warm_rig()
     transfer = load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
@@ -463,7 +463,7 @@ def test_a_piece_that_fails_opens_its_gate() -> None:
     receipts = settle(rig)
     assert receipts[transfer].outcome is Outcome.FAILED
     assert ran
-    assert not is_shut(rig)
+    assert not is_unset(rig)
     rig.close()
     assert rig.driver.leaks() == {}
 
@@ -481,25 +481,25 @@ def test_a_context_that_is_refused_between_two_pieces_leaves_nothing_unfenced() 
     assert rig.driver.leaks() == {}
 
 
-def test_closing_opens_what_is_shut() -> None:
+def test_closing_opens_what_is_unset() -> None:
     rig = warm_rig()
     rig.engine._close_timeout = 0.02
     load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
-    gates = [gate for gate in rig.engine._flags._last if gate is not None]
+    flags = [flag for flag in rig.engine._flags._last if flag is not None]
     loads = rig.engine._queues[Direction.LOAD]
     loads.settle = list  # type: ignore[method-assign]
-    opened = [0]
-    lane_close = loads.close
+    were_set = [0]
+    queue_close = loads.close
 
     def close(timeout: float) -> list[PendingCopy]:
-        left = lane_close(timeout)
-        opened[0] = sum(gate.is_set for gate in gates)
+        left = queue_close(timeout)
+        were_set[0] = sum(flag.is_set for flag in flags)
         return left
 
     loads.close = close  # type: ignore[method-assign]
     rig.engine.close()
-    assert opened[0] == len(gates) == 1
+    assert were_set[0] == len(flags) == 1
     assert [receipt.outcome for receipt in rig.engine.poll()] == [Outcome.FAILED]
     rig.driver.timeline.run_all()
 
@@ -509,17 +509,17 @@ def test_closing_opens_what_is_shut() -> None:
 
 def test_numbers_are_used_again_and_never_go_back() -> None:
     driver = FakeDriver()
-    gates = HostFlags(driver)
-    assert not gates.is_prepared
+    flags = HostFlags(driver)
+    assert not flags.is_prepared
     with driver.current():
-        gates.prepare()
-    first = [gates.make() for _ in range(NUM_FLAGS)]
-    assert all(gate is not None and not gate.is_set for gate in first)
-    assert gates.make() is None
+        flags.prepare()
+    first = [flags.make() for _ in range(NUM_FLAGS)]
+    assert all(flag is not None and not flag.is_set for flag in first)
+    assert flags.make() is None
     old = first[0]
     assert old is not None
     old.set_now()
-    new = gates.make()
+    new = flags.make()
     assert new is not None
     assert new.address == old.address
     assert old.is_set
@@ -528,29 +528,29 @@ def test_numbers_are_used_again_and_never_go_back() -> None:
     old.set_now()  # says nothing new
     assert new.is_set
     with driver.current():
-        gates.close()
-        gates.close()
+        flags.close()
+        flags.close()
     assert driver.leaks() == {}
 
 
 def test_numbers_go_round() -> None:
     driver = FakeDriver()
-    gates = HostFlags(driver)
+    flags = HostFlags(driver)
     with driver.current():
-        gates.prepare()
-    gate = gates.make()
-    assert gate is not None
-    gate.value = 0xFFFFFFFF
-    ctypes.c_uint32.from_address(gate.address).value = 0xFFFFFFFE
-    assert not gate.is_set
-    gate.set_now()
-    gates._next = 0
-    following = gates.make()
+        flags.prepare()
+    flag = flags.make()
+    assert flag is not None
+    flag.value = 0xFFFFFFFF
+    ctypes.c_uint32.from_address(flag.address).value = 0xFFFFFFFE
+    assert not flag.is_set
+    flag.set_now()
+    flags._next = 0
+    following = flags.make()
     assert following is not None
     assert following.value == 0
     assert not following.is_set
-    assert gate.is_set
+    assert flag.is_set
     following.set_now()
     assert following.is_set
     with driver.current():
-        gates.close()
+        flags.close()
