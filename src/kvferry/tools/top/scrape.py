@@ -346,4 +346,4 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
 
 def not_explained(target: str, error: ValueError) -> UnreachableError:
     """The error for an answer that is not an explanation."""
-    return UnreachableError(f"{target} did not answer with an explanation: {clip(error)}")
+    return UnreachableError(f"{target} answered, but with no explanation: {clip(error)}")
