@@ -164,7 +164,7 @@ def test_compute_waits_for_a_load_that_is_not_queued(scenario: Scenario) -> None
 
 
 @pytest.mark.parametrize(("mutate", "scenario"), CAUGHT)
-def test_dropping_the_gate_corrupts_and_is_seen(
+def test_dropping_the_flag_corrupts_and_is_seen(
     mutate: Callable[[Rig], None], scenario: Scenario
 ) -> None:
     assert not all(outcome(scenario, mutate, seed) for seed in SEEDS)
@@ -242,18 +242,18 @@ def store_behind_a_flag(rig: Rig) -> bool:
     return ended
 
 
-def stores_do_not_wait_for_gated_loads(rig: Rig) -> None:
+def stores_do_not_wait_for_flagged_loads(rig: Rig) -> None:
     stores = rig.engine._queues[Direction.STORE]
     stores._wait_for_load = lambda load, end: True
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_store_behind_a_gate_waits_for_its_turn(seed: int) -> None:
+def test_a_store_behind_a_flag_waits_for_its_turn(seed: int) -> None:
     assert outcome(store_behind_a_flag, right, seed)
 
 
 def test_a_store_that_overtakes_the_load_before_it_hangs_both_and_is_seen() -> None:
-    results = [outcome(store_behind_a_flag, stores_do_not_wait_for_gated_loads, n) for n in SEEDS]
+    results = [outcome(store_behind_a_flag, stores_do_not_wait_for_flagged_loads, n) for n in SEEDS]
     assert not all(results)
 
 
@@ -332,8 +332,8 @@ def try_a_flag(rig: Rig) -> bool:
     for round_ in range(2):
         load_first_piece(rig, ALL)
         rig.engine.order_compute_after_loads()
-        is_gated = is_unset(rig)
-        assert not is_gated or round_, "not tried yet"
+        is_flagged = is_unset(rig)
+        assert not is_flagged or round_, "not tried yet"
         rig.launch(lambda: None)
         rig.wait_until_queued()
         rig.driver.timeline.run_all()
@@ -344,7 +344,7 @@ def try_a_flag(rig: Rig) -> bool:
         settle(rig)
         rig.driver.timeline.run_all()
         assert ended
-    return is_gated
+    return is_flagged
 
 
 def test_a_compute_stream_is_tried_before_it_waits_at_a_flag(
@@ -370,7 +370,7 @@ def test_none_is_unset_where_compute_shares_a_channel_with_us(number: int) -> No
     rig.close()
 
 
-def test_a_gate_on_a_shared_channel_would_hang_and_is_seen() -> None:
+def test_a_flag_on_a_shared_channel_would_hang_and_is_seen() -> None:
     rig = warm_rig(apart=True)  # taken for granted
     shared_channel(rig)
     load_first_piece(rig, ALL)
@@ -426,7 +426,7 @@ def test_a_refused_wait_is_no_flag() -> None:
     rig.close()
 
 
-def test_what_must_still_be_made_is_made_before_a_gate_is_unset() -> None:
+def test_what_must_still_be_made_is_made_before_a_flag_is_used() -> None:
     kv = make_kv("split", page=1024, num_blocks=len(ALL))
     rig = Rig(kv, path="staged", num_slots=len(ALL))
     for queue in rig.engine._queues.values():
@@ -481,7 +481,7 @@ def test_a_context_that_is_refused_between_two_pieces_leaves_nothing_unfenced() 
     assert rig.driver.leaks() == {}
 
 
-def test_closing_opens_what_is_unset() -> None:
+def test_closing_sets_every_flag() -> None:
     rig = warm_rig()
     rig.engine._close_timeout = 0.02
     load_first_piece(rig, ALL)

@@ -79,7 +79,7 @@ def test_compute_on_the_default_stream_waits_for_flags(model: Model) -> None:
     assert model.engine._flagged is not None, "no flag was used"
 
 
-def test_without_its_gate_compute_comes_too_early_and_is_seen(
+def test_without_its_flag_compute_comes_too_early_and_is_seen(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.is_right()
