@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import count
 
+import numpy as np
 from tests.fakes.crafted_keys import keys
 
 from kvferry.cache.leases import Purpose
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
+from kvferry.types import NO_SLOT, SlotArray
 
 _new = count(1 << 40)
 
@@ -31,3 +33,8 @@ def forget(pool: Pool, gone: Keys) -> None:
         lease = pool.lease(Keys.from_bytes([each]), Purpose.COPY)
         if lease is not None:
             lease.spoil()
+
+
+def cached_slots(pool: Pool, blocks: Keys) -> SlotArray:
+    """The slot of each key whose block can be read now, ``NO_SLOT`` for the others."""
+    return np.where(pool.cached(blocks), pool.find(blocks), NO_SLOT)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.fakes.crafted_keys import key
 from tests.fakes.policies import Fifo
+from tests.fakes.pools import cached_slots
 
 from kvferry.cache.eviction import CONTINUES_SECONDS
 from kvferry.cache.leases import Lease
@@ -65,7 +66,7 @@ class Wishes(RuleBasedStateMachine):
 
     def places(self):
         """The cached blocks and their slots."""
-        found = self.pool.find_cached(ALL_KEYS).tolist()
+        found = cached_slots(self.pool, ALL_KEYS).tolist()
         return {n: slot for n, slot in zip(EVERY, found, strict=True) if slot >= 0}
 
     def cached(self):

@@ -19,6 +19,7 @@ import itertools
 import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import cached_slots
 
 from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
@@ -85,7 +86,7 @@ def test_a_hold_covers_all_that_can_be_reached(is_pin: bool) -> None:
         reached = np.logical_and.accumulate((np.arange(LENGTH) < known) | below)
         held = np.zeros(LENGTH, dtype=bool)
         for pool in (desk.pool, disk):
-            slots = pool.find_cached(CHAIN)
+            slots = cached_slots(pool, CHAIN)
             held[slots >= 0] |= pool.eviction.pins.pinned(slots[slots >= 0])
         assert held.tolist() == (here & reached).tolist(), (there, known, below)
         assert not is_pin or told.blocks == held.sum()

@@ -121,7 +121,7 @@ def test_only_who_wants_it_is_told(policy: str) -> None:
     from kvferry.cache.policies.contract import policy_named
 
     pool = Pool(64, policy_named(policy))
-    assert pool.hears_requests == (policy == "returns")
+    assert (pool.eviction.feed.hearer is not None) == (policy == "returns")
     scheduler = Scheduler(pool, (FullAttention(BLOCK),), config=Config(load_policy="always"))
     for length in (3, 5, 9, 9):
         serve(scheduler, length, 1)

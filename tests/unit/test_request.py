@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.desk import FULL, Desk, story
+from tests.fakes.pools import cached_slots
 from tests.model import request_laws
 from tests.model.request_verbs import Blocks
 
@@ -37,7 +38,7 @@ def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
     (ordered,) = request.load([[8, 9]])
     wanted = desk.scheduler.matcher.all_keys(0, story(2, 2))
     (load,) = desk.plan()
-    assert load.src_slots.tolist() == desk.pool.find_cached(wanted).tolist()
+    assert load.src_slots.tolist() == cached_slots(desk.pool, wanted).tolist()
     assert ordered.keys == wanted
 
 

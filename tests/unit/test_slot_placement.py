@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import cached_slots
 
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import EXTENT, FreeRuns, SlotPlacement
@@ -118,7 +119,7 @@ def test_a_conversation_spilled_bit_by_bit_lies_in_one_run() -> None:
         room = tier.reserve(WriteOrder(part, runs=host.runs_of(part)), 0.0)
         assert room is not None
         room[1].leases[0].commit()
-    assert num_runs(tier.pool.find_cached(chain)) == 1
+    assert num_runs(cached_slots(tier.pool, chain)) == 1
 
 
 def live(tier: SlotTier, *, steps: int, seed: int) -> float:
@@ -144,7 +145,7 @@ def live(tier: SlotTier, *, steps: int, seed: int) -> float:
     tier.check_integrity()
     assert tier.pool.counts.evicted > 2 * tier.pool.num_slots
     chains = [story(chat, length) for chat, length in enumerate(lengths)]
-    found = [tier.pool.find_cached(chain) for chain in chains]
+    found = [cached_slots(tier.pool, chain) for chain in chains]
     found = [slots[slots != NO_SLOT] for slots in found]
     long = [slots for slots in found if len(slots) >= 16]
     assert len(long) > 10

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 from tests.fakes.desk import LOAD, Desk, routes, story
-from tests.fakes.pools import evict, forget
+from tests.fakes.pools import cached_slots, evict, forget
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
@@ -80,7 +80,7 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     assert below.counts.cached == 12
     below.check_integrity()
     chain = desk.scheduler.matcher.slot_keys(0, keys, range(12))
-    slots = below.find_cached(chain)
+    slots = cached_slots(below, chain)
     assert [below.table.chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
     assert not desk.scheduler.writeback._early
     desk.check_empty()

@@ -107,12 +107,6 @@ class Pool:
         """The slot of each key whose block is cached or on its way in, ``NO_SLOT`` for others."""
         return self.table.index.find(keys)
 
-    def find_cached(self, keys: Keys) -> SlotArray:
-        """The slot of each key whose block can be read now, ``NO_SLOT`` for the others."""
-        found = self.table.index.find(keys)
-        found[self.table.state.take(found) != CACHED] = NO_SLOT
-        return found
-
     def are_cached(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """For each slot, whether its block can be read now."""
         return self.table.state.take(slots) == CACHED
@@ -302,11 +296,6 @@ class Pool:
 
     # -- requests, and what the policy learns ---------------------------------------------------
 
-    @property
-    def hears_requests(self) -> bool:
-        """Whether the policy wants to be told of requests."""
-        return self.eviction.feed.hearer is not None
-
     def asked(
         self,
         keys: Keys | Callable[[], Keys],
@@ -341,9 +330,15 @@ class Pool:
         self.eviction.feed.drain()
 
     def raise_failure(self) -> None:
-        """Raise the first exception of the eviction policy since the last call, if any."""
-        if self.eviction.feed.failure is not None:
-            self.eviction.feed.raise_failure()
+        """Raise the first exception of the eviction policy since the last call, if any.
+
+        To be called where a request begins. Drains a feed that has many events to tell.
+        """
+        feed = self.eviction.feed
+        if len(feed.events) >= MANY_EVENTS:
+            feed.drain()
+        if feed.failure is not None:
+            feed.raise_failure()
 
     # -- letting go -----------------------------------------------------------------------------
 
