@@ -46,7 +46,7 @@ class Holders(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
-        if self.pool.can_allocate(count):
+        if count <= self.pool.num_free:
             blocks = self.pool.allocate(count)
             taken = {block for holder in self.held for block in holder}
             assert not taken & set(blocks)
@@ -55,7 +55,7 @@ class Holders(RuleBasedStateMachine):
     @rule(start=st.integers(0, 5), count=st.integers(1, 4))
     def acquire(self, start: int, count: int) -> None:
         keys = [key(number) for number in range(start, start + count)]
-        self.held.append(self.pool.acquire([k for k in keys if self.pool.has(k)]))
+        self.held.append(self.pool.acquire([k for k in keys if k in self.pool]))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

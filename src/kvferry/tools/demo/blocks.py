@@ -45,7 +45,7 @@ class BlockPool:
         keyed = ((self._keys[block], block) for block in islice(self._free, count))
         return [(key, block) for key, block in keyed if key is not None]
 
-    def has(self, key: Key) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._index
 
     def acquire(self, keys: Iterable[Key]) -> list[int]:
@@ -54,12 +54,9 @@ class BlockPool:
         self.hold(blocks)
         return blocks
 
-    def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
-
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` oldest free blocks and forget their content."""
-        if not self.can_allocate(count):
+        if count > len(self._free):
             raise StateError(f"{count} device blocks asked for, {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
@@ -96,16 +93,14 @@ class BlockPool:
 
     def check_integrity(self, *, num_held: int | None = None) -> None:
         """Prove that free + held == total and that the index and the blocks' keys agree."""
-        held = sum(1 for holders in self._num_holders if holders)
-        if held + len(self._free) != len(self._num_holders):
-            total = len(self._num_holders)
+        total = len(self._num_holders)
+        held = total - self._num_holders.count(0)
+        if held + len(self._free) != total:
             raise IntegrityError(f"{held} held + {len(self._free)} free != {total}")
         if any(self._num_holders[block] for block in self._free):
             raise IntegrityError("a free device block has a holder")
-        if any(self._keys[block] != key for key, block in self._index.items()):
-            raise IntegrityError("the index names a block that does not have that key")
-        if len(self._index) != sum(key is not None for key in self._keys):
-            raise IntegrityError("a block has a key the index does not know")
+        if self._index != {key: at for at, key in enumerate(self._keys) if key is not None}:
+            raise IntegrityError("the index and the keys of the blocks differ")
         if num_held is not None and held != num_held:
             raise IntegrityError(f"{held} device blocks are held, expected {num_held}")
 
@@ -145,7 +140,7 @@ class DeviceMemory:
 
     def acquire(self, keys: Keys) -> tuple[int, Tables]:
         """Find the longest hit in all groups. Returns its tokens and tables with its blocks."""
-        present = [np.array([pool.has(key) for key in keys], dtype=np.bool_) for pool in self.pools]
+        present = [np.array([key in pool for key in keys], dtype=np.bool_) for pool in self.pools]
         num_tokens = reach.longest_hit(self.groups, present, len(keys) * self.block_tokens)
         tables = self.new_tables()
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
@@ -156,27 +151,23 @@ class DeviceMemory:
 
     def can_ever_hold(self, num_tokens: int, step_tokens: int) -> bool:
         """Whether one request of this length fits the empty device."""
-        return all(
-            _most_blocks(group, num_tokens, step_tokens) <= self.num_blocks for group in self.groups
-        )
+        most = [_most_blocks(group, num_tokens, step_tokens) for group in self.groups]
+        return max(most) <= self.num_blocks
 
     def can_hold(self, requests: Iterable[tuple[Tables, int]], step_tokens: int) -> bool:
         """Whether these requests, with the tables they have, could all grow to their lengths."""
         missing = [0] * len(self.groups)
         for tables, num_tokens in requests:
             for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-                most = _most_blocks(group, num_tokens, step_tokens)
-                missing[g] += max(0, most - _num_held(table))
-        return all(
-            pool.can_allocate(count) for pool, count in zip(self.pools, missing, strict=True)
-        )
+                num_held = len(table) - table.count(NO_BLOCK)
+                missing[g] += max(0, _most_blocks(group, num_tokens, step_tokens) - num_held)
+        return all(n <= pool.num_free for pool, n in zip(self.pools, missing, strict=True))
 
     def can_grow(self, tables: Tables, num_tokens: int) -> bool:
         """Whether there are blocks for every token up to ``num_tokens``, in all groups."""
-        return all(
-            pool.can_allocate(self._num_blocks(num_tokens) - len(table))
-            for pool, table in zip(self.pools, tables, strict=True)
-        )
+        needed = self._num_blocks(num_tokens)
+        pairs = zip(self.pools, tables, strict=True)
+        return all(needed - len(table) <= pool.num_free for pool, table in pairs)
 
     def grow(self, tables: Tables, num_tokens: int) -> None:
         """Make the tables cover every token up to ``num_tokens``, to compute them."""
@@ -226,10 +217,6 @@ def _most_blocks(group: reach.Group, num_tokens: int, step_tokens: int) -> int:
     if group.look_back is None:
         return everything
     return min(everything, -(-(group.look_back + step_tokens) // group.block_tokens) + 1)
-
-
-def _num_held(table: list[int]) -> int:
-    return sum(block != NO_BLOCK for block in table)
 
 
 class ServedState(Enum):

@@ -320,21 +320,15 @@ class Engine:
                 budget -= count
         if num_preemptions != self.counts.num_preemptions:
             return work  # no room for more requests
-        for request in self._arrived():
-            if not budget or not self._admit(request):
+        num_admitted = len(self._requests) - len(self._waiting)
+        for request in self._waiting[: max(0, self.limits.max_running - num_admitted)]:
+            if not budget or request.arrival > self.clock() or not self._admit(request):
                 break
             count = min(request.num_uncomputed, budget)
             if request.state is ServedState.RUNNING and self._make_room(request, count):
                 work.append((request, count))
                 budget -= count
         return work
-
-    def _arrived(self) -> list[ServedRequest]:
-        """The waiting requests that may be admitted now, in order of arrival."""
-        num_admitted = len(self._requests) - len(self._waiting)
-        now = self.clock()
-        first = self._waiting[: max(0, self.limits.max_running - num_admitted)]
-        return [request for request in first if request.arrival <= now]
 
     def _admit(self, request: ServedRequest) -> bool:
         """Give a waiting request its cached blocks. Returns False if it must wait."""
