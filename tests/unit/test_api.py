@@ -56,53 +56,6 @@ def test_blocks_come_back_as_they_went(ferry: kvferry.Ferry, kv: Tensors) -> Non
     assert all((layer[untouched] == 0xEE).all() for layer in kv)
 
 
-def test_only_what_is_missing_on_the_device_is_loaded(ferry: kvferry.Ferry, kv: Tensors) -> None:
-    keys = ferry.keys(range(4 * TOKENS))
-    ferry.wait(ferry.store(keys, [0, 1, 2, 3]))
-    expected = copied(kv, [2, 3])
-    poison(kv)
-    hit = ferry.match(keys, on_device=2)
-    assert (len(hit), hit.on_device) == (2, 2)
-    ferry.wait(ferry.load(hit, [9, 8]))
-    assert same(kv, [9, 8], expected)
-
-
-def test_what_is_kept_is_not_stored_again(ferry: kvferry.Ferry) -> None:
-    keys = ferry.keys(range(3 * TOKENS))
-    ferry.wait(ferry.store(keys[:2], [0, 1]))
-    assert ferry.wait(ferry.store(keys, [0, 1, 2])).num_blocks == 1
-    assert ferry.wait(ferry.store(keys, [0, 1, 2])).num_blocks == 0
-
-
-def test_a_conversation_goes_on_where_it_stopped(ferry: kvferry.Ferry) -> None:
-    keys = ferry.keys(range(4 * TOKENS))
-    ferry.wait(ferry.store(keys[:2], [0, 1]))
-    ferry.wait(ferry.store(keys, [2, 3], first=2))
-    assert len(ferry.match(keys)) == 4
-
-
-def test_a_full_host_keeps_the_newest(kv: Tensors) -> None:
-    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
-        first, second = ferry.keys(range(3 * TOKENS)), ferry.keys(range(100, 100 + 3 * TOKENS))
-        ferry.wait(ferry.store(first, [0, 1, 2]))
-        ferry.wait(ferry.store(second, [3, 4, 5]))
-        assert len(ferry.match(second)) == 3
-        assert len(ferry.match(first)) == 1  # the end went, the beginning stayed
-
-
-def test_a_pinned_hit_survives_a_flood(kv: Tensors) -> None:
-    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
-        keys = ferry.keys(range(2 * TOKENS))
-        expected = copied(kv, [0, 1])
-        ferry.wait(ferry.store(keys, [0, 1]))
-        hit = ferry.match(keys)
-        for start in range(100, 1000, 100):
-            ferry.wait(ferry.store(ferry.keys(range(start, start + 4 * TOKENS)), [2, 3, 4, 5]))
-        poison(kv)
-        assert ferry.wait(ferry.load(hit, [0, 1])).ok
-        assert same(kv, [0, 1], expected)
-
-
 def test_poll_tells_each_end_once(ferry: kvferry.Ferry) -> None:
     tickets = {ferry.store(ferry.keys(range(n, n + TOKENS)), [0]) for n in (0, 50, 100)}
     told: list[kvferry.Done] = []

@@ -79,79 +79,6 @@ def world() -> World:
     return World()
 
 
-def test_a_short_rest_waits_for_its_conversation(world: World) -> None:
-    world.wait("a")
-    world.now += WAIT_SECONDS - 0.1
-    assert world.due() == []
-    found = world.rests.take_continued(chain("a"), 1)
-    assert found is not None
-    assert found.request == "a"
-    assert not world.rests
-    assert world.rests.take_continued(chain("a"), 1) is None
-
-
-def test_none_waits_for_ever(world: World) -> None:
-    world.wait("a")
-    world.now += 0.1
-    world.wait("b")
-    world.now += WAIT_SECONDS - 0.1
-    assert world.due() == ["a"]
-    world.now += 0.1
-    assert world.due() == ["b"]
-    assert not world.rests
-
-
-def test_what_is_held_waits_only_until_others_are_on_their_way(world: World) -> None:
-    world.wait("short")
-    world.hold("long")
-    assert world.due() == []
-    assert world.rests.take_continued(chain("long"), 1) is None
-    world.now += SOON_SECONDS
-    assert world.due() == ["long"]
-
-
-def test_where_the_engine_evicts_nothing_waits(world: World) -> None:
-    assert world.rests.can_wait
-    for name in "abcd":
-        world.wait(name)
-    assert world.due() == []
-    world.blocks.evicts = True
-    assert not world.rests.can_wait
-    assert world.due() == list("abcd")
-
-
-def test_an_idle_model_stores_all_of_it(world: World) -> None:
-    world.hold("held")
-    for name in "abcde":
-        world.wait(name)
-    assert world.due(is_idle=True) == ["held", *"abcde"]
-
-
-def test_a_running_model_is_given_few_at_a_time(world: World) -> None:
-    for name in "abcde":
-        world.wait(name)
-    world.now += WAIT_SECONDS
-    assert [world.due() for _ in range(3)] == [["a", "b"], ["c", "d"], ["e"]]
-
-
-def test_so_many_wait_and_no_more(world: World) -> None:
-    for number in range(MOST):
-        world.wait(f"{number}")
-    assert world.due() == []
-    world.wait("one more")
-    assert world.due() == ["0"]
-    assert world.due() == []
-
-
-def test_as_many_go_as_come(world: World) -> None:
-    """However many requests end in every step, so many wait and no more."""
-    for step in range(50):
-        for number in range(8):
-            world.wait(f"{step}-{number}")
-        world.due()
-        assert len(world.rests) <= MOST
-
-
 def test_what_is_put_back_comes_first_again_and_in_order(world: World) -> None:
     world.hold("held")
     for name in "abc":
@@ -178,23 +105,6 @@ def test_blocks_that_the_engine_needs_are_held_no_longer(world: World, short: st
     world.blocks.num_free, world.blocks.num_held = NUM_BLOCKS, 0
     world.hold("d")
     assert world.due() == [], "wanted once, not for ever"
-
-
-def test_of_two_that_end_alike_one_is_enough(world: World) -> None:
-    assert world.wait("same", "one") is None
-    twin = world.wait("same", "other")
-    assert twin is not None
-    assert twin.request == "one"
-    assert world.due(is_idle=True) == ["other"]
-
-
-def test_what_one_request_left_can_be_dropped(world: World) -> None:
-    world.wait("a", "again")
-    world.hold("b", "again")
-    world.wait("c")
-    dropped = world.rests.drop("again")
-    assert sorted(rest.key for rest in dropped) == sorted([key("a"), key("b")])
-    assert world.due(is_idle=True) == ["c"]
 
 
 class Waiting(RuleBasedStateMachine):

@@ -8,7 +8,6 @@ import select
 import signal
 import threading
 import time
-import tracemalloc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -385,28 +384,6 @@ def test_ends_that_nobody_asks_for_are_bounded_and_the_newest_are_kept(
         assert ferry.poll() == []
 
 
-def test_waiting_does_not_go_through_what_others_left(ferry: kvferry.Ferry) -> None:
-    """After 40,000 ends that nobody polled for, a wait took 8 ms."""
-    keys = ferry.keys(range(TOKENS))
-    ferry.wait(ferry.store(keys, [0]))
-
-    def most_bytes() -> int:
-        """Made for one store and its wait: that is the same however busy the machine is."""
-        gc.collect()
-        tracemalloc.start()
-        ferry.wait(ferry.store(keys, [0]))
-        _, most = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return most
-
-    most_bytes()
-    before = most_bytes()
-    for _ in range(2_000):
-        ferry.store(keys, [0])
-    assert most_bytes() < before + 2000
-    assert len(ferry.poll()) == 2_000
-
-
 def test_a_hit_of_another_ferry_is_gone_here() -> None:
     """Both were called hit-0: the wrong tokens' blocks were loaded."""
     with attach() as one, attach(model="n") as other:
@@ -436,60 +413,3 @@ def test_a_store_finds_the_memory_that_has_grown_since_the_last_poll(
         ready[0] = ferry.host_stats().num_slots
         ticket = ferry.store(ferry.keys(range(5 * TOKENS)), list(range(5)))
         assert ferry.wait(ticket).num_blocks == 5
-
-
-def test_a_policy_hears_of_a_short_copy_only_afterwards(
-    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who waits for it would wait for that too; beside a long one, or when all is quiet, it hears.
-
-    Seen red with all that is owed told beside every copy, and with nothing told once all is quiet.
-    """
-    heard: list[int] = []
-    policy: Any = ferry._scheduler.pool.eviction.policy
-    asked = policy.asked
-
-    def noted(*args: Any) -> None:
-        heard.append(1)
-        asked(*args)
-
-    policy.asked = noted
-    keys = ferry.keys(np.arange(5 * TOKENS))
-    ferry.wait(ferry.store(keys, np.arange(5)))
-    ticket = ferry.load(ferry.match(keys), np.arange(5))
-    ferry._catch_up()
-    assert not heard
-    monkeypatch.setattr("kvferry.ferry._LONG_BYTES", 1)
-    ferry._catch_up()
-    assert len(heard) == 1
-    ferry.wait(ticket)
-    monkeypatch.undo()
-    ticket = ferry.load(ferry.match(keys), np.arange(5))
-    ferry._catch_up()
-    ferry.wait(ticket)
-    ferry.poll()
-    assert len(heard) == 2
-    ferry._scheduler.check_integrity()
-
-
-def test_a_policy_that_raises_when_told_late_costs_no_copy_its_end(ferry: kvferry.Ferry) -> None:
-    """Whoever asks next hears of it, once. Seen red with what is told raising where it is told."""
-    policy: Any = ferry._scheduler.pool.eviction.policy
-    asked = policy.asked
-
-    def broken(*_: Any) -> None:
-        policy.asked = asked
-        raise RuntimeError("cannot hear")
-
-    keys = ferry.keys(np.arange(5 * TOKENS))
-    ferry.wait(ferry.store(keys, np.arange(5)))
-    policy.asked = broken
-    ticket = ferry.load(ferry.match(keys), np.arange(5))
-    for number in range(8):  # so much is owed that it is told where the load lands
-        ferry.release(ferry.match(ferry.keys(np.arange(TOKENS) + 1000 * number)))
-    assert ferry.wait(ticket, 10.0).ok
-    ferry.poll()
-    with pytest.raises(RuntimeError, match="cannot hear"):
-        ferry.match(keys)
-    assert len(ferry.match(keys)) == 5
-    ferry._scheduler.check_integrity()

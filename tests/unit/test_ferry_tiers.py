@@ -99,17 +99,6 @@ def assert_nothing_left(ferry: kvferry.Ferry) -> None:
     ferry._scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("write", ["spill", "through"])
-@pytest.mark.parametrize("tiers", [*OURS, "memory:8KiB, memory-by-key:1MiB"])
-def test_what_the_host_dropped_comes_back(attach, tiers, write):
-    ferry = attach(tiers, tier_write=write)
-    wanted = fill(ferry)
-    for number in range(CHATS):
-        assert bring(ferry, number) == (CHAT_BLOCKS, wanted[number])
-    assert ferry.stats().promoted_tokens > 0
-    assert_nothing_left(ferry)
-
-
 def test_a_hit_is_pending_until_its_blocks_are_up(attach):
     ferry = attach()
     wanted = fill(ferry)
@@ -171,19 +160,6 @@ def test_a_pending_hit_that_is_dropped_is_let_go_in_time(attach):
     assert_nothing_left(ferry)
 
 
-def test_one_that_is_asked_for_again_and_again_is_kept(attach):
-    ferry = attach(match_deadline="100ms")
-    hit, gate = pending(ferry)
-    now = [time.monotonic()]
-    ferry._pending._clock = lambda: now[0]  # a machine that stands still for so long fails nothing
-    for _ in range(5):
-        ferry.poll()
-        assert ferry.again(hit).is_pending
-        now[0] += 0.09
-    gate.set()
-    assert len(ferry.await_hit(hit, 20)) == CHAT_BLOCKS
-
-
 def test_a_reset_ends_pending_hits_and_reaches_the_tier(attach):
     ferry = attach()
     hit, gate = pending(ferry)
@@ -236,17 +212,6 @@ def test_a_tier_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, facto
     assert bring(ferry, 0) == (CHAT_BLOCKS, wanted[0])
 
 
-def test_a_tier_that_goes_away_under_a_hit_lets_it_go_on(attach):
-    ferry = attach()
-    hit, gate = pending(ferry)
-    ferry.poll()
-    tier().go_away("unplugged")
-    hit = ferry.await_hit(hit, 20)
-    assert (hit.is_pending, len(hit)) == (False, 0)
-    gate.set()
-    assert_nothing_left(ferry)
-
-
 def test_a_block_that_cannot_be_read_makes_the_hit_shorter(attach):
     ferry = attach()
     wanted = fill(ferry)
@@ -265,19 +230,6 @@ def test_a_block_that_cannot_be_read_makes_the_hit_shorter(attach):
     firsts = [wanted[0][at : at + layer // 2] for at in range(0, len(wanted[0]), layer)]
     assert found == b"".join(firsts)
     assert ferry.stats().lost_blocks == 1
-
-
-def test_what_a_tier_by_key_was_asked_for_is_told(attach):
-    ferry = attach("tests.fakes.tiers:open_keyed")
-    hit = ferry.match(chat(ferry, 0))
-    assert hit.is_pending
-    hit = ferry.await_hit(hit, 20)
-    assert (hit.is_pending, len(hit)) == (False, 0)
-    why = ferry.explain(hit)
-    assert why is not None
-    assert why.asked_blocks == CHAT_BLOCKS
-    assert why.reason is Reason.NEVER_STORED
-    assert ferry.stats().asked == {"tiers": (CHAT_BLOCKS, 0)}
 
 
 def test_a_tier_that_never_answers_counts_as_having_nothing(attach):

@@ -75,21 +75,6 @@ def test_nothing_is_loaded_for_one_that_says_so():
     desk.check_empty()
 
 
-def test_kept_so_long_whoever_needs_room_and_no_longer():
-    desk = Desk(slots=16)
-    say(desk, "a", 1, 4, pin_seconds=60)
-    for number in range(2, 8):
-        desk.keep(f"r{number}", story(number, 6), 24)
-    assert kept(desk, 1) == {1: 4}
-    assert desk.scheduler.stats().pool.pinned == 4
-    desk.now += 61
-    for number in range(8, 12):
-        desk.keep(f"r{number}", story(number, 6), 24)
-    assert kept(desk, 1) == {1: 0}
-    assert desk.scheduler.stats().pool.pinned == 0
-    desk.check_empty()
-
-
 def test_what_is_kept_is_bounded_and_the_refusal_says_why():
     desk = Desk(slots=16)  # four of which may be held
     say(desk, "a", 1, 3, pin_seconds=60)
@@ -116,27 +101,6 @@ def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
     desk.keep("new", story(6, 8), 32)  # needs four: those of b
     assert desk.pool.match(other) == 2
     assert kept(desk, 5, 6) == {5: 4, 6: 8}
-
-
-def test_who_goes_on_after_all_is_no_longer_first():
-    desk = Desk(slots=12)
-    say(desk, "a", 1, 4, ended=True)
-    desk.keep("b", story(2, 4), 16)
-    assert desk.hit(story(1, 4)) == 16  # used: it was not over
-    desk.keep("new", story(3, 8), 32)
-    assert kept(desk, 1, 2) == {1: 4, 2: 0}
-
-
-@pytest.mark.parametrize("seconds", [None, 30.0])
-def test_what_goes_on_stays_softly_until_then(seconds):
-    desk = Desk(slots=16)
-    say(desk, "a", 1, 4, continues=True if seconds is None else seconds)
-    for number in range(2, 6):
-        desk.keep(f"r{number}", story(number, 6), 24)
-    assert kept(desk, 1) == {1: 4}
-    say(desk, "k", 9, 4, pin_seconds=5)  # firm: what is soft gives way
-    desk.keep("big", story(10, 12), 48)
-    assert kept(desk, 1, 9) == {1: 0, 9: 4}
 
 
 def test_priorities_order_who_goes():
@@ -243,15 +207,6 @@ def test_groups_with_windows_take_hints_too():
     desk.scheduler.check_integrity()
 
 
-def test_a_reset_forgets_what_was_kept():
-    desk = Desk()
-    say(desk, "a", 1, 4, pin_seconds=60)
-    desk.scheduler.reset()
-    assert desk.pool.counts.pinned == 0
-    assert desk.pool.counts.free == 16
-    desk.check_empty()
-
-
 def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
     """Seen red: every eviction met all that could not go, and there was no bound on it."""
     desk = Desk(slots=400, pin_share=0.5)
@@ -351,13 +306,3 @@ def test_what_was_said_to_matter_little_after_all_is_not_refused():
     assert entry is not None
     assert entry.refused == ()
     assert desk.pool.counts.pinned == 4
-
-
-@pytest.mark.parametrize("is_soft", [False, True])
-def test_what_is_over_or_fits_is_not_refused(is_soft):
-    desk = Desk(slots=16)
-    said = {"continues": True, "priorities": [{"priority": 80}]} if is_soft else {"ended": True}
-    say(desk, "a", 1, 4 if is_soft else 16, **said)
-    entry = desk.scheduler.journal("a")
-    assert entry is not None
-    assert entry.refused == ()

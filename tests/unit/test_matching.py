@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakes.desk import LOAD, Desk, by_group, routes, story
+from tests.fakes.desk import LOAD, Desk, routes, story
 
 from kvferry.cache import reach
 from kvferry.errors import InputError
@@ -13,77 +13,6 @@ FULL = reach.FullAttention(4)
 WINDOW = reach.SlidingWindow(4, window=9)
 CHUNKS = reach.ChunkedLocal(4, chunk=8)
 STATE = reach.RecurrentState(4)
-
-
-def test_the_answer_is_the_longest_prefix() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    match = desk.match("b", told[:2] + story(2, 2))
-    assert (match.state, match.num_tokens, match.to_load) == (MatchState.HIT, 8, 8)
-
-
-def test_the_engines_own_tokens_are_not_loaded() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    match = desk.match("b", told, computed=8)
-    assert (match.num_tokens, match.to_load) == (16, 8)
-    assert desk.load("b", 16) == {0: [2, 3]}
-    assert desk.match("c", told, computed=16).state is MatchState.MISS
-
-
-def test_a_cap_inside_a_block_cuts_the_block() -> None:
-    """A request must compute its last token itself."""
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    assert desk.match("b", told, most=15).num_tokens == 12
-
-
-def test_large_blocks_serve_hits_that_begin_inside() -> None:
-    desk = Desk(FULL, reach.FullAttention(8), hash_tokens=4)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    assert desk.match("b", told, computed=4).num_tokens == 16
-    assert desk.load("b", 16) == {0: [1, 2, 3], 1: [0, 1]}
-    assert [len(sent) for sent in desk.plan()] == [3, 2]
-
-
-@pytest.mark.parametrize("other", [WINDOW, CHUNKS, STATE], ids=["window", "chunks", "state"])
-def test_a_hit_needs_every_group(other: reach.Group) -> None:
-    """Full attention alone is stored: nothing can be served."""
-    desk = Desk(FULL, other)
-    told = story(1, 5)
-    tables = [[0, 1, 2, 3, 4], [-1] * 5]
-    desk.scheduler.store("a", told, tables, 20)
-    desk.run()
-    chunk_start = 16 if other is CHUNKS else 0  # at a chunk's start its layers read nothing
-    assert desk.hit(told) == chunk_start
-
-
-def test_a_window_needs_only_its_reach() -> None:
-    desk = Desk(FULL, WINDOW)
-    told = story(1, 6)
-    desk.keep("a", told, 24)
-    assert desk.match("b", told).num_tokens == 24
-    assert desk.load("b", 24) == {0: [0, 1, 2, 3, 4, 5], 1: [4, 5]}
-
-
-def test_a_state_needs_only_its_last() -> None:
-    desk = Desk(FULL, STATE)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    assert desk.match("b", told, most=15).num_tokens == 12
-    assert desk.load("b", 12) == {0: [0, 1, 2], 1: [2]}
-
-
-def test_a_chunk_needs_its_own_beginning() -> None:
-    desk = Desk(FULL, CHUNKS)
-    told = story(1, 5)
-    desk.keep("a", told, 20)
-    assert desk.match("b", told).num_tokens == 20
-    assert desk.load("b", 20) == {0: [0, 1, 2, 3, 4], 1: [4]}
 
 
 def test_own_tokens_that_end_between_two_states_are_no_error() -> None:
@@ -221,16 +150,6 @@ def test_other_tokens_of_its_own_or_another_cap_make_it_look_again() -> None:
     assert desk.pool.num_leases == 1
 
 
-def test_a_pinned_hit_survives_eviction() -> None:
-    desk = Desk(slots=4)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    desk.match("b", told)
-    assert desk.store("c", story(2, 4), 16) == {}  # nothing can be evicted for it
-    assert desk.load("b", 16) == {0: [0, 1, 2, 3]}
-    assert desk.run().loaded == ("b",)
-
-
 def test_a_hit_nobody_asks_for_any_more_is_let_go() -> None:
     desk = Desk(match_deadline=5)
     told = story(1, 4)
@@ -262,44 +181,6 @@ def test_a_second_request_joins_a_load_under_way() -> None:
     assert desk.match("c", told).state is MatchState.WAIT
     assert desk.land().loaded == ("b",)
     assert desk.match("c", told, computed=16).state is MatchState.MISS  # shared on the device
-
-
-def test_joining_a_load_that_fails_ends_the_wait() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    desk.match("b", told)
-    desk.load("b", 16)
-    assert desk.match("c", told).state is MatchState.WAIT
-    settled = desk.land(*desk.plan(), failed="no")
-    assert [failed.request_id for failed in settled.failed] == ["b"]
-    assert desk.match("c", told).state is MatchState.MISS
-
-
-def test_joining_a_load_that_is_cancelled_ends_the_wait() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    desk.match("b", told)
-    desk.load("b", 16)
-    assert desk.match("c", told).state is MatchState.WAIT
-    desk.scheduler.abort("b")
-    assert desk.match("c", told).state is MatchState.HIT
-    assert by_group(desk.scheduler.settle().released) == {0: [0, 1, 2, 3]}
-
-
-def test_joining_a_load_that_hangs_ends_with_its_deadline() -> None:
-    desk = Desk(load_deadline=5, match_deadline=8)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    desk.match("b", told)
-    desk.load("b", 16)
-    desk.plan()
-    assert desk.match("c", told).state is MatchState.WAIT
-    for _ in range(20):
-        desk.now += 1.0
-        desk.scheduler.settle()
-    assert desk.match("c", told).state is MatchState.MISS
 
 
 def test_two_that_were_both_promised_a_block_load_it_once() -> None:
@@ -345,16 +226,6 @@ def test_a_load_beyond_the_bound_waits_its_turn(settings: dict[str, object]) -> 
             desk.store(f"s{number}", story(number, 4), 16)
             desk.run()
         desk.scheduler.finish(f"s{number}")
-    assert desk.match("a", story(1, 4)).state is MatchState.HIT
-    desk.load("a", 16)
-    assert desk.match("b", story(2, 4)).state is MatchState.WAIT
-    desk.run()
-    assert desk.match("b", story(2, 4)).state is MatchState.HIT
-
-
-def test_one_load_alone_is_always_allowed() -> None:
-    """Larger than any bound: it would wait for ever otherwise."""
-    desk = two_stories(max_loading_blocks=1)
     assert desk.match("a", story(1, 4)).state is MatchState.HIT
     desk.load("a", 16)
     assert desk.match("b", story(2, 4)).state is MatchState.WAIT

@@ -74,17 +74,6 @@ def test_it_holds_while_the_request_still_runs_and_after_a_preemption() -> None:
     desk.check_empty()
 
 
-def test_what_it_finds_of_its_own_after_a_preemption_stays_its_own() -> None:
-    desk = lazy()
-    live(desk, "a", story(1, 4), do_not_store=True)
-    desk.scheduler.preempt("a")
-    request = desk.scheduler.named["a"]
-    request.match(computed_tokens=16)
-    request.run()
-    desk.scheduler.finish("a")
-    assert stored(desk, story(1, 4)) == 0
-
-
 def test_what_others_may_store_is_stored() -> None:
     desk = lazy()
     shared, own = story(1, 2), story(1, 2) + story(2, 2)
@@ -100,14 +89,6 @@ def test_what_others_may_store_is_stored() -> None:
     life(desk, "d", third, computed=16, max_store_tokens=8)
     assert stored(desk, third) == 2
     desk.check_empty()
-
-
-def test_a_conversation_that_goes_on_under_the_same_hint_stays_out() -> None:
-    desk = lazy()
-    talk = story(1, 6)
-    for turn in (2, 4, 6):
-        life(desk, f"turn{turn}", talk[:turn], computed=4 * max(0, turn - 2), do_not_store=True)
-    assert stored(desk, talk) == 0
 
 
 def test_what_is_stored_late_is_kept_as_long_as_was_said_of_it() -> None:

@@ -14,7 +14,6 @@ from tests.model.request_verbs import Blocks
 
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention, SlidingWindow
-from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.scheduler import deferred_stores as rests
@@ -40,28 +39,6 @@ def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
     (load,) = desk.plan()
     assert load.src_slots.tolist() == cached_slots(desk.pool, wanted).tolist()
     assert ordered.keys == wanted
-
-
-def test_a_hit_asked_again_for_keys_that_are_not_here_is_let_go() -> None:
-    desk = Desk()
-    desk.keep("a", story(1, 2), 8)
-    request = desk.scheduler.open("r", story(1, 2))
-    assert request.match().state is MatchState.HIT
-    request.chain = story(1, 1) + story(3, 1)
-    assert request.match().num_tokens == 4
-    request.chain = story(3, 2)
-    assert request.match().state is MatchState.MISS
-    assert desk.pool.num_leases == 0
-
-
-def test_a_miss_asked_again_for_other_keys_is_looked_up_anew() -> None:
-    """Seen red with a miss remembered by its lengths alone."""
-    desk = Desk()
-    desk.keep("a", story(1, 2), 8)
-    request = desk.scheduler.open("r", story(2, 2))
-    assert request.match().state is MatchState.MISS
-    request.chain = story(1, 2)
-    assert request.match().num_tokens == 8
 
 
 # -- who joins a load waits no longer than that load -----------------------------------------------
@@ -90,29 +67,6 @@ def test_one_that_joined_a_load_goes_on_when_that_loads_time_is_up() -> None:
 
 
 # -- a state is what it is -------------------------------------------------------------------------
-
-
-def test_an_answer_that_expires_does_not_stop_a_running_request() -> None:
-    """Seen red: a request that runs was unknown again, and left nothing when it ended."""
-    desk = Desk(SlidingWindow(4, window=6), match_deadline=10.0)
-    request = desk.scheduler.open("r", story(1, 3))
-    assert request.match(max_tokens=8).state is MatchState.MISS
-    request.run()
-    desk.now = 11.0
-    desk.scheduler.settle()
-    assert request.state is State.RUNNING
-
-
-def test_a_request_run_before_it_heard_of_its_load_goes_on_running() -> None:
-    desk = Desk()
-    desk.keep("a", story(1, 2), 8)
-    request = desk.scheduler.open("r", story(1, 3))
-    request.match()
-    request.load([[0, 1]])
-    desk.plan()
-    request.run()
-    assert desk.land().loaded == ("r",)
-    assert request.state is State.RUNNING
 
 
 OVER: list[tuple[str, Callable[[Request], object]]] = [
@@ -168,15 +122,6 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
         request_laws.check(desk.scheduler, [request])
         request.end()
     desk.run()
-    request_laws.check_nothing_left(desk.scheduler)
-
-
-def test_an_empty_chain_is_a_miss() -> None:
-    desk = Desk()
-    request = desk.scheduler.open("r", Keys.empty())
-    assert request.match().state is MatchState.MISS
-    assert request.store([[]], 8) == ()
-    request.end()
     request_laws.check_nothing_left(desk.scheduler)
 
 
@@ -290,26 +235,6 @@ def test_a_table_that_the_engine_writes_again_changes_no_order() -> None:
     (load,) = desk.plan()
     assert load.dst_slots.tolist() == loaded.blocks.tolist() == [5, 6]
     assert [part.blocks.tolist() for part in desk.land().released] == [[5, 6]]
-
-
-def test_the_first_failure_fails_a_request_and_the_other_group_lands_on_its_own() -> None:
-    """Seen red with the other group's load still waited for: the request waited for ever."""
-    desk = Desk(FULL, FULL)
-    desk.keep("a", story(1, 2), 8)
-    request = desk.scheduler.open("r", story(1, 2))
-    request.match()
-    request.load([[0, 1], [2, 3]])
-    first, second = desk.plan()
-    settled = desk.land(first, failed="no")
-    assert [failed.request_id for failed in settled.failed] == ["r"]
-    assert request.state is State.UNKNOWN
-    assert not request.loading
-    assert request.match().state is not MatchState.WAIT
-    request_laws.check(desk.scheduler, [request])
-    settled = desk.land(second)
-    assert not settled.loaded
-    assert not settled.failed
-    assert [(g, blocks.tolist()) for g, blocks in settled.released] == [(1, [2, 3])]
 
 
 # -- when a store pays -----------------------------------------------------------------------------

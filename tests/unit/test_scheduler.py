@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -14,7 +13,7 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
-from kvferry.cache.reach import ChunkedLocal, FullAttention, SlidingWindow
+from kvferry.cache.reach import FullAttention, SlidingWindow
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, ReceiptError
@@ -98,17 +97,6 @@ def test_a_block_goes_out_and_comes_back() -> None:
     assert scheduler.pool.num_leases == 0
 
 
-def test_plans_and_receipts_travel() -> None:
-    scheduler = scheduler_of()
-    scheduler.store("a", keys(range(2)), [[0, 1]], 8)
-    plan = scheduler.plan()
-    copy = pickle.loads(pickle.dumps(plan))
-    assert copy.step == plan.step
-    assert copy.transfers[0].id == plan.transfers[0].id
-    assert copy.transfers[0].src_slots.tolist() == plan.transfers[0].src_slots.tolist()
-    assert pickle.loads(pickle.dumps(receipts(plan))) == receipts(plan)
-
-
 def test_loads_go_before_stores() -> None:
     scheduler = scheduler_of()
     stored(scheduler, keys(range(2)))
@@ -133,23 +121,6 @@ def test_a_failed_load_names_what_to_compute_and_its_blocks_are_no_hit_again() -
     assert (failure.request_id, failure.first_token, failure.num_tokens) == ("b", 4, 8)
     assert "link down" in failure.reason
     assert scheduler.match("c", chain).num_tokens == 4
-
-
-def test_a_hit_that_reads_nothing_leaves_nobody_waiting() -> None:
-    scheduler = scheduler_of(ChunkedLocal(4, chunk=8))
-    match = scheduler.match("a", keys(range(3)), max_tokens=8)
-    assert match.state is MatchState.HIT
-    assert scheduler.load("a", [[0, 1]]) == ()
-    assert scheduler.match("a", keys(range(3)), max_tokens=11).state is not MatchState.WAIT
-    assert scheduler.num_queued == 0
-
-
-def test_groups_with_blocks_of_different_size_do_not_meet_in_memory() -> None:
-    scheduler = scheduler_of(FullAttention(4), SlidingWindow(8, window=20), hash_block_tokens=4)
-    scheduler.store("a", keys(range(4)), [[0, 1, 2, 3], [0, 1]], 16)
-    rows = [set(t.dst_slots.tolist()) for t in scheduler.plan().transfers]
-    assert [len(r) for r in rows] == [4, 2]
-    assert not rows[0] & rows[1]
 
 
 def test_a_window_that_lands_later_is_seen_by_those_who_wait() -> None:
@@ -179,11 +150,6 @@ def test_a_window_that_lands_later_is_seen_by_those_who_wait() -> None:
 def test_settings_that_cannot_be_right(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         scheduler_of(**arguments)
-
-
-def test_no_groups() -> None:
-    with pytest.raises(InputError, match="no groups"):
-        ByName(Pool(4), ())
 
 
 @pytest.mark.parametrize(
@@ -273,13 +239,6 @@ def test_close_ends_everything_and_use_after_is_refused() -> None:
             call()
     scheduler.finish("x")
     scheduler.preempt("x")
-
-
-def test_ends_of_requests_nobody_knows_are_fine() -> None:
-    scheduler = scheduler_of()
-    scheduler.finish("never seen")
-    scheduler.preempt("never seen")
-    assert scheduler.load("never seen", [[0]]) == ()
 
 
 def test_tables_may_be_arrays() -> None:

@@ -4,62 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.fakes.desk import STORE, Desk, by_group, routes, story
+from tests.fakes.desk import STORE, Desk, routes, story
 
 from kvferry.cache import reach
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.transfers import NO_BLOCK
 
 WINDOW = reach.SlidingWindow(4, window=9)
 STATE = reach.RecurrentState(4)
 # -- eager ---------------------------------------------------------------------------------------
-
-
-def test_each_call_stores_what_is_new_and_whole() -> None:
-    desk = Desk()
-    told = story(1, 8)
-    assert desk.store("a", told, 3) == {}
-    assert desk.store("a", told, 4) == {0: [0]}
-    assert desk.store("a", told, 7) == {}
-    assert desk.store("a", told, 19) == {0: [1, 2, 3]}
-    assert desk.store("a", told, 19) == {}
-    desk.run()
-    assert desk.hit(told) == 16
-
-
-def test_generated_tokens_are_stored_like_the_prompt() -> None:
-    """The next turn's prompt contains this turn's answer."""
-    desk = Desk()
-    prompt, answer = story(1, 3), story(2, 3)
-    desk.match("a", prompt)
-    desk.store("a", prompt, 12)
-    for num_tokens in range(13, 25):  # one token per step
-        desk.store("a", prompt + answer, num_tokens)
-        desk.run()
-    desk.scheduler.finish("a")
-    assert desk.hit(prompt + answer) == 24
-
-
-def test_the_tail_is_stored_at_the_finish() -> None:
-    desk = Desk()
-    told = story(1, 3)
-    desk.store("a", told, 8)
-    assert desk.store("a", told, 12) == {0: [2]}
-    desk.scheduler.finish("a")  # before anything landed, before it was even planned
-    settled = desk.run()
-    assert desk.hit(told) == 12
-    assert by_group(settled.released) == {0: [0, 1, 2]}
-
-
-def test_nothing_is_stored_twice() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.store("a", told, 16)
-    assert desk.store("b", told, 16, first_block=8) == {}  # on its way
-    desk.run()
-    assert desk.store("c", told, 16, first_block=8) == {}  # there
-    assert desk.store("d", told[:2] + story(2, 2), 16, first_block=8) == {0: [10, 11]}
 
 
 def test_stores_of_one_step_travel_together_by_group() -> None:
@@ -80,24 +33,6 @@ def test_what_finds_no_room_is_left_out_from_the_end() -> None:
     assert desk.hit(told) == 16
 
 
-def test_a_block_the_engine_no_longer_has_is_not_stored() -> None:
-    desk = Desk(reach.FullAttention(4), WINDOW)
-    tables = [[0, 1, 2, 3], [NO_BLOCK, 5, 6, 7]]
-    held = by_group(desk.scheduler.store("a", story(1, 4), tables, 16))
-    assert held == {0: [0, 1, 2, 3], 1: [5, 6, 7]}
-    desk.run()
-    assert desk.hit(story(1, 4)) == 16
-
-
-def test_a_state_is_stored_where_the_engine_kept_one() -> None:
-    desk = Desk(reach.FullAttention(4), STATE)
-    tables = [[0, 1, 2, 3], [NO_BLOCK, 5, NO_BLOCK, NO_BLOCK]]
-    held = by_group(desk.scheduler.store("a", story(1, 4), tables, 16))
-    assert held == {0: [0, 1, 2, 3], 1: [5]}
-    desk.run()
-    assert desk.hit(story(1, 4)) == 8
-
-
 def test_a_table_that_is_too_short_changes_nothing() -> None:
     desk = Desk(reach.FullAttention(4), WINDOW)
     with pytest.raises(InputError, match="group 1's block table has 1 blocks"):
@@ -110,56 +45,7 @@ def test_a_table_that_is_too_short_changes_nothing() -> None:
         desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3]], 16)
 
 
-def test_tokens_beyond_the_keys_are_not_stored() -> None:
-    desk = Desk()
-    assert desk.store("a", story(1, 2), 100) == {0: [0, 1]}
-
-
-def test_a_failed_store_can_be_stored_again_by_the_next() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.store("a", told, 16)
-    settled = desk.land(*desk.plan(), failed="no")
-    assert by_group(settled.released) == {0: [0, 1, 2, 3]}
-    assert desk.hit(told) == 0
-    assert desk.store("b", told, 16) == {0: [0, 1, 2, 3]}
-
-
 # -- block sizes -----------------------------------------------------------------------------------
-
-
-def test_a_large_block_waits_until_it_is_whole() -> None:
-    desk = Desk(reach.FullAttention(8))
-    told = story(1, 4)  # one key per eight tokens
-    assert desk.store("a", told, 12) == {0: [0]}
-    assert desk.store("a", told, 15) == {}
-    assert desk.store("a", told, 16) == {0: [1]}
-    (sent,) = desk.plan()
-    assert sent.dst_slots.tolist() == [0, 1]
-
-
-def test_a_block_that_is_gone_is_not_stored() -> None:
-    desk = Desk()
-    held = desk.scheduler.store("a", story(1, 3), [[0, NO_BLOCK, 2]], 12)
-    assert by_group(held) == {0: [0]}  # nor what follows it: it could not be reached
-
-
-def test_hash_blocks_smaller_than_cache_blocks() -> None:
-    desk = Desk(reach.FullAttention(8), hash_tokens=4)
-    told = story(1, 7)  # 28 tokens of keys: three whole blocks
-    assert desk.store("a", told, 28) == {0: [0, 1, 2]}
-    desk.run()
-    assert desk.hit(told) == 24
-    other = told[:3] + story(2, 4)  # parts inside the second block
-    assert desk.hit(other) == 8
-
-
-def test_groups_of_different_block_size_share_the_slots() -> None:
-    desk = Desk(reach.FullAttention(4), reach.SlidingWindow(8, window=9), hash_tokens=4)
-    told = story(1, 6)
-    assert desk.store("a", told, 24) == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2]}
-    desk.run()
-    assert desk.hit(told) == 24
 
 
 def test_slots_no_group_can_ever_use_are_not_stored() -> None:
@@ -188,16 +74,6 @@ def test_a_request_that_returns_goes_on_behind_what_is_kept() -> None:
     assert returns(desk, "b", told, 16, until=12) == 16  # it never goes back
     assert desk.store("b", told, 24, first_block=8) == {0: [12, 13]}
     assert returns(desk, "c", told, 24) == 24  # on its way counts
-
-
-def test_what_is_not_kept_is_not_skipped() -> None:
-    desk = Desk()
-    told = story(1, 6)
-    desk.keep("a", told, 16)
-    assert returns(desk, "b", told, 20) == 0  # the device has more than we
-    assert desk.store("b", told, 20, first_block=8) == {0: [12]}
-    assert returns(desk, "d", story(2, 6), 24) == 0
-    assert desk.store("d", story(2, 6), 4) == {0: [0]}
 
 
 def test_what_is_skipped_was_used_and_stays_longer() -> None:
@@ -302,23 +178,6 @@ def test_lazy_looks_as_far_as_blocks_are_taken() -> None:
     assert desk.scheduler.offer_depth == 0
 
 
-def test_an_eager_scheduler_asks_for_no_offers() -> None:
-    desk = Desk()
-    desk.scheduler.note_allocated(100)
-    assert desk.scheduler.offer_depth == 0
-    assert desk.offer(0, story(1, 1), [0]) == []
-
-
-def test_what_is_offered_is_stored_once() -> None:
-    desk = lazy()
-    told = story(1, 4)
-    assert sorted(desk.offer(0, told, [7, 5, 6, 4])) == [4, 5, 6, 7]
-    assert desk.offer(0, told, [7, 5, 6, 4]) == []
-    desk.run()
-    assert desk.offer(0, told, [7, 5, 6, 4]) == []
-    assert desk.hit(told) == 16
-
-
 def test_each_offered_block_goes_under_its_own_key() -> None:
     desk = lazy()
     told = story(1, 3)
@@ -337,12 +196,6 @@ def test_offered_keys_are_those_at_the_blocks_ends_where_hash_blocks_are_smaller
     assert sorted(desk.offer(0, ends, [4, 5, 6, 7])) == [4, 5, 6, 7]
     desk.run()
     assert desk.hit(told) == 16
-
-
-def test_the_same_content_offered_twice_in_one_call() -> None:
-    desk = lazy()
-    told = story(1, 2)
-    assert sorted(desk.offer(0, told + told, [0, 1, 2, 3])) == [0, 1]
 
 
 def test_the_beginning_of_a_conversation_outlives_its_end_below_too() -> None:

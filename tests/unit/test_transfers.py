@@ -120,23 +120,6 @@ def test_one_failing_rank_fails_it_for_all(
     assert sky.transfers.counts.failed == 1
 
 
-def test_a_failure_without_words_still_has_a_reason() -> None:
-    sky = Sky(1)
-    (flight,) = sky.transfers.settle([failed(sky.launch(), 0)])
-    assert flight.reason == "rank 0: failed without a reason"
-
-
-def test_repeated_and_late_receipts_are_counted_and_dropped() -> None:
-    sky = Sky(2)
-    transfer = sky.launch()
-    assert sky.transfers.settle([ok(transfer, 0), failed(transfer, 0, "changed my mind")]) == []
-    (flight,) = sky.transfers.settle([ok(transfer, 1)])
-    assert flight.ok
-    assert sky.transfers.settle([ok(transfer, 0), failed(transfer, 1)]) == []
-    assert sky.transfers.counts.stale_receipts == 3
-    assert sky.owner.endings == [Ending.COMMIT]
-
-
 @pytest.mark.parametrize(
     ("receipt", "words"),
     [
@@ -209,16 +192,6 @@ def test_a_lost_rank_is_not_waited_for() -> None:
     assert sky.owner.endings == [Ending.ABORT] * 3
 
 
-def test_with_every_rank_lost_a_flight_lands_by_itself() -> None:
-    sky = Sky(1)
-    sky.transfers.lose_rank(Rank(0), "died")
-    transfer = sky.launch()
-    (flight,) = sky.transfers.settle([])
-    assert flight.transfer.id == transfer
-    assert sky.owner.endings == [Ending.ABORT]
-    assert sky.transfers.num_in_flight == 0
-
-
 @pytest.mark.parametrize("rank", [-1, 2, 7])
 def test_a_rank_that_does_not_exist_cannot_be_lost(rank: int) -> None:
     sky = Sky(2)
@@ -227,15 +200,6 @@ def test_a_rank_that_does_not_exist_cannot_be_lost(rank: int) -> None:
         sky.transfers.lose_rank(Rank(rank), "typo")
     (flight,) = sky.transfers.settle([ok(transfer, 0), ok(transfer, 1)])
     assert flight.ok
-
-
-def test_losing_a_rank_without_words_still_fails() -> None:
-    sky = Sky(2)
-    sky.launch()
-    sky.transfers.settle([ok(0, 0)])
-    (flight,) = sky.transfers.lose_rank(Rank(1), "")
-    assert not flight.ok
-    assert sky.owner.endings == [Ending.ABORT]
 
 
 def test_closing_ends_everything_once() -> None:
@@ -267,30 +231,6 @@ def test_what_failed_on_any_rank_is_lost_and_the_rest_counts() -> None:
     assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
     assert sky.owner.failed == [[1, 3], [1, 3]]
     assert (sky.transfers.counts.failed, sky.transfers.counts.lost_blocks) == (0, 2)
-
-
-def test_what_could_not_go_down_is_still_good_above() -> None:
-    sky = Sky(1)
-    sky.transfers.settle([partial(sky.move(HOST, DISK, 3, Purpose.COPY, Purpose.WRITE), 0, 1)])
-    assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
-    assert sky.owner.failed == [[], [1]]
-
-
-def test_one_rank_failing_all_fails_all() -> None:
-    sky = Sky(2)
-    up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
-    (flight,) = sky.transfers.settle([partial(up, 0, 1), failed(up, 1, "dead")])
-    assert flight.reason == "rank 1: dead"
-    assert flight.lost.all()
-    assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT]
-
-
-def test_when_every_block_failed_somewhere_it_failed() -> None:
-    sky = Sky(2)
-    up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
-    (flight,) = sky.transfers.settle([partial(up, 0, 0), partial(up, 1, 1)])
-    assert not flight.ok
-    assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT]
 
 
 def test_a_copy_to_or_from_the_device_is_one_whole() -> None:

@@ -116,14 +116,6 @@ def test_bit_by_bit_the_longest_hit_of_all_is_reached(other: reach.Group, room: 
         assert longest(groups, states) == best(groups, case, 2 * COUNT)
 
 
-def test_what_gets_nothing_yet_is_not_passed_by() -> None:
-    """Shorter hits would be lost with it, for which there may be room next."""
-    groups: list[reach.Group] = [reach.FullAttention(SIZE), WINDOW]
-    stored = store(groups, [(NEW,) * COUNT] * 2, {0: range(COUNT), 1: range(COUNT)}, 1)
-    assert stored is not None
-    assert stored[1] == {0: range(1, COUNT), 1: range(COUNT)}
-
-
 FULL = reach.FullAttention(4)
 
 
@@ -138,14 +130,6 @@ def test_with_the_bound_reached_a_windows_last_blocks_are_stored_with_the_rest()
     desk.run()
     assert desk.hit(told) == 32
     desk.scheduler.check_integrity()
-
-
-def test_bytes_are_shared_by_all_groups() -> None:
-    desk = Desk(WINDOW, FULL, block_bytes=[100, 300], max_bytes_in_flight=1200, slots=64)
-    told = story(1, 8)
-    assert desk.store("a", told, 32) == {0: [0, 1, 2], 1: [0, 1, 2]}
-    desk.run()
-    assert desk.hit(told) == 12
 
 
 def test_a_window_longer_than_the_bound_is_stored_bit_by_bit() -> None:

@@ -58,21 +58,6 @@ def watchers() -> list[str]:
 # -- in an event loop ------------------------------------------------------------------------------
 
 
-def test_loads_and_stores_are_awaited(ferry: kvferry.Ferry, kv: Tensors) -> None:
-    async def life() -> None:
-        keys = ferry.keys(range(3 * TOKENS))
-        expected = [layer[[7, 0, 11]].copy() for layer in kv]
-        assert (await ferry.store(keys, [7, 0, 11])).num_blocks == 3
-        for layer in kv:
-            layer[:] = 0xEE
-        done = await ferry.load(ferry.match(keys), [1, 2, 3])
-        assert done.ok
-        for layer, wanted in zip(kv, expected, strict=True):
-            assert np.array_equal(layer[[1, 2, 3]], wanted)
-
-    asyncio.run(life())
-
-
 def test_the_loop_goes_on_meanwhile(ferry: kvferry.Ferry) -> None:
     held = Held(ferry)
 
@@ -106,22 +91,6 @@ def test_many_are_awaited_with_one_thread(ferry: kvferry.Ferry) -> None:
     assert ferry.poll() == []
     ferry.close()
     assert watchers() == []
-
-
-def test_one_ticket_may_be_awaited_by_two(ferry: kvferry.Ferry) -> None:
-    held = Held(ferry)
-
-    async def life() -> None:
-        ticket = store(ferry)
-        tasks = [asyncio.ensure_future(ferry.ended(ticket)) for _ in range(2)]
-        await asyncio.sleep(0)
-        tasks[0].cancel()
-        held.go_on.set()
-        assert (await asyncio.wait_for(tasks[1], LONG)).ticket == ticket
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-
-    asyncio.run(life())
 
 
 def test_who_is_cancelled_leaves_the_end_to_others(ferry: kvferry.Ferry) -> None:
@@ -215,14 +184,6 @@ def test_a_ferry_of_another_thread_says_so(ferry: kvferry.Ferry) -> None:
     thread.join()
     assert "belongs to thread" in str(raised[0])
     assert ferry.wait(ticket).num_blocks == 1
-
-
-def test_a_number_of_nobodys_cannot_be_awaited() -> None:
-    async def life() -> None:
-        await Ticket(5)
-
-    with pytest.raises(InputError, match="not given out"):
-        asyncio.run(life())
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
