@@ -104,7 +104,7 @@ def _require_writable(views: Iterable[TensorView]) -> None:
     try:
         with open(_MAPS, encoding="ascii", errors="replace") as lines:
             maps = [_mapping(line) for line in lines]
-    except OSError:  # no such file here: then nobody can say
+    except OSError:  # no such file here: it cannot be known
         return
     starts = [start for start, _, _ in maps]
     for view in views:
@@ -126,19 +126,6 @@ def _mapping(line: str) -> tuple[int, int, bool]:
     start, stop = span.split("-")
     return int(start, 16), int(stop, 16), "w" in rights
 
-
-# ------------------------------------------------------------------------------------------------
-# The library's door: from an engine's KV tensors to a ferry for their blocks.
-#
-# ::
-#
-#     with kvferry.attach(kv, model="my-model", block_tokens=16, host="1GiB") as ferry:
-#         keys = ferry.keys(tokens)               # one key per full block, from the first token on
-#         hit = ferry.match(keys)                 # pinned: these blocks stay until loaded or
-# released
-#         ferry.load(hit, blocks[: len(hit)])     # asynchronous; poll() or wait() says when
-#         ...compute the rest...
-#         ferry.store(keys, blocks)               # asynchronous too; stores only what is new
 
 log = logging.getLogger(__name__)
 

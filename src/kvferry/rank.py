@@ -101,18 +101,6 @@ def tier_setup(
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# One rank's memory and the engine that copies to and from it: opened together, closed in order.
-#
-# ::
-#
-#     driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> tiers
-# below it
-#                ──> copy engine
-#     close:     the tiers, the engine, then the registrations, then the mapping, then the driver
-#
-# An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
-
 log = logging.getLogger(__name__)
 
 _STEP_SECONDS = 0.25
@@ -120,7 +108,7 @@ _STEP_SECONDS = 0.25
 
 
 class Activity:
-    """Whether the model runs: told by whoever gives it work, asked by whoever should yield to it.
+    """Whether the model runs. Its engine says so; what should yield to the model asks.
 
     The driver could be asked too, but not from another thread while a graph is captured. An engine
     that ``is_starting`` warms up and captures graphs without a word: it counts as busy until it
@@ -134,8 +122,7 @@ class Activity:
         self._is_starting = is_starting
         self._last: float | None = None
         self.num_written: int | None = None
-        """Host slots that were to be written so far: no more of them can be in use. None where
-        nobody says."""
+        """Host slots that were to be written so far: no more can be in use. None if unknown."""
         self.runs_beside = False
         """Whether the model will run beside the copies that are submitted now, as far as is known:
         at that moment it may well rest between two steps."""
@@ -148,7 +135,7 @@ class Activity:
         self._is_starting = False
 
     def slots_wanted(self) -> float:
-        """No more host slots can be in use; while an engine starts, for which nobody waits, any."""
+        """No more host slots than this can be in use; any number while an engine starts."""
         if self._is_starting or self.num_written is None:
             return math.inf
         return self.num_written

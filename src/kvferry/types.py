@@ -85,7 +85,7 @@ class Transfer:
     blocks travel with their ``keys``, and what has not begun ``within`` so many seconds is not
     wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side, and may be
     told of ``runs`` among those that go down. A load ``in_parts`` lands layer after layer, so that
-    who reads them can begin before it is whole.
+    the model can begin to read it before it is whole.
     """
 
     id: TransferId
@@ -190,10 +190,6 @@ class Health:
     rank: Rank
     tier: TierName
     reason: str = ""
-
-
-# ------------------------------------------------------------------------------------------------
-# What the scheduler half answers its engine with: plain, frozen facts.
 
 
 class MatchState(Enum):

@@ -109,9 +109,9 @@ class Worker:
         return receipts
 
     def drain_device(self) -> list[Receipt]:
-        """Wait until no copy touches the device; for the tiers nobody waits, one may hang.
+        """Wait until no copy touches the device; tiers are neither waited for nor asked.
 
-        Nor are they asked: this is for the one whose ``poll`` failed, too.
+        A tier may hang, or be the mover whose ``poll`` failed.
         """
         receipts, self._refused = self._refused, []
         for mover in self._movers:

@@ -415,7 +415,7 @@ class Matcher:
     def within(self, found: Lookup, num_slots: int) -> Lookup:
         """The same result, its longer hit cut down until so few slots complete it in the host.
 
-        Half of every group would serve nobody: the hit gets shorter in all groups at once.
+        Half of every group would be of no use: the hit gets shorter in all groups at once.
         """
         if found.everywhere is None:
             return found

@@ -115,20 +115,13 @@ def _from(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: 
     return first if len(found) <= fits else first + int(found[-fits - 1]) + 1
 
 
-# ------------------------------------------------------------------------------------------------
-# What was said of blocks that only the device has, for stores that no request orders.
-#
-# With lazy stores a block is stored when the engine is about to drop it, mostly long after the
-# request that computed it has ended. What was said of that request is remembered until then::
-#
-#     not to be stored    blocks of its own, unless another that may be stored had them as well
-#     the rest            whose share it takes, how long it is kept, how much it matters
-
-
 class OnDevice:
-    """Owns what is to be heeded of such blocks, up to ``most_keys`` of each kind, the latest.
+    """Hints for blocks that only the device has, for stores that no request orders.
 
-    That must be more than the device has blocks: what has gone from the device is forgotten first.
+    With lazy stores a block is stored when the engine is about to drop it, mostly long after its
+    request has ended. Until then this remembers which blocks must not be stored (unless another
+    request that may be stored has them too), and for the others the request with hints or tenant.
+    Owns up to ``most_keys`` of each kind, the latest; more than the device has blocks.
     """
 
     def __init__(self, most_keys: int, hash_tokens: int) -> None:
@@ -177,7 +170,7 @@ class OnDevice:
     def by_request(
         self, keys: Keys, chosen: npt.NDArray[np.int64]
     ) -> list[tuple[Any, npt.NDArray[np.int64]]]:
-        """The chosen keys' places, by whose request is to be heeded for them; in their order."""
+        """The chosen keys' places, by the request with hints for them; in their order."""
         if not self._last:
             return [(None, chosen)]
         parts: dict[Any, list[int]] = {}
@@ -217,9 +210,6 @@ class OnDevice:
                 if self._last.get(key) is oldest:
                     del self._last[key]
 
-
-# ------------------------------------------------------------------------------------------------
-# Which device blocks are stored, and when: as they are computed, or as they are about to go.
 
 _Part = tuple[int, range, npt.NDArray[np.int64]]
 """Blocks of a group that are to be stored: their places, and the device blocks they are in."""
@@ -464,7 +454,7 @@ class Stores:
     def is_full(self) -> bool:
         """Whether the bounds let some group store nothing more for now.
 
-        With nothing on its way they never will: whoever waited for that would wait for ever.
+        With nothing on its way they never will: a request would wait for ever.
         """
         if not self._transfers.blocks_from_device and not self._transfers.num_bytes:
             return False

@@ -663,7 +663,7 @@ def held_blocks(
 class EngineShape:
     """As :class:`Scheduler` is asked for: checked when it is made, and the same from then on.
 
-    ``block_bytes`` are those of one device block, by group; zeros where nobody said.
+    ``block_bytes`` are those of one device block, by group; zeros if unknown.
     """
 
     groups: tuple[Group, ...]
