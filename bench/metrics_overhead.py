@@ -30,7 +30,7 @@ from urllib.request import urlopen
 import numpy as np
 
 import kvferry
-from kvferry.scheduler.journal import Explainer, Explanation, Ghosts, Journal, Reason
+from kvferry.scheduler.journal import Bookkeeper
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
@@ -62,14 +62,10 @@ while True:
 Hook = tuple[type, str]
 COUNTING: tuple[Hook, ...] = (
     (TrafficCounts, "add"),
-    (Journal, "ended"),
-    (Journal, "begin"),
-    (Journal, "explained"),
-    (Explainer, "explain"),
-    (Ghosts, "add"),
+    (Bookkeeper, "drain"),
     (Mailbox, "answer"),
 )
-"""All that runs only so that somebody may look."""
+"""All that runs only for figures and explanations."""
 
 
 class Meter:
@@ -95,8 +91,8 @@ class Meter:
         return metered
 
 
-def unexplained(_: Explainer, request_id: str, *__: object) -> Explanation:
-    return Explanation(request_id, 0, 0, 0, 0, Reason.NOTHING_MISSED)
+def unread(book: Bookkeeper) -> None:
+    book.events.clear()
 
 
 @contextmanager
@@ -113,7 +109,7 @@ def replaced(change: Callable[[Hook, Callable[..., Any]], Callable[..., Any]]) -
 
 
 def nothing(hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
-    return unexplained if hook == (Explainer, "explain") else lambda *_: None
+    return unread if hook == (Bookkeeper, "drain") else lambda *_: None
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,7 @@ class Requests:
         """Append what a request was answered first; ``found`` are its leading slots, if known."""
         matcher, log = self.matcher, self.log
         tokens, hit = answer.max_tokens, answer.host_tokens
-        num_keys = min(len(chain), tokens // matcher.hash_tokens)
-        pools = [pool for pool in self.lower_pools if pool.log.wants(EventKind.LOOKUP)]
+        num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
         for g in range(len(self.sizes)):
             keys: Keys | Callable[[], Keys] = partial(matcher.asked_keys, g, chain, num_keys)
             slots: SlotArray | Callable[[], SlotArray] | None = found if not g else None
@@ -149,7 +148,7 @@ class Requests:
                 request=answer.request_id,
                 detail=detail,
             )
-            for pool in pools:  # what it has of them is of use only where it is read
+            for pool in self.lower_pools:  # what it has of them is of use only where it is read
                 pool.log.append(EventKind.LOOKUP, NO_SLOTS, keys, tokens=tokens)
 
     def _leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
@@ -162,11 +161,10 @@ class Requests:
         matcher, chain = self.matcher, request.chain
         assert request.asked_tokens is not None
         tokens = max(0, len(chain) * matcher.hash_tokens - request.asked_tokens)
-        for log in (self.log, *(pool.log for pool in self.lower_pools)):
-            if log.wants(EventKind.ANSWER):
-                for g in range(len(self.sizes)):
-                    keys = partial(matcher.asked_keys, g, chain, None)
-                    log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=tokens, request=request.id)
+        for pool in (self.pool, *self.lower_pools):
+            for g in range(len(self.sizes) if pool.log.wants(EventKind.ANSWER) else 0):
+                keys = partial(matcher.asked_keys, g, chain, None)
+                pool.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=tokens)
 
 
 class Progress:
@@ -576,7 +574,7 @@ class Request:
     @property
     def has_more_to_load(self) -> bool:
         """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
-        return self._requests.pipelined.is_open(self)
+        return self.promotion is not None and self._requests.pipelined.is_open(self)
 
     def landed(self, flight: InFlight) -> tuple[Match, str] | None:
         """One of its loads has ended, or is overdue: what was promised, and why it failed.
@@ -589,7 +587,7 @@ class Request:
             return None
         requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
-        if requests.pipelined.note_landed(self, flight):
+        if self.promotion is not None and requests.pipelined.note_landed(self, flight):
             return None  # told when all of its pieces have ended
         if self.loading and not flight.reason:
             return None
@@ -805,8 +803,8 @@ class Request:
                 requests.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             self.loading.clear()
             self._promised = None
-        requests.pipelined.drop(self)
         if self.promotion is not None:
+            requests.pipelined.drop(self)
             requests.promoter.stop_waiting(self)
             self.promotion.renew()
 

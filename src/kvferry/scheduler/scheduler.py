@@ -404,7 +404,8 @@ class Scheduler:
         overdue: Sequence[InFlight] = ()
         if looks and now >= self.transfers.next_deadline:
             overdue = self.transfers.expire(now)
-        if not (landed or overdue or requests.pipelined or requests.pinned or requests.released):
+        tells = landed or overdue or requests.pinned or requests.released
+        if not tells and not (self.lower.tiers and requests.pipelined):
             return _NOTHING
         done = Completion()
         landings = []
@@ -416,7 +417,7 @@ class Scheduler:
         for flight in overdue:
             self._give_up(flight, done)
         ordered: list[Ordered] = []
-        if requests.pipelined:
+        if self.lower.tiers and requests.pipelined:
             ordered, ended = requests.pipelined.advance()
             for request, promised, reason in ended:
                 request.end_load(promised, reason)
