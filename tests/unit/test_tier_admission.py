@@ -43,20 +43,22 @@ def test_bytes_come_back_over_the_day() -> None:
     assert admission.bytes_left(5 * DAY) == 10_000
 
 
-def test_a_gate_lets_through_what_it_should() -> None:
-    gate = TierAdmission(times=2, num_keys=100, bytes_per_day=8 * 30, block_bytes=10)
+def test_an_admission_counts_requests_and_bytes() -> None:
+    admission = TierAdmission(times=2, num_keys=100, bytes_per_day=8 * 30, block_bytes=10)
     some = keys(range(6))
-    assert not gate.admits(some, 0.0).any()
-    gate.requested(some)
-    gate.requested(some[1:])
-    assert gate.admits(some, 0.0).tolist() == [False, True, True, True, False, False], "30 bytes"
-    gate.wrote(3)
-    assert not gate.admits(some, 0.0).any()
-    assert gate.admits(some, DAY / 7).sum() == 3
+    assert not admission.admits(some, 0.0).any()
+    admission.requested(some)
+    admission.requested(some[1:])
+    assert admission.admits(some, 0.0).tolist() == [False, True, True, True, False, False], (
+        "30 bytes"
+    )
+    admission.wrote(3)
+    assert not admission.admits(some, 0.0).any()
+    assert admission.admits(some, DAY / 7).sum() == 3
 
 
 @pytest.mark.parametrize(
-    ("settings", "gated"),
+    ("settings", "admitting"),
     [
         ({}, set()),
         ({"disk_admission": "all", "remote_admission": "all"}, set()),
@@ -70,14 +72,14 @@ def test_a_gate_lets_through_what_it_should() -> None:
     ],
 )
 def test_the_settings_make_one_where_it_matters(
-    settings: dict[str, object], gated: set[TierName]
+    settings: dict[str, object], admitting: set[TierName]
 ) -> None:
     config = Config.from_dict(settings)
-    gates = {
+    admissions = {
         name: admission_of(config, name, num_keys=None, block_bytes=1, now=0.0)
         for name in (DISK, REMOTE, TierName("memory"))
     }
-    assert {name for name, gate in gates.items() if gate is not None} == gated
+    assert {name for name, each in admissions.items() if each is not None} == admitting
 
 
 def desk_of(name: TierName = DISK, **settings: Any) -> Desk:
