@@ -67,28 +67,6 @@ def test_one_that_never_ran_is_not_stored(sides):
     assert "a" not in [each.id for each in sides.side.serving.scheduler.requests], "known for ever"
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it(sides):
-    """Seen red with ``_forget`` telling nobody before: old weights' bytes under new keys."""
-    request = come(sides, "a", 1)
-    compute(sides, request)
-    sides.side.reset()
-    orders = sides.orders({"a": 1})
-    assert not orders.is_quiet
-    assert orders.epoch == sides.side.serving.scheduler.epoch != 0
-    sides.end(request)
-    sides.rest()
-    assert not is_stored(sides, 1)
-
-
-def test_a_preemption_is_heard_of(sides):
-    request = come(sides, "a", 1)
-    compute(sides, request)
-    request.num_preemptions, request.num_computed_tokens = 1, 0
-    come(sides, "b", 2)
-    assert not sides.orders({"b": PROMPT}, new=["b"], preempted=["a"]).is_quiet
-    assert sides.side.serving._requests["a"].preemptions == 1
-
-
 def test_what_another_left_is_gone_on_with(sides):
     """Seen red with ``run`` that does not go on: the first turn is then stored by itself."""
     first = come(sides, "first", 1)
@@ -101,18 +79,6 @@ def test_what_another_left_is_gone_on_with(sides):
     sides.step({"second": 4 * BLOCK_TOKENS + 1}, new=["second"])
     second.num_computed_tokens, second.num_output_tokens = 8 * BLOCK_TOKENS + 1, 1
     assert len(sides.side.serving.scheduler.deferred) == 0
-
-
-def test_a_name_that_left_something_may_come_again(sides):
-    first = come(sides, "again", 1)
-    compute(sides, first)
-    sides.end(first)
-    second = come(sides, "again", 2)
-    compute(sides, second)
-    sides.end(second)
-    sides.rest()
-    assert is_stored(sides, 1)
-    assert is_stored(sides, 2)
 
 
 def test_a_load_that_cannot_be_is_not_kept_from_the_ranks(sides):

@@ -80,16 +80,6 @@ def test_a_block_is_told_when_it_can_be_matched(sides):
     assert list(sides.side.take_events()) == [], "once"
 
 
-def test_a_block_that_goes_is_told_too(sides):
-    for tag in (1, 2, 3):
-        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
-        sides.rest()
-        told = list(sides.side.take_events())
-    gone = [event.block_hashes[0] for event in told if isinstance(event, Removed)]
-    assert sorted(gone) == [name.hex() for name in hashes_of(1)]
-    assert sides.side.match(request_of("again", hashes_of(1)), 0) == (0, False)
-
-
 def test_a_reset_takes_back_what_was_told(sides):
     sides.end(sides.compute("a", hashes_of(1)))
     sides.rest()

@@ -110,16 +110,6 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     assert not sides.side.has_work
 
 
-def test_a_rank_that_gave_up_is_not_one_that_was_asked_to_drain(make):
-    sides = make()
-    store(sides)
-    sides.ranks[0]._give_up(sides.orders())
-    blocks = sides.side.serving.engine
-    sides.side._trip("test", RuntimeError("a mistake"))
-    sides.answer(0, 1)
-    assert blocks.num_held == 4
-
-
 def test_a_pool_that_takes_nothing_back_stops_nobody(make, monkeypatch):
     sides = make()
     store(sides)
@@ -192,18 +182,6 @@ def test_a_step_without_requests_is_no_quiet_one(make):
     orders = sides.orders()
     assert not orders.computes
     assert orders.plan.transfers[0].src_slots.tolist() == sides.tables["writer"][:4]
-
-
-def test_what_is_gone_from_the_device_by_then_is_not_stored(make):
-    sides = make(["layer0"])
-    sides.side.finished(compute(sides, "writer", HASHES))
-    sides.pool.free_blocks([sides.pool.blocks[number] for number in sides.tables["writer"]])
-    sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
-    assert sides.side.has_work
-    assert not sides.orders().plan.transfers
-    assert not sides.side.has_work
-    assert sides.side.serving.engine.num_held == 0
-    assert sides.side.guard.reason == ""
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -83,12 +83,6 @@ def test_a_vllm_that_cannot_recover_gets_one_group_only():
     assert "recurrent" in support_of(*configs(STATE), recomputes_requests=False).refusal
 
 
-def test_how_a_failed_load_is_told():
-    assert support_of(*configs(FULL), recomputes_requests=True).fails_by_block
-    for several in [configs(FULL, WINDOW), configs(STATE), configs(STATE, FULL)]:
-        assert not support_of(*several, recomputes_requests=True).fails_by_block
-
-
 def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
     chain = RequestKeys(request, NAMESPACE)
