@@ -155,7 +155,7 @@ def test_the_planners_reason_reaches_whoever_explains(start, llama, monkeypatch)
     def open_rank(*arguments: Any) -> Any:
         memory: Any = real(*arguments)
         engine, poll = memory.engine, memory.engine.poll
-        layouts = tuple(group.layout for group in engine._groups)
+        layouts = tuple(engine._jobs.layouts)
         choices = PathChoices(builtin_profile(), ("kernel",), None, layouts)
         engine.choices = pickle.loads(pickle.dumps(choices))  # as between processes
 
