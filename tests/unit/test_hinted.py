@@ -243,6 +243,17 @@ def test_over_ends_what_was_said_of_going_on_but_no_pin():
     desk.pool.check_integrity()
 
 
+def test_stale_entries_of_what_is_evicted_first_do_not_pile_up() -> None:
+    first = EvictFirstQueue(8)
+    for number in range(1000):
+        first.add(np.arange(4), number % 2)
+        first.add(np.arange(4, 8), number % 3)
+    entries = [slots for queue in first.queues.values() for _, slots in queue]
+    assert sum(map(len, entries)) <= 40
+    taken = first.take(8, Chains(8), lambda slots: np.ones(len(slots), dtype=bool))
+    assert sorted(taken.tolist()) == list(range(8))
+
+
 def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
     first, chains = EvictFirstQueue(1000), Chains(1000)
     for slot in range(500):

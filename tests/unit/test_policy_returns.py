@@ -197,6 +197,20 @@ def test_segments_lose_their_ends_first_and_forget_what_left() -> None:
     assert segments.num_held == 3
 
 
+def test_what_is_stale_does_not_pile_up() -> None:
+    segments = Segments(8, lambda segment: None)
+    kept = segments.new(as_slots([0]))
+    moving = segments.new(as_slots([1, 2, 3]))
+    for _ in range(1000):
+        segments.leave(as_slots([2, 3]))
+        segments.push(moving, as_slots([2, 3]))
+        segments.leave(as_slots([1]))
+        segments.push(kept, as_slots([1]))
+        segments.leave(as_slots([1]))
+        segments.push(moving, as_slots([1]))
+    assert sum(len(slots) for pieces in segments._pieces for _, slots in pieces) < 200
+
+
 # -- through a pool -------------------------------------------------------------------------------
 
 
