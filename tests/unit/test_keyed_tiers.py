@@ -198,23 +198,6 @@ def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
     desk.check_empty()
 
 
-def test_behind_a_hole_a_window_keeps_what_came() -> None:
-    """Full attention cannot use it; a window reads nothing before it."""
-    window = reach.SlidingWindow(4, window=9)
-    desk = Desk(window, tiers=[keyed()], slots=64)
-    told = story(1, 6)
-    desk.match("b", told)
-    desk.plan()
-    (question,) = desk.asked
-    desk.say(Keys(question.keys))
-    desk.match("b", told)
-    (move,) = desk.plan()
-    assert len(move) == 2
-    partly(desk, move, (0,))
-    keys = slot_keys(desk, told)
-    assert desk.pool.cached(keys).tolist() == [False] * 5 + [True]
-
-
 def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:
     desk = Desk(tiers=[keyed(WriteMode.SPILL, remember=1)], slots=8)
     told = story(1, 8)

@@ -18,7 +18,7 @@ from kvferry.cache.events import EventKind
 from kvferry.core.keys import Keys
 from kvferry.scheduler.runs import Wanted, run_numbers, with_furthest
 from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, WriteMode, WriteOrder
-from kvferry.types import Health, MatchState, Rank, TierName
+from kvferry.types import Health, Rank, TierName
 
 SYSTEM = list(range(10))
 A = keys([*SYSTEM, *range(100, 160)])
@@ -30,53 +30,6 @@ def served(chain: Keys, most: int = 8) -> tuple[Desk, PackedStore]:
     store = PackedStore()
     store.put(chain, most)
     return Desk(tiers=[packing()], slots=512), store
-
-
-@pytest.mark.parametrize("most", [1, 8, 16])
-def test_who_leaves_a_pack_in_its_midst_does_not_spoil_it_for_who_comes_next(most: int) -> None:
-    desk, store = served(B, most)
-    assert brought(desk, "a", A, store) == 10 - 10 % most
-    desk.scheduler.finish("a")
-    desk.now += 1.0
-    assert brought(desk, "b", B, store) == len(B)
-
-
-@pytest.mark.parametrize("most", [1, 8, 16])
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_nor_for_who_asks_in_the_same_step(most: int, order: str) -> None:
-    desk, store = served(B, most)
-    for name in order:
-        desk.match(name, A if name == "a" else B)
-    store.serve(desk)
-    assert brought(desk, "b", B, store) == len(B)
-    assert brought(desk, "a", A, store) == 10, "what came up for the other he has, too"
-
-
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_nor_for_who_asks_while_the_other_waits(order: str) -> None:
-    desk, store = served(B)
-    chains = {"a": A, "b": B}
-    for name in order:
-        desk.match(name, chains[name])
-        desk.plan()
-    assert len(desk.asked) == 2
-    store.say(desk)
-    assert brought(desk, "b", B, store) == len(B)
-
-
-def test_two_questions_under_way_end_in_any_order_and_yes_wins() -> None:
-    for swapped in (False, True):
-        desk, store = served(B)
-        desk.match("a", A)
-        desk.plan()
-        desk.match("b", B)
-        desk.plan()
-        questions = desk.asked[::-1] if swapped else desk.asked[:]
-        for question in questions:
-            desk.asked = [question]
-            store.say(desk)
-        tier = desk.scheduler.lower.tiers[0]
-        assert tier.lookup(B, desk.now).readable.all()
 
 
 def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
@@ -94,28 +47,6 @@ def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
     assert len(set(question.runs.tolist())) == 2
 
 
-def test_a_lower_tier_single_blocks_believes_a_no_as_before() -> None:
-    desk = Desk(tiers=[KeyedTier(STORE, WriteMode.THROUGH)], slots=512)
-    desk.match("a", A)
-    desk.match("b", B)
-    desk.plan()
-    (question,) = desk.asked
-    assert list(Keys(question.keys)) == [*A, *B[10:]]
-    desk.say(Keys.empty())
-    assert desk.match("b", B).state is MatchState.MISS
-    assert desk.match("c", B).state is MatchState.MISS
-
-
-def test_who_was_told_no_does_not_ask_again() -> None:
-    desk, store = served(B)
-    assert brought(desk, "a", A, store) == 8
-    heads = store.num_heads
-    for _ in range(3):
-        assert desk.match("a", A).num_tokens == 32
-        store.serve(desk)
-    assert store.num_heads == heads
-
-
 # -- for whom a "no" is remembered -----------------------------------------------------------------
 
 
@@ -126,22 +57,6 @@ def num_asked(desk: Desk, store: PackedStore, chain: Keys) -> int:
     desk.scheduler.finish("whoever")
     desk.pool.reset()  # others have taken its place in the host since
     return store.num_heads - before
-
-
-@pytest.mark.parametrize("most", [1, 8, 16])
-@pytest.mark.parametrize(
-    "there", [range(0), range(8), range(30), range(8, 40), range(69)], ids=repr
-)
-def test_who_comes_with_the_same_prompt_asks_nothing_for_a_while(most: int, there: range) -> None:
-    """Whatever is there of it: nothing, its beginning, its midst, all but its end."""
-    desk, store = served(A[there.start : there.stop], most)
-    first = num_asked(desk, store, A)
-    assert first > 0
-    for now in (1.0, 9.9):
-        desk.now = now
-        assert num_asked(desk, store, A) == 0
-    desk.now = 10.0
-    assert num_asked(desk, store, A) == first
 
 
 def test_who_goes_on_differently_asks_nothing_where_no_object_could_have_a_name_of_his() -> None:
@@ -177,14 +92,6 @@ def test_a_no_is_forgotten_with_all_else(what: str) -> None:
     else:
         desk.scheduler.reset()
     assert num_asked(desk, store, A) == first
-
-
-def test_what_this_server_writes_it_finds_at_once() -> None:
-    desk, store = Desk(tiers=[packing()], slots=512), PackedStore()
-    assert num_asked(desk, store, A) == len(A)
-    store.keep(desk, "a", A)
-    desk.pool.reset()
-    assert brought(desk, "b", A, store) == len(A)
 
 
 def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> None:
@@ -227,15 +134,6 @@ def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
     tier.reset()
     assert tier.lookup(unknown, 21.0, runs).unknown.all()
     assert not tier.known(A, 21.0).any()
-
-
-def test_a_question_under_way_spares_nobody_the_names_behind_what_he_asks_for() -> None:
-    """Who has the beginning asks for the rest. The rest names the object that has the beginning."""
-    chain = keys(range(12))
-    desk, store = served(chain, 6)
-    desk.match("a", chain, 16)
-    desk.plan()
-    assert brought(desk, "b", chain, store) == 12
 
 
 # -- what a "no" is not ----------------------------------------------------------------------------
@@ -304,16 +202,6 @@ def test_another_server_finds_every_conversation_behind_one_system_prompt(
         assert brought(two, "r", chain, store) == len(chain)
 
 
-def test_so_it_does_what_goes_on_from_what_came_up_long_ago() -> None:
-    one, store = served(B)
-    assert brought(one, "b", B, store) == len(B)
-    one.scheduler.finish("b")
-    one.now += 60.0
-    store.keep(one, "a", A)
-    two = Desk(tiers=[packing()], slots=512)
-    assert brought(two, "a", A, store) == len(A)
-
-
 def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -> None:
     store = PackedStore()
     one = Desk(tiers=[packing(WriteMode.SPILL)], slots=1024)
@@ -353,16 +241,6 @@ def test_a_conversation_that_goes_on_elsewhere_writes_only_what_is_new() -> None
 
 
 # -- behind the end of a hit -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pack", [1, 8, 16])
-@pytest.mark.parametrize(("num_blocks", "most"), [(8, 31), (16, 63), (9, 35), (24, 70), (8, 32)])
-def test_a_hit_that_ends_inside_a_pack_gets_its_part_of_it(
-    pack: int, num_blocks: int, most: int
-) -> None:
-    chain = keys(range(num_blocks))
-    desk, store = served(chain, pack)
-    assert brought(desk, "b", chain, store, most=most) == most // 4
 
 
 def test_what_lies_behind_is_only_asked_for() -> None:

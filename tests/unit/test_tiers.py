@@ -223,17 +223,6 @@ def test_what_lies_below_is_brought_up_and_then_loaded() -> None:
     assert desk.scheduler.stats().promoted_tokens == 16
 
 
-def test_the_rest_is_brought_up_behind_what_the_host_has() -> None:
-    told = story(1, 4)
-    desk = below_only(told)
-    desk.keep("x", told[:2], 8)
-    assert desk.match("b", told).state is MatchState.WAIT
-    (move,) = desk.plan()
-    assert len(move) == 2
-    desk.land()
-    assert desk.match("b", told).num_tokens == 16
-
-
 def test_promotion_comes_in_pieces_that_can_be_used_as_they_land() -> None:
     told = story(1, 80)
     desk = below_only(told, slots=400)
