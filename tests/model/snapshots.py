@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.config import Config
-from kvferry.core.keys import Duplicates, Keys
+from kvferry.core.keys import Keys
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -56,6 +56,6 @@ def _array(array: npt.NDArray[Any]) -> Any:
 
 _TABLE: dict[type, Callable[[Any], Any]] = {
     **copyreg.dispatch_table,
-    **dict.fromkeys((Config, Duplicates, Keys), _share),
+    **dict.fromkeys((Config, Keys), _share),
     np.ndarray: _array,
 }

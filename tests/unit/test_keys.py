@@ -46,6 +46,14 @@ def test_joining_equality_and_hash(left: list[bytes], right: list[bytes]) -> Non
     assert joined != left + right
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=9))
+def test_a_key_that_is_there_twice_is_found(words: list[tuple[int, int]]) -> None:
+    """Also among keys that share their first word."""
+    array = np.zeros((len(words), KEY_WORDS), dtype="<u8")
+    array[:, [0, 2]] = np.array(words, dtype="<u8").reshape(-1, 2)
+    assert Keys(array).has_duplicates() == (len(set(words)) != len(words))
+
+
 @given(raw_keys, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES))
 def test_a_mask_is_its_own_inverse(raw: list[bytes], mask: bytes) -> None:
     keys = Keys.from_bytes(raw)

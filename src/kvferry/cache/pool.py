@@ -30,7 +30,7 @@ from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.slots import CACHED, DOOMED, SlotPlacement, SlotState, SlotTable
-from kvferry.core.keys import Duplicates, Keys, require_key
+from kvferry.core.keys import Keys, require_key
 from kvferry.errors import InputError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 
@@ -76,7 +76,6 @@ class Pool:
         self.table = SlotTable(num_slots, self.log, placed=placed)
         self.eviction = Eviction(self.table, policy, pin_share, clock, placed=placed)
         self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_MOST_NEWS)
-        self._duplicates = Duplicates()
         self._leases: set[Lease] = set()
         self.grow(num_slots if num_ready is None else num_ready)
 
@@ -220,7 +219,7 @@ class Pool:
         changed since. ``placement`` says where the blocks should lie, in a pool that is ``placed``.
         Where slots belong to tenants, those of the lease are the ``tenant``'s.
         """
-        if self._duplicates.any_in(keys):
+        if keys.has_duplicates():
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         table, eviction = self.table, self.eviction
         if found is None:

@@ -109,6 +109,13 @@ class Keys:
         """The keys at ``positions`` (numbers or a boolean mask), in that order."""
         return Keys._of(self.array[positions])
 
+    def has_duplicates(self) -> bool:
+        """Whether a key is there twice."""
+        # First words alone nearly always decide; keys that share one are compared whole.
+        words = np.sort(self.array[:, 0])
+        is_doubtful = bool(np.count_nonzero(words[1:] == words[:-1]))
+        return is_doubtful and len(set(self)) != len(self)
+
     def __iter__(self) -> Iterator[Key]:
         data = self.array.tobytes()
         return (Key(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
@@ -145,48 +152,3 @@ def require_key(name: str, key: object) -> None:
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
         raise KeyFormatError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")
-
-
-_FEW = 512  # words that are sorted before anything else could be done
-_CELLS = 1 << 16
-_LOW_BITS = np.uint64(_CELLS - 1)
-
-_Words = npt.NDArray[np.uint64]
-
-
-class Duplicates:
-    """Finds batches with a key twice: exactly, and mostly without sorting. Owns a scratch table.
-
-    Every key writes its number into the cell of its low 16 bits, then reads that cell. A key that
-    reads another number *collided*. Of the keys that share a cell only one reads its own number. So
-    if a key is there twice, one of the two read the other's number, or both collided: comparing
-    each collided key with the key it read, and the collided ones among themselves, finds all.
-    """
-
-    def __init__(self) -> None:
-        self._cells = np.zeros(_CELLS, dtype=np.uint16)
-
-    def any_in(self, keys: Keys) -> bool:
-        """Whether a key is twice in this batch."""
-        # First words alone nearly always decide; keys that share one are compared whole.
-        words = keys.array[:, 0].copy()
-        if _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
-            twice = self._any_twice(words)
-        else:
-            twice = _any_twice_sorted(words)
-        return twice and len(set(keys)) != len(keys)
-
-    def _any_twice(self, words: _Words) -> bool:
-        cells = (words & _LOW_BITS).view(np.int64)
-        numbers = np.arange(len(words), dtype=np.uint16)
-        self._cells[cells] = numbers
-        there = self._cells.take(cells)
-        collided = (there != numbers).nonzero()[0]
-        own, other = words.take(collided), words.take(there.take(collided))
-        return bool((own == other).any()) or _any_twice_sorted(own)
-
-
-def _any_twice_sorted(words: _Words) -> bool:
-    """Sorts them in place."""
-    words.sort()
-    return bool(np.count_nonzero(words[1:] == words[:-1]))

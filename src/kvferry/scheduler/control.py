@@ -21,7 +21,7 @@ from kvferry.cache import reach
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.pins import FOREVER
 from kvferry.cache.pool import Pool
-from kvferry.core.keys import Duplicates, Keys
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.scheduler.journal import Hinted
@@ -133,7 +133,6 @@ class Control:
         self._num_prefetches = 0
         self._remembered: OrderedDict[RequestId, Keys] = OrderedDict()
         self._num_keys = 0
-        self._duplicates = Duplicates()
 
     # -- actions --------------------------------------------------------------------------------
 
@@ -339,7 +338,7 @@ class Control:
 
     def _require_chain(self, keys: Keys) -> None:
         """A slot that is named twice would be pinned, or unpinned, twice."""
-        if self._duplicates.any_in(keys):
+        if keys.has_duplicates():
             raise InputError(f"a key is twice among these {len(keys)}; a request's never repeat")
 
     def _done(
