@@ -1,1 +1,4 @@
-"""The scheduler half: what moves, when, and what became of it. Never touches a byte."""
+"""The scheduler half: owns requests, transfers, promotion and writeback; plans go out, receipts in.
+
+It decides which blocks move and never touches a byte; which block lies where is the pools' to know.
+"""
