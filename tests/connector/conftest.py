@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def stores_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests here are short: without this none would store while it runs."""
-    monkeypatch.setattr("kvferry.scheduler.deferred_stores.STORE_TOKENS", 256)
+    monkeypatch.setattr("kvferry.scheduler.stores.STORE_TOKENS", 256)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.scheduler import deferred_stores as rests
+from kvferry.scheduler import stores
 
 PROMPT = 4 * BLOCK_TOKENS + 1
 
@@ -17,7 +17,7 @@ PROMPT = 4 * BLOCK_TOKENS + 1
 @pytest.fixture(autouse=True)
 def stores_as_in_service(monkeypatch):
     """Other tests here store more often, to have more to look at."""
-    monkeypatch.setattr(rests, "STORE_TOKENS", 4096)
+    monkeypatch.setattr(stores, "STORE_TOKENS", 4096)
 
 
 @pytest.fixture

@@ -341,7 +341,7 @@ def live(world: World, num_steps: int) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "ahead"])
 def test_no_wrong_byte_and_nothing_left(monkeypatch, ahead):
-    monkeypatch.setattr("kvferry.scheduler.deferred_stores.STORE_TOKENS", 4096)
+    monkeypatch.setattr("kvferry.scheduler.stores.STORE_TOKENS", 4096)
     num_compared = num_quiet = 0
     for seed in range(NUM_LIVES):
         with world(seed, ahead) as one:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.model.turns import Turn, Turns
 
-from kvferry.scheduler import deferred_stores as rests
+from kvferry.scheduler import stores
 
 picks = st.integers(0, 63)
 
@@ -130,9 +130,9 @@ TestLives.settings = settings(max_examples=150, stateful_step_count=40, deadline
 @pytest.fixture(autouse=True, scope="module")
 def _stores_often() -> Iterator[None]:
     """So small requests would never be stored while they run."""
-    before, rests.STORE_TOKENS = rests.STORE_TOKENS, 32
+    before, stores.STORE_TOKENS = stores.STORE_TOKENS, 32
     yield
-    rests.STORE_TOKENS = before
+    stores.STORE_TOKENS = before
 
 
 @pytest.mark.parametrize("num_blocks", [16, 100], ids=["evicts", "roomy"])

@@ -16,7 +16,7 @@ from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
 from kvferry.cache.reach import FullAttention, Group, SlidingWindow
 from kvferry.connectors.common.messages import StepOrders
-from kvferry.scheduler import deferred_stores as rests
+from kvferry.scheduler import stores
 
 GROUPS: list[tuple[Group, ...]] = [
     (FullAttention(BLOCK_TOKENS),),
@@ -129,7 +129,7 @@ class Lives:
 
 @pytest.fixture(autouse=True, params=[32, 4096], ids=["often", "late"])
 def _stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rests, "STORE_TOKENS", request.param)
+    monkeypatch.setattr(stores, "STORE_TOKENS", request.param)
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])

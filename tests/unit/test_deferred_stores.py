@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.fakes.crafted_keys import keys as numbered
 
 from kvferry.core.keys import Keys
-from kvferry.scheduler.deferred_stores import SOON_SECONDS, WAIT_SECONDS, Deferred, DeferredStores
+from kvferry.scheduler.stores import SOON_SECONDS, WAIT_SECONDS, Deferred, DeferredStores
 from kvferry.scheduler.transfers import BlockTable
 from kvferry.types import DeviceBlocks, Key
 

@@ -16,7 +16,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention, SlidingWindow
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.scheduler import deferred_stores as rests
+from kvferry.scheduler import stores
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import BlockTable
@@ -259,8 +259,8 @@ def test_a_store_is_worth_a_block_that_is_new() -> None:
 def test_a_store_is_worth_less_often_where_what_is_left_can_be_stored_late() -> None:
     scheduler = Scheduler(Pool(8), [FullAttention(4)], engine=NoBlocks())
     request = scheduler.open("r", story(1, 2))
-    assert not request.is_worth_storing(rests.STORE_TOKENS - 1)
-    assert request.is_worth_storing(rests.STORE_TOKENS)
+    assert not request.is_worth_storing(stores.STORE_TOKENS - 1)
+    assert request.is_worth_storing(stores.STORE_TOKENS)
     windowed = Scheduler(Pool(8), [SlidingWindow(4, window=8)], engine=NoBlocks())
     assert windowed.open("r", story(1, 2)).is_worth_storing(4)  # it may lose a block any time
 

@@ -16,7 +16,7 @@ from kvferry.cache.reach import FullAttention, Group, SlidingWindow
 from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.vllm import events as events_form
 from kvferry.connectors.vllm.events import VllmEvents
-from kvferry.scheduler import deferred_stores as rests
+from kvferry.scheduler import stores
 
 Serve = Callable[..., FakeVllm]
 
@@ -141,7 +141,7 @@ def test_what_is_held_on_the_device_is_not_forgotten_in_quiet_steps(serve: Serve
     assert vllm.num_held == len(HASHES)
     orders = vllm.orders({"b": 1})
     if not orders.plan.transfers:  # it may wait this long, for others to be on their way
-        time.sleep(2 * rests.SOON_SECONDS)
+        time.sleep(2 * stores.SOON_SECONDS)
         orders = vllm.orders({"b": 1})
     assert [len(transfer) for transfer in orders.plan.transfers] == [len(HASHES)]
     vllm.answer(orders)

@@ -19,12 +19,11 @@ from kvferry.cache.tenants import Tenants
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.scheduler.deferred_stores import Deferred, DeferredStores
 from kvferry.scheduler.journal import Asked, Bookkeeper, Hinted, Loaded, Reason, RequestAnswer
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
 from kvferry.scheduler.placement import tell_pools
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
-from kvferry.scheduler.stores import Stores
+from kvferry.scheduler.stores import Deferred, DeferredStores, Stores
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,

@@ -27,12 +27,11 @@ from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import ClosedError, InputError
 from kvferry.hints import Hints
 from kvferry.scheduler.control import Control
-from kvferry.scheduler.deferred_stores import DeferredStores
 from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
 from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter
 from kvferry.scheduler.request import Request, Requests
-from kvferry.scheduler.stores import OnDevice, Stores
+from kvferry.scheduler.stores import DeferredStores, OnDevice, Stores
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (

@@ -107,7 +107,7 @@ def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
 def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama, monkeypatch):
     """Seen red with ``_go_on`` left out, and with what it stores beginning at the new turn."""
     # However long the next turn takes: a busy machine may need more than it is waited for.
-    monkeypatch.setattr("kvferry.scheduler.deferred_stores.WAIT_SECONDS", 600.0)
+    monkeypatch.setattr("kvferry.scheduler.stores.WAIT_SECONDS", 600.0)
     (first, more, last) = make_prompts(26, 100, 60, 50)
     engine = start(llama, ferry=FERRY)
     (answer,) = engine.generate([first])
