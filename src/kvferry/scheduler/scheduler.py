@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from kvferry.cache import reach
 from kvferry.cache.events import EventKind
+from kvferry.cache.policies.load_or_compute import LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
@@ -591,9 +592,9 @@ class Scheduler:
         return self.book.journal.request_ids()
 
     @property
-    def load_bandwidth(self) -> float | None:
-        """Bytes per second of loads to the device, as measured; None while unknown."""
-        return self.hits.worth.bandwidth
+    def costs(self) -> LoadOrCompute:
+        """What loading and computing cost, as measured so far."""
+        return self.hits.worth
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvferry.connectors.common.messages import EndedLoad
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import Ordered
 from kvferry.types import Landing, TransferId
+
+_transfer_of = attrgetter("transfer")
 
 
 class LoadInPieces:
@@ -75,7 +78,7 @@ class PromisedLoads:
             self.pieces[request] = LoadInPieces(request, blocks, epoch)
             self.order(ordered)
         else:
-            self.whole[request] = tuple([part.transfer for part in ordered]), blocks
+            self.whole[request] = tuple(map(_transfer_of, ordered)), blocks
             if is_early:
                 self._early.add(request.id)
 

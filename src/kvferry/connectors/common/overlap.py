@@ -16,13 +16,13 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
+from kvferry.cache.policies.load_or_compute import LoadOrCompute, OverlapDecision, Overlapping
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.loads import AwaitedLoad
 from kvferry.connectors.common.messages import RankShape
 from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.layout import GroupLayout, LayerParts
-from kvferry.types import TransferId
+from kvferry.types import HOST, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ class OverlapDecider:
         self,
         setup: SessionSetup,
         shape: RankShape,
-        bandwidth: Callable[[], float | None],
+        costs: LoadOrCompute,
         has_others: Callable[[], bool],
         *,
         hash_tokens: int,
     ) -> None:
-        """``bandwidth`` is that of the loads so far, for ranks without measurements.
+        """``costs`` know the loads so far, for ranks without measurements.
 
         ``has_others`` says whether another request computes in these steps, or soon will.
         """
@@ -56,7 +56,7 @@ class OverlapDecider:
         self._choices = shape.choices
         self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0
         self._block_tokens = setup.groups[0].block_tokens
-        self._bandwidth = bandwidth
+        self._costs = costs
         self._has_others = has_others
 
     def decide(self, num_tokens: int) -> OverlapDecision:
@@ -82,7 +82,7 @@ class OverlapDecider:
         num_blocks = -(-num_tokens // self._block_tokens)
         if self._choices is not None:
             return self._choices.load_seconds(0, num_blocks, busy=has_others)
-        bandwidth = self._bandwidth()
+        bandwidth = self._costs.bandwidth_of(HOST)
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
 
 

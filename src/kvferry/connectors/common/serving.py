@@ -144,7 +144,7 @@ class Serving:
         self._overlap = OverlapDecider(
             setup,
             shapes[0],
-            lambda: self.scheduler.load_bandwidth,
+            self.scheduler.costs,
             self._has_others,
             hash_tokens=engine.hash_tokens,
         )
@@ -258,7 +258,7 @@ class Serving:
         overlap = None  # the engine is not told early of a load in pieces
         if ours.state is State.MATCHED:
             overlap = self._overlap.decide(num_external_tokens)
-        ordered = ours.load([self.engine.table(ids) for ids in tables_now], overlap)
+        ordered = ours.load(list(map(self.engine.table, tables_now)), overlap)
         self.engine.hold(ordered)
         is_early = overlap is not None and overlap.is_early
         epoch = self.scheduler.epoch

@@ -344,7 +344,8 @@ class WorkerSession:
             self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
         if others and others[0].dst == DEVICE:  # a plan has loads first
             self._freshness.mark()
-            self._fence.note_mark()
+            if self._fence.names:
+                self._fence.note_mark()
         self._later = Plan(plan.step, tuple(stores))
 
     def _await_loads(self, orders: StepOrders) -> None:
@@ -358,8 +359,8 @@ class WorkerSession:
             # The forward of this step, that of a request whose load came first, or that of one
             # which may run before its own has landed, runs beside them: even if the model rests
             # while they are submitted.
-            num_loading = len({load.request_id for load in self._loads.values()})
-            is_beside = orders.computes or self._is_run_due or num_loading > 1
+            is_alone = len(orders.loads) == 1 and len(self._loads) == len(ids)
+            is_beside = orders.computes or self._is_run_due or not is_alone
             self._memory.note_beside(is_beside or bool(orders.early))
 
     def after_forward(self) -> None:
@@ -432,9 +433,9 @@ class WorkerSession:
             if self._freshness.is_marked:
                 self._freshness.look()
             if self._worker is not None:
-                receipts = self._worker.poll()
-                if receipts:
-                    self._take_all(receipts)
+                for receipt in self._worker.poll():
+                    self._num_awaited -= 1
+                    self._take(receipt)
                 if self.shape.tiers:
                     self._health += self._worker.health()
             if self._ended:
@@ -471,14 +472,11 @@ class WorkerSession:
         self._flush()
         if self._worker is not None:
             try:
-                self._take_all(self._worker.drain_device())
+                for receipt in self._worker.drain_device():
+                    self._num_awaited -= 1
+                    self._take(receipt)
             except Exception as error:
                 self.guard.trip("drain", error)
-
-    def _take_all(self, receipts: Sequence[Receipt]) -> None:
-        self._num_awaited -= len(receipts)
-        for receipt in receipts:
-            self._take(receipt)
 
     def _take(self, receipt: Receipt) -> None:
         load = self._loads.pop(receipt.transfer_id, None)
