@@ -57,14 +57,11 @@ _OTHERS = (State.ANSWERED, State.LOADING, State.LOADED, State.RUNNING)
 class DeadlinePoll:
     """Owns when deadlines are polled next, and whether the ranks had time to answer since."""
 
-    __slots__ = ("_due", "_has_waited")
+    __slots__ = ("_has_waited", "due")
 
     def __init__(self, now: float) -> None:
-        self._due = now + _POLL_SECONDS
+        self.due = now + _POLL_SECONDS
         self._has_waited = False
-
-    def is_due(self, now: float) -> bool:
-        return now >= self._due
 
     def polls(self, now: float) -> bool:
         """Whether to poll the deadlines now, after the receipts that have come.
@@ -72,11 +69,11 @@ class DeadlinePoll:
         Not at once after a pause: those receipts may say nothing of other transfers. But the extra
         time is given once: where all steps are far apart, a hung rank must be noticed in one.
         """
-        if now >= self._due + _LONG_SILENCE and not self._has_waited:
-            self._due, self._has_waited = now + _POLL_SECONDS, True
-        if now < self._due and self._has_waited:
+        if now >= self.due + _LONG_SILENCE and not self._has_waited:
+            self.due, self._has_waited = now + _POLL_SECONDS, True
+        if now < self.due and self._has_waited:
             return False
-        self._due, self._has_waited = now + _POLL_SECONDS, False
+        self.due, self._has_waited = now + _POLL_SECONDS, False
         return True
 
 
@@ -238,7 +235,9 @@ class Serving:
         A load that cannot be ordered is reported by way of the ranks, or the request would wait
         for ever.
         """
-        state = self._state_of(request)
+        state = self._requests.get(request.request_id)
+        if state is None or request.num_preemptions != state.preemptions:
+            state = self._state_of(request)
         ours, claimed = state.ours, state.claimed
         if not num_external_tokens and ours.state is State.ANSWERED:
             self._num_quiet = 0
@@ -322,7 +321,7 @@ class Serving:
 
     def _plan(self, step: Step) -> Plan:
         scheduler = self.scheduler
-        if not self._has_settled and self._deadlines.is_due(time.monotonic()):
+        if not self._has_settled and time.monotonic() >= self._deadlines.due:
             self._settle(())
         self._has_settled = False
         self.reports.mailbox.answer()
@@ -331,8 +330,8 @@ class Serving:
             if state is not None and state.theirs.num_preemptions != state.preemptions:
                 state.note_preemption()
         num_quiet = self._store_running(step.scheduled)
-        if self._rests:
-            self._hold(scheduler.store_left(is_idle=not step.scheduled))
+        if self._rests and (held := scheduler.store_left(is_idle=not step.scheduled)):
+            self._hold(held)
         released = scheduler.take_released()
         if released:
             self.engine.release(released)
@@ -374,12 +373,11 @@ class Serving:
             self._hold(ours.store(tables, computed_tokens))
 
     def _hold(self, held: Sequence[DeviceBlocks | Ordered]) -> None:
-        if held:
-            self.engine.hold(held)
-            if self.reports.events is not None:
-                for part in held:
-                    if isinstance(part, Ordered):
-                        self.reports.events.ordered(part)
+        self.engine.hold(held)
+        if self.reports.events is not None:
+            for part in held:
+                if isinstance(part, Ordered):
+                    self.reports.events.ordered(part)
 
     def _offer(self, step: Step) -> None:
         """With lazy stores: show what the engine will give away next."""
@@ -449,7 +447,8 @@ class Serving:
             if self.reports.takes_orders:
                 self.scheduler.control.remember(state.ours.id, state.keys.keys())
             state.keys.had_blocks = block_ids
-            self._hold(state.ours.leave(request.num_computed_tokens))
+            if held := state.ours.leave(request.num_computed_tokens):
+                self._hold(held)
 
     def reset(self) -> None:
         """Forget everything: the cache was reset, or the weights have changed."""
