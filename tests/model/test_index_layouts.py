@@ -23,7 +23,7 @@ module fail. Try them again when you change either.
 - ``clear``: the table not told; the dict not cleared
 - ``TagTable.claim``: two keys of a batch get the same lane (no look at who has it); those of a full
   row are not said to be homeless; their slots are written into lane 0; tags do not keep step
-- ``TagTable.candidates`` and ``candidates_of``: tags that are even; only the first lane that fits
+- ``TagTable.candidates`` and ``Index.find_one``: tags that are even; only the first lane that fits
 - ``TagTable._claim_one``: the tag not written; the slot not written; always lane 0
 - ``TagTable._hash``: the rows of the batch before; nobody counts the crowded rows
 - ``TagTable.crowd``: always, or never, a displaced key; ``TagTable.uncrowd``: nothing done
@@ -285,10 +285,10 @@ def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> 
     slots = (starts[:, None] + np.arange(piece)).ravel().tolist()
     twin.insert(range(len(slots)), slots)
     chain = twin.keys(range(len(slots)))
-    table, asked = twin.index._table, 0
-    one, many = table.candidates_of, table.candidates
+    index, table, asked = twin.index, twin.index._table, 0
+    one, many = index.find_one, table.candidates
 
-    def count_one(key: Key) -> list[int]:
+    def count_one(key: bytes) -> int:
         nonlocal asked
         asked += 1
         return one(key)
@@ -298,8 +298,11 @@ def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> 
         asked += len(words)
         return many(words)
 
-    with mock.patch.multiple(table, candidates_of=count_one, candidates=count_many):
-        assert twin.index.find(chain).tolist() == slots
+    with (
+        mock.patch.object(index, "find_one", count_one),
+        mock.patch.object(table, "candidates", count_many),
+    ):
+        assert index.find(chain).tolist() == slots
     assert 0 < asked <= max(1, most * len(slots))
 
 

@@ -148,8 +148,12 @@ class Chains:
 
     def all_distinct(self, slots: SlotArray) -> bool:
         """Whether no slot is named twice."""
-        rises = int(np.count_nonzero(slots[1:] > slots[:-1]))  # most chains lie in one run
-        return rises >= len(slots) - 1 or bool(self.last_mentions(slots).all())
+        # Most chains lie in one run, in order, or from their end on.
+        rises = int(np.count_nonzero(slots[1:] > slots[:-1]))
+        if rises >= len(slots) - 1:
+            return True
+        falls = rises or int(np.count_nonzero(slots[1:] < slots[:-1]))
+        return (not rises and falls >= len(slots) - 1) or bool(self.last_mentions(slots).all())
 
     def last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """True where no later place in ``slots`` names the same slot."""

@@ -160,7 +160,8 @@ class Eviction:
         if wanted > 0 and self._quotas is not None:
             self._evict_fairly(self._quotas, count, arriving)
         elif wanted > 0:
-            self._evict(self._victims(self.policy, wanted, arriving))
+            self.feed.drain()
+            self._evict(self._victims(self.feed.policy, wanted, arriving))
 
     def _evict_fairly(self, quotas: Quotas, count: int, arriving: Arriving) -> None:
         """Evict from each tenant as many blocks as it has to give up."""

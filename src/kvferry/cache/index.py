@@ -69,18 +69,18 @@ class TagTable:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._num_rows = int(num_slots * _ROWS_PER_SLOT) + 1
+        self.num_rows = int(num_slots * _ROWS_PER_SLOT) + 1
         # Filled here: a page that is first touched later costs a step of the scheduler.
-        words = np.full(self._num_rows * 5 + 1, 0, dtype="<u8")
-        tags, slots = np.split(words, [self._num_rows])
-        self._bytes = tags.view(np.uint8)  # by lane; what wants whole rows views them as words
-        self._slots = slots.view(np.int32)
-        self._no_cell = self._num_rows * _LANES  # written where a row is full, never read
+        words = np.full(self.num_rows * 5 + 1, 0, dtype="<u8")
+        tags, slots = np.split(words, [self.num_rows])
+        self.bytes = tags.view(np.uint8)  # by lane; what wants whole rows views them as words
+        self.slots = slots.view(np.int32)
+        self._no_cell = self.num_rows * _LANES  # written where a row is full, never read
         self._num_crowded = 0
         self._hashed = (_NO_WORDS, _NOWHERE, np.empty(0, dtype=np.uint8))
         # Spread, because small tables see many keys of a batch in one row; low lanes, because of a
         # large one's slots caches hold a part only.
-        self._picks = _picks(1 if self._num_rows > _MANY_ROWS else _LANES)
+        self._picks = _picks(1 if self.num_rows > _MANY_ROWS else _LANES)
 
     def candidates(self, words: KeyArray) -> tuple[Positions, SlotArray, Positions]:
         """Which key may be in which slot: positions in ``words``, and a slot for each.
@@ -90,28 +90,15 @@ class TagTable:
         _, rows, wanted = self._hash(words)
         # Every row is in range. Of all modes "wrap" looks least at an index, so that more fetches
         # from memory are under way at once: in a large table a third of their time.
-        tags = self._bytes.view("<u8").take(rows, mode="wrap").view(np.uint8)
+        tags = self.bytes.view("<u8").take(rows, mode="wrap").view(np.uint8)
         every_lane = wanted.astype(np.uint64) * _IN_EVERY_LANE
         fits = (tags == every_lane.view(np.uint8)).nonzero()[0]
         at = fits >> _LANE_BITS
-        cells = (fits & 7) * self._num_rows + rows.take(at)
-        slots = self._slots.take(cells, mode="wrap").astype(np.int64)
+        cells = (fits & 7) * self.num_rows + rows.take(at)
+        slots = self.slots.take(cells, mode="wrap").astype(np.int64)
         if not self._num_crowded:
             return at, slots, _NOWHERE
         return at, slots, (tags[_CROWDING_LANE::8] == _CROWDED).nonzero()[0]
-
-    def candidates_of(self, key: bytes) -> list[int]:
-        """The slots in which one key may be."""
-        row = int.from_bytes(key[:4], "little") * self._num_rows >> 32
-        first = row << _LANE_BITS
-        tags = self._bytes[first : first + _LANES].tobytes()
-        tag = key[8] | 1
-        slots: list[int] = []
-        lane = tags.find(tag)
-        while lane >= 0:
-            slots.append(self._slots.item(lane * self._num_rows + row))
-            lane = tags.find(tag, lane + 1)
-        return slots
 
     def claim(self, words: KeyArray, slots: SlotArray) -> tuple[Positions, Positions]:
         """Give each key a lane; returns the places, and the positions of keys that got none.
@@ -124,7 +111,7 @@ class TagTable:
         lanes, won = self._compete(rows, picks, mine)
         places = rows << _LANE_BITS | lanes
         if np.count_nonzero(won) == len(won):
-            self._bytes[places] = tags
+            self.bytes[places] = tags
             return places, _NOWHERE
         pending: Positions = np.arange(len(words))
         homeless: list[Positions] = []
@@ -132,7 +119,7 @@ class TagTable:
             got = won.nonzero()[0]
             winners = pending.take(got)
             places[winners] = here = rows.take(winners) << _LANE_BITS | lanes.take(got)
-            self._bytes[here] = tags.take(winners)
+            self.bytes[here] = tags.take(winners)
             full = lanes == _NO_LANE
             homeless.append(pending[full])
             pending = pending[~(won | full)]
@@ -151,31 +138,31 @@ class TagTable:
         self, rows: Positions, picks: Positions, mine: npt.NDArray[np.int32]
     ) -> tuple[Positions, npt.NDArray[np.bool_]]:
         """A lane for each key, and whether it has it; no lane in rows that are full."""
-        tags = self._bytes.view("<u8").take(rows, mode="wrap")
+        tags = self.bytes.view("<u8").take(rows, mode="wrap")
         is_empty = (tags.view(np.uint8) == 0).view(np.uint64)
         # The empty lanes of each row, one bit each from bit 3 on; below these, bits of no meaning.
         empty = (is_empty * _BITS_TO_TOP >> _TOP_BYTE_AND_THREE).view(np.int64)
         lanes = self._picks.take(empty ^ picks)
-        cells = lanes * self._num_rows + rows
+        cells = lanes * self.num_rows + rows
         np.minimum(cells, self._no_cell, out=cells)
         # Of those that want the same cell, the one whose slot is found in it afterwards has it.
-        self._slots[cells] = mine
-        return lanes, (self._slots.take(cells, mode="wrap") == mine) & (lanes != _NO_LANE)
+        self.slots[cells] = mine
+        return lanes, (self.slots.take(cells, mode="wrap") == mine) & (lanes != _NO_LANE)
 
     def _claim_one(self, row: int, tag: int, slot: int) -> int | None:
         first = row << _LANE_BITS
-        lane = self._bytes[first : first + _LANES].tobytes().find(0)
+        lane = self.bytes[first : first + _LANES].tobytes().find(0)
         if lane < 0:
             return None
-        self._slots[lane * self._num_rows + row] = slot
-        self._bytes[first + lane] = tag
+        self.slots[lane * self.num_rows + row] = slot
+        self.bytes[first + lane] = tag
         return first + lane
 
     def free(self, places: Positions) -> None:
-        self._bytes[places] = 0
+        self.bytes[places] = 0
 
     def row_of(self, key: bytes) -> int:
-        return int.from_bytes(key[:4], "little") * self._num_rows >> 32
+        return int.from_bytes(key[:4], "little") * self.num_rows >> 32
 
     def crowd(self, row: int) -> int | None:
         """Say that keys of this full row are somewhere else for want of a lane.
@@ -184,19 +171,19 @@ class TagTable:
         is in the table no more, or None where the row was crowded before.
         """
         at = (row << _LANE_BITS) + _CROWDING_LANE
-        if self._bytes[at] == _CROWDED:
+        if self.bytes[at] == _CROWDED:
             return None
         self._num_crowded += 1
-        self._bytes[at] = _CROWDED
-        return self._slots.item(_CROWDING_LANE * self._num_rows + row)
+        self.bytes[at] = _CROWDED
+        return self.slots.item(_CROWDING_LANE * self.num_rows + row)
 
     def uncrowd(self, row: int) -> None:
         """Say that no key of this row is somewhere else any more."""
         self._num_crowded -= 1
-        self._bytes[(row << _LANE_BITS) + _CROWDING_LANE] = 0
+        self.bytes[(row << _LANE_BITS) + _CROWDING_LANE] = 0
 
     def clear(self) -> None:
-        self._bytes.fill(0)
+        self.bytes.fill(0)
         self._num_crowded = 0
 
     def _hash(self, words: KeyArray) -> tuple[KeyArray, Positions, npt.NDArray[np.uint8]]:
@@ -204,7 +191,7 @@ class TagTable:
         if words is not self._hashed[0]:
             # As 64 bits first: numpy 1 would multiply in 32.
             halves = words.view("<u4")[:, 0].astype(np.uint64)
-            rows = (halves * np.uint64(self._num_rows) >> _HALF).view(np.int64)
+            rows = (halves * np.uint64(self.num_rows) >> _HALF).view(np.int64)
             self._hashed = (words, rows, words.view(np.uint8)[:, 8] | np.uint8(1))
         return self._hashed
 
@@ -303,9 +290,15 @@ class Index:
 
     def find_one(self, key: bytes) -> int:
         """The slot of one key, or ``NO_SLOT``."""
-        for slot in self._table.candidates_of(key):
+        table = self._table
+        row = int.from_bytes(key[:4], "little") * table.num_rows >> 32
+        tags = table.bytes[row << _LANE_BITS : (row + 1) << _LANE_BITS].tobytes()
+        lane = tags.find(key[8] | 1)
+        while lane >= 0:
+            slot: int = table.slots.item(lane * table.num_rows + row)
             if self._keys[slot].tobytes() == key:
                 return slot
+            lane = tags.find(key[8] | 1, lane + 1)
         if not self._overflow:
             return NO_SLOT
         return self._overflow.get(self._table.row_of(key), _EMPTY).get(key, NO_SLOT)

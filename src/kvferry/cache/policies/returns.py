@@ -614,8 +614,7 @@ class Returns:
         if self._residents.feeds_below() or not arriving.chained:
             return inf, inf, 0
         record = self._history.record_of(arriving.keys)
-        own, common = self._history.bids(record)
-        num_shared = self._history.shared(record)[0]
+        own, common, num_shared = self._history.bids(record)
         if num_shared and arriving.parent != NO_SLOT:
             parent = np.array([arriving.parent])
             num_shared -= self._residents.positions_of(parent).item(0) + 1

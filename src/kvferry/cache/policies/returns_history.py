@@ -122,7 +122,7 @@ class RecentBlocks:
         """The same of listed words."""
         if self._num_noted > 1 << (self._bits - 2) and self._bits < self._most_bits:
             self._grow()
-        places = self._places(words)
+        places = ((words.view(np.uint64) * _MIX) >> self._shift).view(np.int64)
         rows = self._table.take(places, axis=0)
         return Listed(words, places, (rows[:, _WORD] == words).tobytes(), rows)
 
@@ -499,7 +499,9 @@ class RequestHistory:
         record, last = self._latest
         if last == keys.array.item(-1, 0):
             return record
-        return self._recent.deepest(self._recent.find(keys.array[:, 0].view(np.int64)))
+        listed = self._recent.find(keys.array[:, 0].view(np.int64))
+        at = listed.is_known.rfind(1)
+        return listed.rows.item(at, _RECORD) if at >= 0 else NO_RECORD
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each block its last request, as far as is known; else that of the one before it."""
@@ -556,8 +558,8 @@ class RequestHistory:
         values += table.take(commons * NUM_BUCKETS + buckets)
         return values
 
-    def bids(self, record: int) -> tuple[float, float]:
-        """The value of a newcomer's own blocks, and of those that it shares."""
-        row, (_, common, _) = self.row(record), self.shared(record)
+    def bids(self, record: int) -> tuple[float, float, int]:
+        """The value of a newcomer's own blocks, of those that it shares, and how many those are."""
+        row, (num_shared, common, _) = self.row(record), self.shared(record)
         own = self.table.first(row)
-        return own, own + self.table.first(common) if common != NO_ROW else own
+        return own, own + self.table.first(common) if common != NO_ROW else own, num_shared
