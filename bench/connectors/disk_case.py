@@ -157,7 +157,7 @@ class DiskMeasurer(Measuring):
     def _await_disk(self, prompt: list[int]) -> int:
         """Serve others, as a server does, until every block of this prompt is on disk."""
         serving, end = self._serving(), time.monotonic() + _WRITTEN_AFTER
-        keys = adopt(serving._naming.namespace, self.engine.hashes(prompt))
+        keys = adopt(serving.engine._namespace, self.engine.hashes(prompt))
         (disk, *_) = serving.scheduler.lower.tiers
         while (there := int(disk.pool.cached(keys).sum())) < len(keys):
             if time.monotonic() > end:
