@@ -109,6 +109,7 @@ class Ferry(Closing):
         self._promised: dict[Request, tuple[Ticket, int, int]] = {}
         """Loads of pending hits: the ticket, the blocks on the device before, those to come."""
         self._mailbox = Mailbox()
+        self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
         self._is_growing = True

@@ -179,12 +179,13 @@ def test_a_question_is_answered_on_the_engines_thread():
         where.append(mailbox.ask(threading.get_ident, patience=30))
         done.set()
 
+    mailbox.before_answers = lambda: where.append("drained")
     asker = threading.Thread(target=ask)
     asker.start()
     while not done.wait(0.001):
         mailbox.answer()
     asker.join()
-    assert where == [threading.get_ident()]
+    assert where == ["drained", threading.get_ident()], "figures are up to date on that thread"
 
 
 def test_an_error_belongs_to_whoever_asked():

@@ -103,6 +103,8 @@ class Mailbox:
         self._ended = ""
         self.wake: Callable[[], None] = lambda: None
         """Called when an order was given, so that an idle engine comes by."""
+        self.before_answers: Callable[[], object] = lambda: None
+        """Called on the engine's thread before questions are answered there."""
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -191,6 +193,7 @@ class Mailbox:
             waiting = [self._open.pop(key) for key in list(islice(self._open, self._most))]
         finally:
             self._lock.release()
+        self.before_answers()
         for question in waiting:
             question.settle(on_engine=True)
         self._next_at = self._clock() + self._pause

@@ -159,6 +159,7 @@ class Serving:
             shape=shapes[0],
             hash_tokens=engine.hash_tokens,
         )
+        self.reports.mailbox.before_answers = self.scheduler.book.drain
         rests = self.scheduler.deferred
         assert rests is not None  # the scheduler was given the engine's blocks
         self._rests = rests

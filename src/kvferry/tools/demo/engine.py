@@ -132,6 +132,7 @@ class Offloader(Closing):
         )
         self.scheduler.watch_requests()
         self.mailbox = Mailbox()
+        self.mailbox.before_answers = self.scheduler.book.drain
         # Threads start here. Nothing after this line can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
