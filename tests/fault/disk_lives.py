@@ -270,7 +270,7 @@ def main() -> int:
     rng, notes = random.Random(seed), Notes()
     kills = 0
     # On a busy machine lives may end before anything is durable: then there are more of them.
-    while kills < count or (notes.num_checked[0] <= count and kills < 6 * count):
+    while kills < count or (notes.num_checked[0] <= count and kills < 3 * count):
         notes.is_ready[0] = notes.drive[0] = 0
         pid = os.fork()
         if not pid:
