@@ -79,7 +79,7 @@ def test_the_same_weights_again_are_no_update(start, llama):
 
 
 def sleep(engine):
-    engine.llm.sleep(tier=1)
+    engine.llm.sleep(level=1)
     engine.llm.wake_up()
 
 

@@ -87,6 +87,8 @@ class Freshness:
         What is stored from here on is of the weights of this step, so a reset that came with an
         update is no reason for another one.
         """
+        if epoch == self.epoch:
+            return
         self._compare()
         if self.epoch is not None:  # the first epoch is of the weights that ``first`` is of
             self._known = None
