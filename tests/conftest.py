@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from importlib import metadata, util
@@ -67,3 +68,11 @@ def no_leaked_threads():
                 f"threads started in this test still run {THREAD_GRACE_S:g}s after: {names}"
             )
         time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def no_open_rigs(no_leaked_threads):
+    """Close the copy engines on fake devices that a test opened; none may leak a resource."""
+    yield
+    if rigs := sys.modules.get("tests.fakes.rig"):
+        rigs.Rig.close_all()

@@ -109,8 +109,6 @@ def test_nobody_listens_nothing_is_kept(make_sides):
     assert list(sides.side.take_events()) == []
 
 
-# -- tiers below ----------------------------------------------------------------------------------
-
 KINDS = ["memory:1MiB", "memory-by-key:1MiB"]
 
 

@@ -95,8 +95,6 @@ class World:
         self.num_compared = 0
         self.num_quiet = 0
 
-    # -- what happens to requests ---------------------------------------------------------------
-
     def come(self) -> None:
         name = self.rng.choice([name for name in NAMES if name not in self.lives])
         tokens = self.rng.randint(3, 130)
@@ -123,8 +121,6 @@ class World:
         life.num_preemptions += 1
         life.num_computed_tokens = life.num_ahead = 0
 
-    # -- blocks ---------------------------------------------------------------------------------
-
     def allocate(self, life: Life, num_tokens: int) -> bool:
         need = -(-num_tokens // BLOCK_TOKENS) - len(life.blocks)
         if need > self.pool.get_num_free_blocks():
@@ -147,8 +143,6 @@ class World:
                 break
             found.append(block[0])
         return found
-
-    # -- a step ---------------------------------------------------------------------------------
 
     def step(self, *, waits: bool = False) -> None:
         scheduled, preempted = self.schedule_running()
@@ -286,8 +280,6 @@ class World:
                 kv_cache_group_id=0,
             )
             life.num_cached = count
-
-    # -- what must hold -------------------------------------------------------------------------
 
     def check(self) -> None:
         side = self.sides.side

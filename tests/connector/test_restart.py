@@ -137,9 +137,6 @@ def shelves() -> list[dict[int, tuple[Key, bytes]]]:
     return list(lasting.shelves.values())
 
 
-# -- weights --------------------------------------------------------------------------------------
-
-
 class StubWeights:
     """Weights whose sums are what a test says."""
 

@@ -79,7 +79,6 @@ def test_what_lands_in_parts_has_a_path_of_its_own() -> None:
     whole, parts = rig.load([1], [1]), rig.load([2], [2], in_parts=True)
     receipts = rig.drain()
     assert (receipts[whole].path, receipts[parts].path) == ("loop", "dma")
-    rig.close()
 
 
 def test_many_in_flight_come_back_in_order_per_direction() -> None:
@@ -90,7 +89,6 @@ def test_many_in_flight_come_back_in_order_per_direction() -> None:
     assert set(receipts) == {*stores, *loads}
     assert [i for i in receipts if i in stores] == stores
     assert [i for i in receipts if i in loads] == loads
-    rig.close()
 
 
 def test_events_are_reused() -> None:
@@ -99,7 +97,6 @@ def test_events_are_reused() -> None:
         rig.store([0], [0])
         rig.drain_ok()
     assert rig.driver.calls.count("create_event") <= 3
-    rig.close()
 
 
 def test_directions_have_streams_of_their_own_and_loads_go_first() -> None:
@@ -108,7 +105,6 @@ def test_directions_have_streams_of_their_own_and_loads_go_first() -> None:
     assert load != store
     assert rig.driver.priorities[load] is Priority.HIGH
     assert rig.driver.priorities[store] is Priority.LOW
-    rig.close()
 
 
 @pytest.fixture(params=[False, True], ids=["small", "large"])
@@ -132,7 +128,6 @@ def test_a_quick_path_is_queued_by_the_caller_but_for_large_jobs(large: bool) ->
     rig.drain_ok()
     assert path is not None
     assert path.seen == ["kvferry-store" if large else threading.current_thread().name]
-    rig.close()
 
 
 def test_a_slow_path_never_holds_the_caller_nor_the_other_direction() -> None:
@@ -148,7 +143,6 @@ def test_a_slow_path_never_holds_the_caller_nor_the_other_direction() -> None:
     assert [receipt.transfer_id for receipt in receipts] == [load]
     gate.set()
     assert list(rig.drain()) == [store]
-    rig.close()
 
 
 def test_a_quick_path_waits_its_turn_behind_a_slow_one() -> None:
@@ -168,7 +162,6 @@ def test_a_quick_path_waits_its_turn_behind_a_slow_one() -> None:
     assert list(rig.drain()) == [first, second]
     assert rig.slot(0) == rig.kv.block(1)
     assert quick[0].seen == ["kvferry-store"]
-    rig.close()
 
 
 @pytest.mark.parametrize("path", ["loop", "dma"])
@@ -190,7 +183,6 @@ def test_submit_holds_the_caller_briefly(path: str) -> None:
         rig.driver.timeline.run_all()
         rig.drain_ok()
     assert statistics.median(taken) < 1e-3
-    rig.close()
 
 
 def test_close_drains_and_the_receipts_stay_to_be_polled() -> None:
@@ -201,8 +193,6 @@ def test_close_drains_and_the_receipts_stay_to_be_polled() -> None:
     receipts = rig.engine.poll()
     assert [(r.transfer_id, r.outcome) for r in receipts] == [(transfer, Outcome.OK)]
     assert rig.engine.poll() == []
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 def test_use_after_close_is_refused() -> None:
@@ -213,7 +203,6 @@ def test_use_after_close_is_refused() -> None:
         rig.store([0], [0])
     with pytest.raises(ClosedError):
         rig.engine.order_compute_after_loads()
-    rig.close()
 
 
 def test_a_device_that_never_ends_does_not_hold_close_for_ever() -> None:
@@ -241,7 +230,6 @@ def test_busy_is_whether_compute_has_work(large: bool) -> None:
     rig.driver.timeline.frozen = set()
     rig.drain_ok()
     assert planner.seen == [(Direction.STORE, 2, False), (Direction.LOAD, 1, True)]
-    rig.close()
 
 
 def test_busy_is_also_what_whoever_submits_knows_of_the_steps_to_come(large: bool) -> None:
@@ -254,7 +242,6 @@ def test_busy_is_also_what_whoever_submits_knows_of_the_steps_to_come(large: boo
         rig.load([0], [0])
         rig.drain_ok()
     assert [busy for _, _, busy in planner.seen] == [True, False]
-    rig.close()
 
 
 def test_a_block_larger_than_a_slot_is_refused_when_the_engine_is_made() -> None:
@@ -284,7 +271,6 @@ def test_compute_may_be_the_default_stream() -> None:
     rig.store([1], [1])
     rig.drain_ok()
     assert rig.slot(1) == wrote
-    rig.close()
 
 
 def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
@@ -302,7 +288,6 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
         in_parts = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy, in_parts=True)
         assert in_parts in sent.why(Direction.LOAD, 0, 3, in_parts, busy=busy)
     assert sent.why(Direction.LOAD, 7, 3, path, busy=False) == ""
-    rig.close()
 
 
 def test_busy_is_what_it_was_when_the_transfer_was_submitted(
@@ -321,7 +306,6 @@ def test_busy_is_what_it_was_when_the_transfer_was_submitted(
     planner.gate.set()
     rig.drain_ok()
     assert [busy for _, _, busy in planner.seen] == [True, False]
-    rig.close()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -339,4 +323,3 @@ def test_a_receipt_says_what_its_path_was_chosen_for(fails: bool, large: bool) -
         assert receipt.outcome is (Outcome.FAILED if fails else Outcome.OK)
         assert receipt.beside_model is busy
         assert receipt.num_runs == 3
-    rig.close()

@@ -97,9 +97,6 @@ def settle(rig: Rig) -> dict[TransferId, Any]:
     return rig.drain()
 
 
-# -- bytes -----------------------------------------------------------------------------------------
-
-
 def compute_reads_what_was_loaded(rig: Rig) -> bool:
     """Compute is queued while most of the load is not, and runs as soon as it may."""
     load_first_piece(rig, ALL)
@@ -187,7 +184,6 @@ def test_many_loads_each_behind_its_own_flag(seed: int) -> None:
     rig.driver.timeline.run_all()
     assert [receipts[transfer].outcome for transfer in ids] == [Outcome.OK] * 2
     assert seen[0] + seen[1] == [rig.slot(slot) for slot in ALL]
-    rig.close()
 
 
 def test_compute_is_ordered_before_another_thread_hears_of_the_load() -> None:
@@ -202,7 +198,6 @@ def test_compute_is_ordered_before_another_thread_hears_of_the_load() -> None:
     rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
     assert settle(rig)[transfer].outcome is Outcome.OK
     assert seen == [rig.slot(slot) for slot in ALL]
-    rig.close()
 
 
 def test_a_refused_order_is_raised_and_the_load_goes_on() -> None:
@@ -215,10 +210,6 @@ def test_a_refused_order_is_raised_and_the_load_goes_on() -> None:
         pass
     rig.driver.timeline.frozen = set()
     assert all(receipt.outcome is Outcome.OK for receipt in settle(rig).values())
-    rig.close()
-
-
-# -- no way to hang --------------------------------------------------------------------------------
 
 
 def store_behind_a_flag(rig: Rig) -> bool:
@@ -271,7 +262,6 @@ def test_a_flag_that_stays_unset_is_set_and_its_load_has_failed() -> None:
     receipt = settle(rig)[transfer]
     assert receipt.outcome is Outcome.FAILED
     assert "was not queued within" in receipt.reason
-    rig.close()
 
 
 def test_who_watches_wakes_by_itself() -> None:
@@ -324,9 +314,6 @@ def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch
     watch.close()
 
 
-# -- channels --------------------------------------------------------------------------------------
-
-
 def try_a_flag(rig: Rig) -> bool:
     """Whether a flag is unset at the second load, and all ends."""
     for round_ in range(2):
@@ -353,8 +340,6 @@ def test_a_compute_stream_is_tried_before_it_waits_at_a_flag(
     monkeypatch.setattr(flags_module, "PROBE_SECONDS", LONG)
     rig = warm_rig(apart=False)
     assert try_a_flag(rig)
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 def shared_channel(rig: Rig) -> None:
@@ -367,7 +352,6 @@ def test_none_is_unset_where_compute_shares_a_channel_with_us(number: int) -> No
     rig = warm_rig(number, apart=False)
     shared_channel(rig)
     assert not try_a_flag(rig)
-    rig.close()
 
 
 def test_a_flag_on_a_shared_channel_would_hang_and_is_seen() -> None:
@@ -379,7 +363,6 @@ def test_a_flag_on_a_shared_channel_would_hang_and_is_seen() -> None:
     rig.driver.timeline.run_all()
     assert is_unset(rig)
     rig.driver.timeline.channels = {}
-    rig.close()
 
 
 def test_nothing_is_tried_while_compute_or_a_copy_runs() -> None:
@@ -393,10 +376,6 @@ def test_nothing_is_tried_while_compute_or_a_copy_runs() -> None:
     rig.store(ALL, ALL)  # a load is under way
     assert rig.engine._probe.is_wanted(rig.compute)
     settle(rig)
-    rig.close()
-
-
-# -- where there are none --------------------------------------------------------------------------
 
 
 def is_all_queued_at_once(rig: Rig) -> bool:
@@ -414,8 +393,6 @@ def is_all_queued_at_once(rig: Rig) -> bool:
 def test_without_values_the_caller_queues_all_of_it() -> None:
     rig = warm_rig(driver=FakeDriver(has_values=False))
     assert is_all_queued_at_once(rig)
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 def test_a_refused_wait_is_no_flag() -> None:
@@ -423,7 +400,6 @@ def test_a_refused_wait_is_no_flag() -> None:
     rig.driver.fail("stream_wait_value")
     assert is_all_queued_at_once(rig)
     assert not is_unset(rig)
-    rig.close()
 
 
 def test_what_must_still_be_made_is_made_before_a_flag_is_used() -> None:
@@ -437,7 +413,6 @@ def test_what_must_still_be_made_is_made_before_a_flag_is_used() -> None:
     assert not rig.engine._queues[Direction.LOAD].num_unqueued
     assert not is_unset(rig)
     rig.drain_ok()
-    rig.close()
 
 
 def test_a_refused_opening_is_done_by_the_host_once_the_copy_has_ended() -> None:
@@ -450,7 +425,6 @@ def test_a_refused_opening_is_done_by_the_host_once_the_copy_has_ended() -> None
     receipts = settle(rig)
     assert receipts[transfer].outcome is Outcome.FAILED
     assert seen == [rig.slot(slot) for slot in ALL]
-    rig.close()
 
 
 def test_a_piece_that_fails_opens_its_flag() -> None:
@@ -464,8 +438,6 @@ def test_a_piece_that_fails_opens_its_flag() -> None:
     assert receipts[transfer].outcome is Outcome.FAILED
     assert ran
     assert not is_unset(rig)
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 def test_a_context_that_is_refused_between_two_pieces_leaves_nothing_unfenced() -> None:
@@ -477,8 +449,6 @@ def test_a_context_that_is_refused_between_two_pieces_leaves_nothing_unfenced() 
     rig.load([0], [1])
     rig.wait_until_queued()
     rig.drain_ok()
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 def test_closing_sets_every_flag() -> None:
@@ -502,9 +472,6 @@ def test_closing_sets_every_flag() -> None:
     assert were_set[0] == len(flags) == 1
     assert [receipt.outcome for receipt in rig.engine.poll()] == [Outcome.FAILED]
     rig.driver.timeline.run_all()
-
-
-# -- the numbers -----------------------------------------------------------------------------------
 
 
 def test_numbers_are_used_again_and_never_go_back() -> None:

@@ -139,9 +139,6 @@ def stores_read_in_any_order(rig: Rig, driver: Mutant) -> None:
     driver.order_of = {SourceOrder.STREAM: SourceOrder.ANY}
 
 
-# -- scenarios: each returns whether every byte was right -------------------------------------
-
-
 def store_after_compute_wrote(rig: Rig) -> bool:
     """Compute queued before the store writes the block; the slot must hold what it wrote."""
     wrote = [rig.fresh(), rig.fresh()]
@@ -368,7 +365,6 @@ def test_only_loads_are_read_in_any_order() -> None:
     rig.load([0], [1])
     rig.drain_ok()
     assert rig.driver.orders == [SourceOrder.STREAM, SourceOrder.ANY]
-    rig.close()
 
 
 def test_a_copy_does_not_wait_for_compute_queued_after_it() -> None:
@@ -382,7 +378,6 @@ def test_a_copy_does_not_wait_for_compute_queued_after_it() -> None:
     gate.set()
     rig.drain_ok()
     rig.driver.timeline.frozen = set()
-    rig.close()
 
 
 WITHOUT_TRITON = """

@@ -40,9 +40,6 @@ def bytes_of(layout: GroupLayout, name: str, block: bytes) -> bytes:
     return b"".join(block[start:end] for owner, start, end in layout.spans if owner == name)
 
 
-# -- where blocks are cut ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_parts", [1, 2, 4, 50])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_are_the_block_and_never_cut_a_tensor(layout: str, num_parts: int) -> None:
@@ -76,9 +73,6 @@ def test_bytes_that_nobody_named_are_one_part() -> None:
     assert len(LayerParts.of(layout)) == 1
 
 
-# -- the bytes --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", ALL)
@@ -94,11 +88,7 @@ def test_a_load_in_parts_brings_the_same_bytes(path: str, layout: str, slots: li
     rig.drain_ok()
     assert rig.kv.snapshot() == expected
     assert np.array_equal(rig.host, host)
-    rig.close()
-    assert rig.driver.leaks() == {}
 
-
-# -- the order --------------------------------------------------------------------------------
 
 Order = Callable[[Rig, TransferId, int], None]
 
@@ -232,7 +222,6 @@ def test_a_driver_that_will_not_say_is_not_counted_on() -> None:
     assert rig.engine.num_landed(load) is None
     assert rig.engine.num_landed(load) is not None
     rig.drain_ok()
-    rig.close()
 
 
 def test_a_load_that_is_over_holds_nobody_up() -> None:
@@ -242,10 +231,6 @@ def test_a_load_that_is_over_holds_nobody_up() -> None:
     before = rig.driver.calls.count("stream_wait_event")
     rig.engine.order_compute_after_part([load, TransferId(99)], 0)
     assert rig.driver.calls.count("stream_wait_event") == before
-    rig.close()
-
-
-# -- the same on a CPU ------------------------------------------------------------------------
 
 
 def cpu_engine(kv: Kv, compute: Stream | None) -> tuple[CpuEngine, Any]:

@@ -55,8 +55,6 @@ def test_bytes_arrive_exactly(path: str, layout: str, page: int, dtype: Any) -> 
     rig = Rig(make_kv(layout, page=page, dtype=dtype, seed=page), path=path, paths=ALL, seed=page)
     check_store(rig)
     check_load(rig)
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 class LowDriver(FakeDriver):
@@ -77,7 +75,6 @@ def test_low_addresses_are_addresses_too(path: str) -> None:
     rig = Rig(make_kv("mixed", page=17, seed=1), path=path, driver=LowDriver(seed=1))
     check_store(rig)
     check_load(rig)
-    rig.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -96,8 +93,6 @@ def test_many_blocks_and_slots_in_any_order(path: str, seed: int) -> None:
         rig.load(slots, targets)
         rig.drain_ok()
         assert [kv.block(block) for block in targets] == [rig.slot(slot) for slot in slots]
-    rig.close()
-    assert rig.driver.leaks() == {}
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -109,7 +104,6 @@ def test_groups_of_different_shape_share_the_slots(path: str) -> None:
     rig.drain_ok()
     assert rig.slot(0, group=0) == groups[0].block(1)
     assert rig.slot(1, group=1) == groups[1].block(3)
-    rig.close()
 
 
 @pytest.mark.parametrize("path", ["loop", "dma"])
@@ -119,7 +113,6 @@ def test_a_block_that_is_one_run_is_one_descriptor(path: str) -> None:
     rig.drain_ok()
     copies = sum(rig.driver.batches) or rig.driver.calls.count("copy_async")
     assert copies == 3
-    rig.close()
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -130,4 +123,3 @@ def test_receipts_carry_bytes_seconds_and_path(path: str) -> None:
     assert receipt.num_bytes == 2 * rig.kv.layout.block_bytes
     assert receipt.seconds > 0
     assert receipt.path == path
-    rig.close()

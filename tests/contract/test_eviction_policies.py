@@ -143,9 +143,6 @@ def test_emptiness(make: EvictionPolicyMaker) -> None:
     check_membership(policy, set())
 
 
-# -- a pool with any policy -----------------------------------------------------------------------
-
-
 class Owner:
     """A pool with a policy, the leases on it, and where each block must be in its chain."""
 
@@ -340,9 +337,6 @@ def test_a_policy_that_names_only_what_cannot_go_is_not_asked_for_ever() -> None
     assert pool.reserve(keys([5])) is None
     pin.release()
     pool.check_integrity()
-
-
-# -- LRU ------------------------------------------------------------------------------------------
 
 
 class Oracle(TouchOrder):

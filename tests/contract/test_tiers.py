@@ -345,9 +345,6 @@ def failing(*numbers: int, way: Way | None = None, error: Exception | None = Non
     return fault
 
 
-# -- bytes ---------------------------------------------------------------------------------------
-
-
 _writes = st.lists(
     st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1), min_size=1, max_size=5
 )
@@ -486,9 +483,6 @@ def test_racing_writers_of_one_key_do_no_harm(rig: Rig) -> None:
     assert (into == rows).all()
 
 
-# -- one failed block is one failed block ---------------------------------------------------------
-
-
 @every_tier
 def test_what_was_never_written_fails_alone(rig: Rig) -> None:
     rows = fresh(2)
@@ -572,9 +566,6 @@ def test_forgetting_is_for_everything_written_before(rig: Rig) -> None:
     gate.open()
     rig.tier.drain(LONG)
     assert rig.read([0, 1, 2])[1].ok.tolist() == [False, False, True]
-
-
-# -- time ----------------------------------------------------------------------------------------
 
 
 @every_tier
@@ -683,9 +674,6 @@ def test_cancelling_what_waits_and_what_is_under_way(rig: Rig, kind: str) -> Non
     assert rig.tier.poll() == []
 
 
-# -- coming and going -----------------------------------------------------------------------------
-
-
 @every_tier
 def test_a_tier_that_goes_away_fails_at_once_and_comes_back(rig: Rig) -> None:
     rows = fresh(2)
@@ -749,9 +737,6 @@ def test_closing_a_hung_tier_says_what_it_leaves_behind(rig: Rig, kind: str) -> 
     rig.tier.drain(LONG)
     for batch, each in zip(sent, into, strict=True):
         assert (each == (rows[0] if batch in abandoned else 0xEE)).all()
-
-
-# -- what does not fit -----------------------------------------------------------------------------
 
 
 @every_tier

@@ -72,8 +72,6 @@ class Desk:
         self.asked: list[Question] = []
         self.forgotten: list[TierName] = []
 
-    # -- the engine -----------------------------------------------------------------------------
-
     def tables(self, num_tokens: int, first_block: int = 0) -> list[BlockTable]:
         """Tables long enough for these tokens; place p is device block ``first_block + p``."""
         return [
@@ -99,8 +97,6 @@ class Desk:
     def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> list[int]:
         """Offer free blocks; returns those being stored."""
         return by_group(self.scheduler.offer(group, keys, blocks)).get(group, [])
-
-    # -- the ranks ------------------------------------------------------------------------------
 
     def plan(self) -> list[Transfer]:
         """Send off what was ordered; returns it."""
@@ -143,8 +139,6 @@ class Desk:
         self.store(request_id, keys, num_tokens)
         self.scheduler.finish(request_id)
         self.run()
-
-    # -- what is where --------------------------------------------------------------------------
 
     def hit(self, keys: Keys, computed: int = 0) -> int:
         """How many tokens a stranger would be given right now; claims nothing."""

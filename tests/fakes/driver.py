@@ -66,8 +66,6 @@ class FakeDriver(Driver):
         self._seen: Counter[str] = Counter()
         self._inside = threading.local()
 
-    # -- for tests ---------------------------------------------------------------------------
-
     def fail(self, name: str, nth: int = 1, code: int = ILLEGAL_ADDRESS) -> None:
         """The ``nth`` call of ``name`` from now on is refused with ``code``."""
         self._failures[(name, self._seen[name] + nth)] = code
@@ -103,8 +101,6 @@ class FakeDriver(Driver):
             if count
         }
 
-    # -- the device --------------------------------------------------------------------------
-
     @contextmanager
     def current(self) -> Iterator[None]:
         self._enter("current")
@@ -127,8 +123,6 @@ class FakeDriver(Driver):
 
     def error_words(self, code: int) -> tuple[str, str]:
         raise NotImplementedError
-
-    # -- streams -----------------------------------------------------------------------------
 
     def create_stream(self, priority: Priority) -> int:
         with self._entered("create_stream"):
@@ -166,8 +160,6 @@ class FakeDriver(Driver):
             word = ctypes.c_uint32.from_address(address)
             self.timeline.put(stream, lambda: setattr(word, "value", value))
 
-    # -- events ------------------------------------------------------------------------------
-
     def create_event(self, *, timing: bool) -> int:
         with self._entered("create_event"):
             event = next(self._handles)
@@ -194,8 +186,6 @@ class FakeDriver(Driver):
             if not (first.timing and last.timing and first.is_done and last.is_done):
                 raise self._refusal("elapsed_seconds", INVALID_HANDLE)
             return (last.clock - first.clock) * 1e-6
-
-    # -- copies ------------------------------------------------------------------------------
 
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         with self._entered("copy_async", stream=stream):
@@ -231,8 +221,6 @@ class FakeDriver(Driver):
                 early = ctypes.string_at(src, size) if order is SourceOrder.ANY else None
                 self.timeline.put(stream, _copy(dst, src, size, early))
 
-    # -- memory ------------------------------------------------------------------------------
-
     def alloc_device(self, num_bytes: int) -> int:
         return self._alloc("alloc_device", self._device_memory, num_bytes)
 
@@ -259,8 +247,6 @@ class FakeDriver(Driver):
                 raise self._refusal("unregister_host", INVALID_VALUE)
             self._registered.remove(address)
             del self._ranges[address]
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _alloc(self, name: str, table: dict[int, Any], num_bytes: int) -> int:
         with self._entered(name):

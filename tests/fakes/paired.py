@@ -67,8 +67,6 @@ class Paired:
         digest = np.frombuffer(key, dtype=np.uint8)
         return np.resize(digest, self.block_bytes)
 
-    # -- as they are ----------------------------------------------------------------------------
-
     @property
     def ailment(self) -> str:
         return self.inner.ailment

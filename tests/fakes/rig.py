@@ -6,7 +6,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from importlib import util
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tests.fakes.driver import FakeDriver
@@ -66,7 +66,9 @@ SLOT_GUARD = 40
 
 
 class Rig:
-    """Owns everything an engine needs, on a fake device."""
+    """Owns everything an engine needs, on a fake device. ``tests/conftest.py`` closes it."""
+
+    opened: ClassVar[list[Rig]] = []
 
     def __init__(
         self,
@@ -115,8 +117,7 @@ class Rig:
         except Exception:
             self.let_go()
             raise
-
-    # -- what a test does --------------------------------------------------------------------
+        self.opened.append(self)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> TransferId:
         return self._submit(DEVICE, HOST, blocks, slots, group)
@@ -167,9 +168,19 @@ class Rig:
 
     def let_go(self) -> None:
         """Give back what the rig itself took; what is left then is the engine's leak."""
+        if self in self.opened:
+            self.opened.remove(self)
         with self.driver.current():
             self.driver.destroy_stream(self.compute)
             self.driver.unregister_host(self.host.ctypes.data)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close the rigs that a test left open, and check that the driver got all back."""
+        while cls.opened:
+            rig = cls.opened[-1]
+            rig.close()
+            assert rig.driver.leaks() == {}
 
     def _submit(
         self,

@@ -93,8 +93,6 @@ class BlockPool:
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks
 
-    # -- who has which --------------------------------------------------------------------------
-
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
         """The next to go; what they held is forgotten."""
         if num_blocks > self.get_num_free_blocks():
@@ -124,8 +122,6 @@ class BlockPool:
                 (nameless if block.block_hash is None else named).append(block)
         self.free_block_queue.put_first(nameless)
         self.free_block_queue.put_last(named)
-
-    # -- what they hold -------------------------------------------------------------------------
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> Any:
         """A block for each group, or None if one of them has none."""

@@ -64,8 +64,6 @@ class FakeVllm:
     def serving(self) -> Any:
         return self.side.serving
 
-    # -- requests -------------------------------------------------------------------------------
-
     def request(self, name: str, hashes: Sequence[bytes], computed: int = 0) -> Any:
         tokens = len(hashes) * BLOCK_TOKENS + 1
         return SimpleNamespace(
@@ -110,8 +108,6 @@ class FakeVllm:
             named = sum(block.block_hash is not None for block in blocks)
             end = max(named, min(computed, known))
             self.pool.cache_full_blocks(request, blocks, named, end, kind.block_tokens, group)
-
-    # -- steps ----------------------------------------------------------------------------------
 
     def orders(
         self, scheduled: dict[str, int] | None = None, *, new: Sequence[str] = ()

@@ -125,8 +125,6 @@ class Life:
         self.under_way[batch.id] = (way, blocks, rows)
         self.tier.submit(batch)
 
-    # -- judging the life before -------------------------------------------------------------------
-
     def judge(self) -> None:
         notes = self.notes
         keys, places = self.tier.recovered()
@@ -172,8 +170,6 @@ class Life:
                 assert (rows[at] == content_of(place, version)).all(), "wrong bytes"
                 here[place] = version
         return here
-
-    # -- living ------------------------------------------------------------------------------------
 
     def go_on(self, seconds: float) -> None:
         end = time.monotonic() + seconds

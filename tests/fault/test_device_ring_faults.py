@@ -14,7 +14,7 @@ from tests.fakes.rig import LONG, Rig
 
 from kvferry.transfer.job import Direction
 from kvferry.transfer.paths.ring import Ring
-from kvferry.types import Outcome
+from kvferry.types import Outcome, TransferId
 
 COUNT = 12
 LOADED, STORED, LATER = (list(range(first, first + COUNT)) for first in (0, COUNT, 2 * COUNT))
@@ -74,6 +74,17 @@ def store_now(rig: Rig, places: list[int]) -> None:
     rig.host[places] = 0xEE
     rig.store(places, places)
     assert rig.engine._queues[Direction.STORE].flush(LONG)
+
+
+def check_receipt_waits(rig: Rig, transfer: TransferId, frozen: int) -> None:
+    """The failed transfer has no receipt before its work on the frozen stream has run."""
+    rig.wait_until_queued()
+    assert rig.driver.timeline.streams[frozen].queue
+    for _ in range(50):
+        assert rig.engine.poll() == []
+    rig.driver.timeline.frozen = set()
+    assert rig.drain()[transfer].outcome is Outcome.FAILED
+    assert not rig.driver.timeline.streams[frozen].queue
 
 
 def is_stored(rig: Rig, places: list[int]) -> bool:
@@ -167,13 +178,7 @@ def test_a_receipt_waits_for_a_head_that_nothing_followed() -> None:
         # Asked: are the last ids read, is the model done, and then the ring.
         rig.driver.fail("event_is_done", nth=3)
         store = rig.store(STORED, STORED)
-        rig.wait_until_queued()
-        assert rig.driver.timeline.streams[ring.bypass].queue
-        for _ in range(50):
-            assert rig.engine.poll() == []
-        rig.driver.timeline.frozen = set()
-        assert rig.drain()[store].outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.bypass].queue
+        check_receipt_waits(rig, store, ring.bypass)
         store_now(rig, STORED)
         rig.drain_ok()
         assert is_stored(rig, STORED)
@@ -186,13 +191,7 @@ def test_a_receipt_waits_for_a_head_that_cannot_be_asked_about() -> None:
         rig.driver.timeline.frozen = {ring.bypass}
         rig.driver.fail("stream_is_idle", nth=2)  # after the model's: whether it is busy
         store = rig.store(STORED, STORED)
-        rig.wait_until_queued()
-        assert rig.driver.timeline.streams[ring.bypass].queue
-        for _ in range(50):
-            assert rig.engine.poll() == []
-        rig.driver.timeline.frozen = set()
-        assert rig.drain()[store].outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.bypass].queue
+        check_receipt_waits(rig, store, ring.bypass)
 
 
 def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
@@ -201,10 +200,4 @@ def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
         rig.driver.timeline.frozen = {ring.for_ids}
         rig.driver.fail("record_event", nth=3)  # after those behind compute and at the start
         load = rig.load(LOADED, LOADED)
-        rig.wait_until_queued()
-        assert rig.driver.timeline.streams[ring.for_ids].queue
-        for _ in range(50):
-            assert rig.engine.poll() == []
-        rig.driver.timeline.frozen = set()
-        assert rig.drain()[load].outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.for_ids].queue
+        check_receipt_waits(rig, load, ring.for_ids)

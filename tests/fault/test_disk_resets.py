@@ -163,9 +163,6 @@ def test_a_tier_whose_drive_has_not_answered_does_not_say_so(tmp_path: Path) -> 
     assert found(tmp_path) == 0
 
 
-# -- the library -----------------------------------------------------------------------------------
-
-
 def attach_disk(attach: Open, folder: Path, **options: Any) -> tuple[kvferry.Ferry, DiskTier]:
     ferry = attach("", disk=str(folder), disk_size="16MiB", tier_write="through", **options)
     tier = ferry._rank.tiers[TierName("disk")]._tier

@@ -34,9 +34,6 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(REMOTE_KEY_ENV, raising=False)
 
 
-# -- one block -------------------------------------------------------------------------------------
-
-
 def sealed(objects: ObjectFormat, block: bytes, number: int = 7) -> bytearray:
     sealing, stored = open_sealer(objects), bytearray(objects.object_bytes)
     sealing.plain(memoryview(stored))[:] = block
@@ -85,9 +82,6 @@ def test_neither_bytes_nor_names_tell_what_was_asked() -> None:
     assert repr(KEY) not in repr(ours)
     assert ours.secret is not None
     assert ours.secret.hex() not in repr(ours)
-
-
-# -- stores ----------------------------------------------------------------------------------------
 
 
 class Servers:
@@ -188,9 +182,6 @@ def test_forged_objects_are_misses_and_are_replaced() -> None:
         assert found.ok.tolist() == [number not in changed for number in ALL]
         store.write(ALL)
         assert store.reads(ALL) == [True] * 8
-
-
-# -- settings --------------------------------------------------------------------------------------
 
 
 def test_the_key_comes_from_a_file_or_the_environment_and_is_shown_nowhere(tmp_path: Path) -> None:

@@ -71,9 +71,6 @@ def door() -> Iterator[s3_servers.Door]:
     made.close()
 
 
-# -- what is stored --------------------------------------------------------------------------------
-
-
 def _damages(store: Store, good: list[bytes]) -> dict[int, bytes]:
     flipped = bytearray(good[0])
     flipped[SIZE // 2] ^= 4
@@ -146,9 +143,6 @@ def test_others_cannot_address_our_blocks(kind: str, open_store: Open) -> None:
     other_rank.tier.close()
 
 
-# -- the server ------------------------------------------------------------------------------------
-
-
 def test_wrong_credentials_are_said_and_fail_at_once(open_store: Open) -> None:
     wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
     store = open_store(s3_servers.server("rclone").endpoint, credentials=wrong, is_well=False)
@@ -214,9 +208,6 @@ def test_the_doctor_says_what_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPa
         assert (finding.grade, words in finding.words) == (grade, True), finding
 
 
-# -- clocks ----------------------------------------------------------------------------------------
-
-
 def _ahead(hours: float) -> Callable[[], datetime]:
     return lambda: datetime.now(timezone.utc) + timedelta(hours=hours)
 
@@ -251,9 +242,6 @@ def test_when_objects_were_made_does_not_matter(
     store.write([0, 1])
     assert store.do(Way.FIND, [0, 1, 2]).ok.tolist() == [True, True, False]
     assert store.reads([0, 1, 2]) == [True, True, False]
-
-
-# -- TLS -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -309,9 +297,6 @@ def test_a_wrong_certificate_is_said_and_costs_misses(
     for way in (Way.WRITE, Way.FIND, Way.READ):
         assert not store.do(way, [0, 1]).ok.any()
     assert (store.into == 0xEE).all()
-
-
-# -- the network -----------------------------------------------------------------------------------
 
 
 def test_a_held_up_network_costs_one_deadline(open_store: Open, wire: s3_servers.Wire) -> None:
@@ -389,9 +374,6 @@ def test_a_cap_on_bytes_is_kept_both_ways(open_store: Open) -> None:
         result = store.do(way, [0, 1, 2, 3])
         assert result.ok.all()
         assert result.seconds > 0.5, "three of four blocks had to wait, a quarter second each"
-
-
-# -- our own process -------------------------------------------------------------------------------
 
 
 def test_a_killed_process_is_started_again(open_store: Open, door: s3_servers.Door) -> None:

@@ -99,9 +99,6 @@ def read(store: Store, numbers: list[int]) -> list[int]:
     return [number for number, came in zip(numbers, ok, strict=True) if came]
 
 
-# -- what is written, found and read ---------------------------------------------------------------
-
-
 @every_server
 def test_a_chain_goes_into_few_objects_and_another_server_reads_them(fleet: Fleet) -> None:
     ours = fleet.join(3)
@@ -192,9 +189,6 @@ def test_encrypted_blocks_are_packed_and_proven_one_by_one(fleet: Fleet) -> None
     assert found(fleet.join(8), ALL) == []
 
 
-# -- several writers -------------------------------------------------------------------------------
-
-
 @every_server
 def test_the_longer_of_two_objects_of_one_name_holds_both(fleet: Fleet) -> None:
     short, long = fleet.join(8), fleet.join(8)
@@ -248,9 +242,6 @@ def test_racing_writers_of_overlapping_packs_do_no_harm(fleet: Fleet) -> None:
     there = found(theirs, ALL)
     assert read(theirs, there) == there
     assert there[-1] == 7, "the last has a name that all of them gave"
-
-
-# -- bad days --------------------------------------------------------------------------------------
 
 
 @every_server
@@ -341,9 +332,6 @@ def test_a_pack_that_is_gone_since_it_was_found_is_missed(fleet: Fleet) -> None:
     obstore.delete(fleet.bucket, fleet.path(ours, 3))
     assert read(theirs, ALL) == [4, 5, 6, 7]
     assert found(theirs, ALL) == [4, 5, 6, 7]
-
-
-# -- requests --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

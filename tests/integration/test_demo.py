@@ -210,9 +210,6 @@ def test_made_requests_share_whole_blocks_and_are_the_same_for_one_seed() -> Non
     assert 0.2 < num_returns / len(requests) < 0.6
 
 
-# -- a restart -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of temporary files, which must be empty at the end."""

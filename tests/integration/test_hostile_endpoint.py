@@ -238,9 +238,6 @@ def test_names_are_shown_cut_and_clean(hostile):
     assert "x" * 100 not in output.replace("\n", "")
 
 
-# -- the page -----------------------------------------------------------------------------------
-
-
 def test_a_dripping_endpoint_does_not_hold_the_page(hostile):
     """Whoever asks while another's look is under way gets the last view at once."""
     hostile.say = lambda path: [reply(GOOD if path == "/metrics" else '{"requests": []}')]
@@ -275,9 +272,6 @@ def test_a_page_before_a_broken_endpoint_says_so(hostile):
     data = json.loads(body)
     assert "answered 500" in data["error"]
     assert not RAW & set(data["error"])
-
-
-# -- addresses ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

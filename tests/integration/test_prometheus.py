@@ -156,9 +156,6 @@ def test_another_hosts_vllm_silences_nobody(tmp_path: Path) -> None:
         run_story(tmp_path, "fails", others, "kvferry")
 
 
-# -- a running one -------------------------------------------------------------------------------
-
-
 class Prometheus:
     """A server that scrapes every second. Owns its process."""
 

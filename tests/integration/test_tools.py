@@ -48,9 +48,6 @@ def test_a_command_that_is_not_there_is_answered_with_the_nearest(typed, words):
     assert words in result.output
 
 
-# -- top ----------------------------------------------------------------------------------------
-
-
 def test_top_once(endpoint):
     result = invoke("top", endpoint.url, "--once", "--interval", "0.1")
     assert result.exit_code == 0, result.output
@@ -84,9 +81,6 @@ def test_a_terminal_is_told_nothing_by_names_others_chose(endpoint):
         output = invoke(*arguments).output
         assert not set(output) & {"\x1b", "\x07", "\u202e"}
     assert "[red]b" in invoke("explain", "--url", endpoint.url).output
-
-
-# -- explain ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -131,9 +125,6 @@ def test_every_reason_and_verdict_has_words():
     assert set(VERDICTS) == {verdict.value for verdict in Verdict}
 
 
-# -- config -------------------------------------------------------------------------------------
-
-
 def test_config_shows_every_setting_and_its_source(tmp_path):
     file = tmp_path / "kvferry.toml"
     file.write_text('[kvferry]\nhost = "2GiB"\nstore_mode = "lazy"\n')
@@ -156,9 +147,6 @@ def test_config_refuses_what_an_engine_would_refuse():
     result = invoke("config", KVFERRY_HOTS="1GiB")
     assert result.exit_code == 1
     assert "did you mean 'host'" in result.output
-
-
-# -- completion ---------------------------------------------------------------------------------
 
 
 def test_the_shell_is_answered_with_commands_and_options():

@@ -97,4 +97,3 @@ def test_nobody_waits_for_a_turn_while_kernels_are_made_ready() -> None:
     rig.drain_ok()
     assert taken
     assert not any(taken)
-    rig.close()

@@ -29,15 +29,6 @@ def kept(desk: Desk, *numbers: int) -> dict[int, int]:
     return {number: desk.pool.match(story(number, 16)) for number in numbers}
 
 
-def test_nothing_is_stored_of_one_that_says_so():
-    desk = Desk()
-    say(desk, "a", 1, 4, do_not_store=True)
-    assert desk.pool.counts.free == 16
-    say(desk, "b", 2, 4, max_store_tokens=10)  # two whole blocks
-    assert kept(desk, 1, 2) == {1: 0, 2: 2}
-    desk.check_empty()
-
-
 def test_a_request_that_stores_nothing_is_never_worth_a_store():
     desk = Desk()
     request = desk.scheduler.open("a", story(1, 8), Hints(max_store_tokens=0))
@@ -205,28 +196,6 @@ def test_groups_with_windows_take_hints_too():
     say(desk, "b", 2, 6, ended=True)
     desk.keep("c", story(3, 8), 32)
     desk.scheduler.check_integrity()
-
-
-def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
-    """Seen red: every eviction met all that could not go, and there was no bound on it."""
-    desk = Desk(slots=400, pin_share=0.5)
-    both = [
-        {"token_start": 0, "token_end": 4, "priority": 80},
-        {"token_start": 0, "token_end": 4, "priority": 5},
-    ]
-    for number in range(1, 151):
-        say(desk, f"r{number}", number, 1, priorities=both[:: 1 if number % 2 else -1])
-    assert desk.scheduler.stats().pool.pinned == 75, "what was said last counts"
-    held = desk.pool.eviction.pins.all_pinned()
-    assert not desk.pool.eviction._first._entry[held].any(), (
-        "what stays is in no queue of those that go"
-    )
-    for number in range(1, 151):
-        say(desk, f"k{number}", number, 1, priorities=both[1:], pin_seconds=60)
-    held = desk.pool.eviction.pins.all_pinned()
-    assert len(held) == 150
-    assert not desk.pool.eviction._first._entry[held].any()
-    desk.pool.check_integrity()
 
 
 def test_over_ends_what_was_said_of_going_on_but_no_pin():

@@ -41,9 +41,6 @@ def partly(desk: Desk, transfer: Transfer, *failed: tuple[int, ...]) -> None:
     )
 
 
-# -- asking ---------------------------------------------------------------------------------------
-
-
 def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
     """Another server has put it there: we only learn of it by asking."""
     desk = Desk(tiers=[keyed()], slots=32)
@@ -177,9 +174,6 @@ def test_windows_are_asked_about_too() -> None:
     assert desk.match("b", told).num_tokens == 24
 
 
-# -- moving ---------------------------------------------------------------------------------------
-
-
 def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
     desk = Desk(tiers=[keyed()], slots=64)
     told = story(1, 4)
@@ -230,9 +224,6 @@ def test_a_reset_sends_a_forget_and_drops_what_waits_to_go_down() -> None:
     assert desk.match("b", told).state is MatchState.WAIT  # nothing is known any more
 
 
-# -- coming and going -----------------------------------------------------------------------------
-
-
 def test_a_tier_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
     desk = Desk(tiers=[keyed()], slots=64, ranks=2)
     told, other = story(1, 4), story(2, 4)
@@ -263,6 +254,3 @@ def test_a_tier_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
     desk.plan()
     desk.say(Keys.empty(), Keys.empty())
     desk.check_empty()
-
-
-# -- with bytes and threads -----------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakes.desk import LOAD, Desk, routes, story
+from tests.fakes.desk import Desk, story
 
 from kvferry.cache import reach
-from kvferry.errors import InputError
 from kvferry.types import MatchState
 
 FULL = reach.FullAttention(4)
@@ -21,9 +20,6 @@ def test_own_tokens_that_end_between_two_states_are_no_error() -> None:
     assert desk.match("a", told, computed=4).state is MatchState.MISS
     desk.keep("b", told, 16)
     assert desk.match("c", told, computed=4).num_tokens == 16
-
-
-# -- asked every step ------------------------------------------------------------------------------
 
 
 def count_looks(desk: Desk) -> list[int]:
@@ -167,33 +163,6 @@ def test_a_hit_nobody_asks_for_any_more_is_let_go() -> None:
     assert desk.load("b", 16) == {}
 
 
-# -- joining ---------------------------------------------------------------------------------------
-
-
-def test_a_second_request_joins_a_load_under_way() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    desk.match("b", told)
-    desk.load("b", 16)
-    assert desk.match("c", told).state is MatchState.WAIT
-    assert routes(desk.plan()) == [LOAD]
-    assert desk.match("c", told).state is MatchState.WAIT
-    assert desk.land().loaded == ("b",)
-    assert desk.match("c", told, computed=16).state is MatchState.MISS  # shared on the device
-
-
-def test_two_that_were_both_promised_a_block_load_it_once() -> None:
-    """Both had a hit before either had room; the second sees the first one's load and waits."""
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    assert desk.match("b", told).state is MatchState.HIT
-    assert desk.match("c", told).state is MatchState.HIT
-    desk.load("b", 16)
-    assert desk.match("c", told).state is MatchState.WAIT
-
-
 def test_an_engine_that_shares_no_blocks_loads_for_each() -> None:
     desk = Desk(joins_loads=False)
     told = story(1, 4)
@@ -202,9 +171,6 @@ def test_an_engine_that_shares_no_blocks_loads_for_each() -> None:
         assert desk.match(request, told).state is MatchState.HIT
         desk.load(request, 16, first_block=8 * (request == "c"))
     assert sorted(desk.run().loaded) == ["b", "c"]
-
-
-# -- bounds on loads -------------------------------------------------------------------------------
 
 
 def two_stories(**settings: object) -> Desk:
@@ -243,11 +209,6 @@ def test_a_rank_that_hangs_does_not_hold_up_everyone() -> None:
     settled = desk.scheduler.settle()
     assert [failed.request_id for failed in settled.failed] == ["a"]
     assert desk.match("b", story(2, 4)).state is not MatchState.WAIT
-
-
-def test_a_hash_block_that_does_not_divide_a_slot_is_refused() -> None:
-    with pytest.raises(InputError, match="not a multiple"):
-        Desk(reach.FullAttention(4), hash_tokens=3)
 
 
 def test_one_that_found_nothing_may_ask_again_while_another_loads() -> None:

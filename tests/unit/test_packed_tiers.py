@@ -47,9 +47,6 @@ def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
     assert len(set(question.runs.tolist())) == 2
 
 
-# -- for whom a "no" is remembered -----------------------------------------------------------------
-
-
 def num_asked(desk: Desk, store: PackedStore, chain: Keys) -> int:
     """How many names a request makes the store look up, who comes now."""
     before = store.num_heads
@@ -136,9 +133,6 @@ def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
     assert not tier.known(A, 21.0).any()
 
 
-# -- what a "no" is not ----------------------------------------------------------------------------
-
-
 def test_a_no_says_of_no_block_that_it_is_gone() -> None:
     tier = packing()
     lost = tier.log.reader((EventKind.LOST,))
@@ -180,9 +174,6 @@ def test_what_is_known_to_be_there_is_named_again_for_what_lies_before_it() -> N
     desk.pool.reset()
     store.put(chain[:8], 8)
     assert brought(desk, "b", chain, store) == 8
-
-
-# -- where chains part -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pack", [1, 4, 8, 16])
@@ -240,9 +231,6 @@ def test_a_conversation_that_goes_on_elsewhere_writes_only_what_is_new() -> None
     assert sizes == [40]
 
 
-# -- behind the end of a hit -----------------------------------------------------------------------
-
-
 def test_what_lies_behind_is_only_asked_for() -> None:
     chain = keys(range(40))
     desk, store = served(chain)
@@ -270,9 +258,6 @@ def test_only_full_attention_and_only_tiers_with_packs_are_asked_for_it() -> Non
     desk.plan()
     sizes = {question.tier: len(question) for question in desk.asked}
     assert sizes == {"single": 20, STORE: 20 + MOST - 1}
-
-
-# -- which question answers which ------------------------------------------------------------------
 
 
 @given(

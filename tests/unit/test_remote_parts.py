@@ -38,9 +38,6 @@ def sealed(objects: ObjectFormat = OURS, number: int = 7) -> bytearray:
     return stored
 
 
-# -- proofs ----------------------------------------------------------------------------------------
-
-
 def test_a_block_proves_itself_and_any_changed_bit_does_not() -> None:
     stored = sealed()
     assert OURS.is_whole(memoryview(stored), key(7))
@@ -74,9 +71,6 @@ def test_what_is_anothers_is_neither_found_nor_taken(other: ObjectFormat) -> Non
     assert not OURS.is_whole(memoryview(sealed(number=8)), key(7)), "another block of ours"
 
 
-# -- limits ----------------------------------------------------------------------------------------
-
-
 def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
     breaker, now, waits = CircuitBreaker(jitter=lambda: 1.0), 100.0, []
     for _ in range(12):
@@ -94,9 +88,6 @@ def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
     breaker.worked(Way.FIND)
     breaker.failed("later", now)
     assert breaker.probe_at - now == FIRST_WAIT
-
-
-# -- settings --------------------------------------------------------------------------------------
 
 
 def test_the_store_is_the_last_tier_and_its_name_is_taken() -> None:
@@ -141,9 +132,6 @@ def test_small_blocks_are_packed_and_others_if_told(
     block: int, told: int | None, in_one: int
 ) -> None:
     assert best_in_one(block, block + SEAL_BYTES, told) == in_one
-
-
-# -- credentials -----------------------------------------------------------------------------------
 
 
 def test_credentials_come_from_where_tools_of_aws_look(tmp_path) -> None:
@@ -248,9 +236,6 @@ def test_authorities_of_ones_own_are_read_from_where_tools_of_aws_look(tmp_path)
     assert s3_config({}, from_profile) == {"region": "us-east-1"}, "no word of it to the client"
     with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE.*not-here"):
         ca_bundle({**home, "AWS_CA_BUNDLE": str(tmp_path / "not-here")})
-
-
-# -- s3 --------------------------------------------------------------------------------------------
 
 
 def test_an_object_that_goes_while_we_ask_how_long_it_is_gets_written(

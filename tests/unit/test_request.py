@@ -22,8 +22,6 @@ from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import BlockTable
 from kvferry.types import MatchState
 
-# -- the keys are the question ---------------------------------------------------------------------
-
 
 def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
     """Seen red with a hit that answers for any keys: it loaded the old tokens' blocks."""
@@ -39,9 +37,6 @@ def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
     (load,) = desk.plan()
     assert load.src_slots.tolist() == cached_slots(desk.pool, wanted).tolist()
     assert ordered.keys == wanted
-
-
-# -- who joins a load waits no longer than that load -----------------------------------------------
 
 
 def test_one_that_joined_a_load_goes_on_when_that_loads_time_is_up() -> None:
@@ -66,9 +61,6 @@ def test_one_that_joined_a_load_goes_on_when_that_loads_time_is_up() -> None:
     request_laws.check_nothing_left(desk.scheduler)
 
 
-# -- a state is what it is -------------------------------------------------------------------------
-
-
 OVER: list[tuple[str, Callable[[Request], object]]] = [
     ("match", lambda request: request.match()),
     ("run", lambda request: request.run()),
@@ -91,9 +83,6 @@ def test_a_request_that_has_ended_is_refused(verb: str, call: Callable[[Request]
     assert request.load([[0, 1]]) == ()
     assert request.state is State.ENDED
     request_laws.check_nothing_left(desk.scheduler)
-
-
-# -- nothing is remembered for ever ----------------------------------------------------------------
 
 
 def test_requests_that_come_and_go_leave_nothing() -> None:
@@ -123,9 +112,6 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
         request.end()
     desk.run()
     request_laws.check_nothing_left(desk.scheduler)
-
-
-# -- a chain is the engine's, and may become another or be short -----------------------------------
 
 
 def test_a_hit_of_a_chain_that_has_become_another_is_not_loaded() -> None:
@@ -211,9 +197,6 @@ def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
     assert left.state is State.LEFT
 
 
-# -- what was ordered is ours ----------------------------------------------------------------------
-
-
 def test_a_table_that_the_engine_writes_again_changes_no_order() -> None:
     """An engine keeps its table and goes on writing it while the blocks are being copied.
 
@@ -235,9 +218,6 @@ def test_a_table_that_the_engine_writes_again_changes_no_order() -> None:
     (load,) = desk.plan()
     assert load.dst_slots.tolist() == loaded.blocks.tolist() == [5, 6]
     assert [part.blocks.tolist() for part in desk.land().released] == [[5, 6]]
-
-
-# -- when a store pays -----------------------------------------------------------------------------
 
 
 def test_a_store_is_worth_a_block_that_is_new() -> None:

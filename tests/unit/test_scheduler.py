@@ -63,9 +63,6 @@ def snapshot(scheduler: ByName) -> tuple[object, ...]:
     )
 
 
-# -- what it is for ----------------------------------------------------------------------------
-
-
 def test_a_block_goes_out_and_comes_back() -> None:
     scheduler = scheduler_of(num_ranks=2)
     chain = keys(range(3))
@@ -133,9 +130,6 @@ def test_a_window_that_lands_later_is_seen_by_those_who_wait() -> None:
     assert scheduler.match("b", chain).state is MatchState.MISS
     scheduler.settle([window])
     assert scheduler.match("b", chain).num_tokens == 12
-
-
-# -- bad input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,12 +233,6 @@ def test_close_ends_everything_and_use_after_is_refused() -> None:
             call()
     scheduler.finish("x")
     scheduler.preempt("x")
-
-
-def test_tables_may_be_arrays() -> None:
-    scheduler = scheduler_of()
-    (held,) = scheduler.store("a", keys(range(2)), [np.array([3, 4], dtype=np.int32)], 8)
-    assert held.blocks.tolist() == [3, 4]
 
 
 def test_a_miss_is_looked_up_again_when_something_was_stored(monkeypatch) -> None:

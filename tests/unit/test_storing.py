@@ -12,7 +12,6 @@ from kvferry.errors import InputError
 
 WINDOW = reach.SlidingWindow(4, window=9)
 STATE = reach.RecurrentState(4)
-# -- eager ---------------------------------------------------------------------------------------
 
 
 def test_stores_of_one_step_travel_together_by_group() -> None:
@@ -25,37 +24,11 @@ def test_stores_of_one_step_travel_together_by_group() -> None:
     assert [len(t) for t in sent] == [12, 12]
 
 
-def test_what_finds_no_room_is_left_out_from_the_end() -> None:
-    desk = Desk(slots=4)
-    told = story(1, 8)
-    assert desk.store("a", told, 32) == {0: [0, 1, 2, 3]}
-    desk.run()
-    assert desk.hit(told) == 16
-
-
-def test_a_table_that_is_too_short_changes_nothing() -> None:
-    desk = Desk(reach.FullAttention(4), WINDOW)
-    with pytest.raises(InputError, match="group 1's block table has 1 blocks"):
-        desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3], [0]], 16)
-    desk.check_empty()
-    with pytest.raises(InputError, match="-2"):
-        desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3], [0, -2, 1, 1]], 16)
-    desk.check_empty()
-    with pytest.raises(InputError, match="one per group"):
-        desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3]], 16)
-
-
-# -- block sizes -----------------------------------------------------------------------------------
-
-
 def test_slots_no_group_can_ever_use_are_not_stored() -> None:
     """Hits end where every group's block ends; a window block between two ends serves none."""
     desk = Desk(reach.FullAttention(16), reach.SlidingWindow(4, window=5), hash_tokens=4, slots=64)
     held = desk.store("a", story(1, 16), 64)
     assert held == {0: [0, 1, 2, 3], 1: [3, 7, 11, 15]}
-
-
-# -- what is kept already --------------------------------------------------------------------------
 
 
 def returns(desk: Desk, name: str, told: Keys, computed: int, until: int | None = None) -> int:
@@ -99,9 +72,6 @@ def test_windows_lazy_stores_and_old_blocks_skip_nothing() -> None:
     desk.scheduler.reset()
     desk.keep("a", told, 16)
     assert returns(desk, "b", told, 16) == 0
-
-
-# -- bounds ----------------------------------------------------------------------------------------
 
 
 def test_stores_beyond_the_bound_wait_and_are_asked_for_again() -> None:
@@ -152,9 +122,6 @@ def test_what_is_stored_already_takes_none_of_the_room() -> None:
         desk.run()
     assert desk.hit(told[:16]) == 64
     assert desk.store("b", told, 72) == {0: [16, 17]}
-
-
-# -- lazy ------------------------------------------------------------------------------------------
 
 
 def lazy(**settings: object) -> Desk:

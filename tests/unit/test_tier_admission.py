@@ -133,9 +133,6 @@ def test_what_must_be_asked_for_again_is_written_before_it_goes() -> None:
     assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
 
 
-# -- a shared store, which finds blocks by their keys ----------------------------------------------
-
-
 def written(desk: Desk, *numbers: int) -> set[int]:
     """Conversations come in this order, the store has nothing; which of them it was sent, whole."""
     sent: set[Key] = set()

@@ -179,9 +179,6 @@ def test_tiers_of_different_blocks_do_not_fit_together() -> None:
         TierMover(HostTier(2, 32), MemoryTier(2, 16))
 
 
-# -- several ranks over one host memory ------------------------------------------------------------
-
-
 def test_ranks_that_share_a_host_each_move_and_find_their_own_blocks() -> None:
     """Whatever the transfer, a block is looked for by the rank that put it there."""
     host = HostTier(16, SLOT_BYTES)

@@ -123,9 +123,6 @@ def test_every_kind_of_ours_is_named_where_settings_are_described():
         assert f"{kind.name}:SIZE" in setting.help
 
 
-# -- opened ---------------------------------------------------------------------------------------
-
-
 def opening(text: str, host: HostTier) -> dict[TierName, TierMover]:
     specs = Config.from_dict({"tiers": text}).tiers
     return dict(open_tiers(specs, host, TierSetup(TierName(""), 4096, Rank(1), 3)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from tests.fakes.desk import LOAD, Desk, routes, story
+from tests.fakes.desk import Desk, routes, story
 from tests.fakes.pools import cached_slots, evict, forget
 
 from kvferry.cache import reach
@@ -48,19 +48,6 @@ def forget_host(desk: Desk) -> None:
     """The host needs its room for something else; what is below stays there."""
     assert evict(desk.pool, desk.pool.num_slots)
     assert desk.pool.counts.cached == 0
-
-
-# -- down -----------------------------------------------------------------------------------------
-
-
-def test_write_through_copies_what_was_just_stored() -> None:
-    desk = Desk(tiers=[tier()])
-    desk.keep("a", story(1, 4), 16)
-    (move,) = desk.plan()
-    assert (move.src, move.dst) == DOWN
-    desk.land()
-    forget_host(desk)
-    assert desk.match("b", story(1, 4)).state is MatchState.WAIT  # it is below
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -194,9 +181,6 @@ def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
     assert small.pool.match(keys) == 6
 
 
-# -- up -------------------------------------------------------------------------------------------
-
-
 def below_only(told: Keys, **settings: object) -> Desk:
     """A desk with one tier that has this story, which the host has lost."""
     desk = Desk(tiers=[tier(slots=100)], **settings)  # type: ignore[arg-type]
@@ -206,21 +190,6 @@ def below_only(told: Keys, **settings: object) -> Desk:
     desk.scheduler.finish("teller")
     forget_host(desk)
     return desk
-
-
-def test_what_lies_below_is_brought_up_and_then_loaded() -> None:
-    told = story(1, 4)
-    desk = below_only(told)
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert routes(desk.plan()) == [UP]
-    assert desk.match("b", told).state is MatchState.WAIT
-    desk.land()
-    match = desk.match("b", told)
-    assert (match.state, match.num_tokens) == (MatchState.HIT, 16)
-    desk.load("b", 16)
-    assert routes(desk.plan()) == [LOAD]
-    assert desk.land().loaded == ("b",)
-    assert desk.scheduler.stats().promoted_tokens == 16
 
 
 def test_promotion_comes_in_pieces_that_can_be_used_as_they_land() -> None:
@@ -305,20 +274,6 @@ def test_a_longer_request_joins_and_brings_up_the_rest() -> None:
     assert desk.match("c", told).num_tokens == 24
 
 
-def test_a_failed_promotion_is_a_host_only_answer() -> None:
-    told = story(1, 4)
-    desk = below_only(told)
-    desk.match("b", told)
-    desk.land(*desk.plan(), failed="unreadable")
-    assert desk.match("b", told).state is MatchState.MISS
-    assert desk.plan() == []
-    # It is not offered again: the next one would wait for the same failure.
-    assert desk.match("c", told).state is MatchState.MISS
-    desk.scheduler.finish("b")
-    desk.scheduler.finish("c")
-    desk.check_empty()
-
-
 def test_nobody_joins_a_promotion_whose_time_is_up() -> None:
     told = story(1, 4)
     desk = below_only(told, slots=64, promote_deadline=3)
@@ -376,6 +331,3 @@ def test_a_tier_further_down_serves_what_a_nearer_one_lost() -> None:
     assert routes(desk.plan()) == [(DISK, HOST), (FAR, HOST)]
     desk.land()
     assert desk.match("b", told).num_tokens == 16
-
-
-# -- with bytes and threads -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.cache.leases import Ending, Lease, Purpose
 from kvferry.config import Config
-from kvferry.errors import InputError, ReceiptError
+from kvferry.errors import ReceiptError
 from kvferry.scheduler.transfers import Transfers
 from kvferry.types import (
     DEVICE,
@@ -82,83 +82,6 @@ class Sky:
         return int(transfer_id)
 
 
-def test_lands_when_all_ranks_answered_in_any_order() -> None:
-    sky = Sky(3)
-    first, second = sky.launch(), sky.launch()
-    assert sky.transfers.settle([ok(second, 2), ok(first, 1), ok(first, 0)]) == []
-    assert sky.owner.endings == []
-    landed = sky.transfers.settle([ok(first, 2), ok(second, 0)])
-    assert [flight.transfer.id for flight in landed] == [first]
-    assert landed[0].ok
-    assert sky.owner.endings == [Ending.COMMIT]
-    assert sky.transfers.num_in_flight == 1
-    sky.transfers.settle([ok(second, 1)])
-    assert sky.transfers.counts.landed == 2
-    assert sky.transfers.counts.bytes_moved == {(DEVICE, HOST): 60}
-
-
-@pytest.mark.parametrize(
-    ("purpose", "dst", "good", "bad"),
-    [
-        (Purpose.WRITE, HOST, Ending.COMMIT, Ending.ABORT),
-        (Purpose.READ, DEVICE, Ending.RELEASE, Ending.SPOIL),
-        (Purpose.COPY, DISK, Ending.RELEASE, Ending.RELEASE),
-        (Purpose.WRITE, DISK, Ending.COMMIT, Ending.ABORT),
-    ],
-)
-def test_one_failing_rank_fails_it_for_all(
-    purpose: Purpose, dst: TierName, good: Ending, bad: Ending
-) -> None:
-    sky = Sky(2)
-    fine, broken = sky.launch(purpose, dst=dst), sky.launch(purpose, dst=dst)
-    sky.transfers.settle([ok(fine, 0), ok(fine, 1), failed(broken, 1, "cable")])
-    assert sky.owner.endings == [good]
-    (flight,) = sky.transfers.settle([ok(broken, 0)])
-    assert not flight.ok
-    assert flight.reason == "rank 1: cable"
-    assert sky.owner.endings == [good, bad]
-    assert sky.transfers.counts.failed == 1
-
-
-@pytest.mark.parametrize(
-    ("receipt", "words"),
-    [
-        (ok(1, 0), ["transfer 1", "only 1"]),
-        (ok(-1, 0), ["transfer -1", "only 1"]),
-        (ok(0, 2), ["rank 2", "0 to 1"]),
-        (ok(0, -1), ["rank -1", "0 to 1"]),
-    ],
-)
-def test_a_receipt_that_answers_nothing_is_refused_before_any_is_taken(
-    receipt: Receipt, words: list[str]
-) -> None:
-    sky = Sky(2)
-    transfer = sky.launch()
-    with pytest.raises(ReceiptError) as error:
-        sky.transfers.settle([ok(transfer, 0), ok(transfer, 1), receipt])
-    assert all(word in str(error.value) for word in words)
-    assert sky.owner.endings == []
-    assert sky.transfers.counts.landed == 0
-    assert len(sky.transfers.settle([ok(transfer, 0), ok(transfer, 1)])) == 1
-
-
-def test_a_deadline_ends_the_waiting_and_not_the_claim() -> None:
-    sky = Sky(2)
-    transfer = sky.launch(deadline=5.0)
-    sky.transfers.settle([ok(transfer, 0)])
-    assert sky.transfers.expire(4.9) == []
-    (flight,) = sky.transfers.expire(5.0)
-    assert flight.overdue
-    assert flight.reason == "no answer in time from rank 1"
-    assert sky.owner.endings == []
-    assert sky.transfers.expire(6.0) == [], "told once"
-    assert list(sky.transfers.in_flight()) == [], "nobody else waits for it"
-    assert sky.transfers.num_in_flight == 1
-    (flight,) = sky.transfers.settle([ok(transfer, 1)])
-    assert not flight.ok
-    assert sky.owner.endings == [Ending.ABORT]
-
-
 def test_the_next_deadline_is_that_of_whoever_is_late_next() -> None:
     """Before it nobody is looked at, so one that is passed over is never late.
 
@@ -177,60 +100,8 @@ def test_the_next_deadline_is_that_of_whoever_is_late_next() -> None:
     assert sky.transfers.next_deadline == 3.0
 
 
-def test_a_lost_rank_is_not_waited_for() -> None:
-    sky = Sky(2)
-    half, whole = sky.launch(), sky.launch()
-    sky.transfers.settle([ok(half, 0)])
-    landed = sky.transfers.lose_rank(Rank(1), "died")
-    assert [(f.transfer.id, f.reason) for f in landed] == [(half, "died")]
-    (flight,) = sky.transfers.settle([ok(whole, 0)])
-    assert flight.reason == "died"
-    later = sky.launch()
-    (flight,) = sky.transfers.settle([ok(later, 0)])
-    assert flight.reason == "died"
-    assert sky.transfers.settle([ok(half, 1)]) == []
-    assert sky.owner.endings == [Ending.ABORT] * 3
-
-
-@pytest.mark.parametrize("rank", [-1, 2, 7])
-def test_a_rank_that_does_not_exist_cannot_be_lost(rank: int) -> None:
-    sky = Sky(2)
-    transfer = sky.launch()
-    with pytest.raises(InputError, match=f"rank {rank} .* 0 to 1"):
-        sky.transfers.lose_rank(Rank(rank), "typo")
-    (flight,) = sky.transfers.settle([ok(transfer, 0), ok(transfer, 1)])
-    assert flight.ok
-
-
-def test_closing_ends_everything_once() -> None:
-    sky = Sky(2)
-    sky.launch()
-    sky.launch(Purpose.READ, dst=DEVICE)
-    sky.transfers.close()
-    sky.transfers.close()
-    assert sky.owner.endings == [Ending.ABORT, Ending.SPOIL]
-    assert sky.transfers.num_in_flight == 0
-
-
-# -- below the host --------------------------------------------------------------------------------
-
-
 def partial(transfer: int, rank: int, *positions: int, reason: str = "worn") -> Receipt:
     return Receipt(TransferId(transfer), Rank(rank), Outcome.PARTIAL, reason, failed=positions)
-
-
-def test_what_failed_on_any_rank_is_lost_and_the_rest_counts() -> None:
-    sky = Sky(3)
-    up = sky.move(DISK, HOST, 4, Purpose.READ, Purpose.WRITE)
-    assert sky.transfers.settle([partial(up, 0, 3), ok(up, 1)]) == []
-    assert sky.owner.endings == [], "not before every rank has answered"
-    (flight,) = sky.transfers.settle([partial(up, 2, 1, 3)])
-    assert flight.ok
-    assert flight.lost.tolist() == [False, True, False, True]
-    assert flight.note == "rank 0: worn"
-    assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
-    assert sky.owner.failed == [[1, 3], [1, 3]]
-    assert (sky.transfers.counts.failed, sky.transfers.counts.lost_blocks) == (0, 2)
 
 
 def test_a_copy_to_or_from_the_device_is_one_whole() -> None:
@@ -248,42 +119,3 @@ def test_positions_that_do_not_exist_are_refused(positions: tuple[int, ...]) -> 
         sky.transfers.settle([partial(up, 0, *positions)])
     assert sky.owner.endings == []
     assert len(sky.transfers.settle([ok(up, 0)])) == 1
-
-
-def test_a_question_is_answered_by_all_ranks_and_counts_as_no_transfer() -> None:
-    sky = Sky(2)
-    question = sky.ask(3)
-    assert list(sky.transfers.in_flight()) == []
-    assert sky.transfers.num_awaited == 1
-    assert sky.transfers.settle([partial(question, 0, 0)]) == []
-    (flight,) = sky.transfers.settle([partial(question, 1, 2)])
-    assert flight.lost.tolist() == [True, False, True]
-    counts = sky.transfers.counts
-    assert (counts.launched, counts.landed, counts.lost_blocks) == (0, 0, 0)
-    assert not counts.bytes_moved
-
-
-def test_a_question_whose_time_is_up_is_over() -> None:
-    sky = Sky(2)
-    question = sky.ask(2, deadline=5.0)
-    sky.transfers.settle([ok(question, 0)])
-    (flight,) = sky.transfers.expire(5.0)
-    assert flight.lost.all()
-    assert sky.transfers.num_in_flight == 0
-    assert sky.transfers.counts.overdue == 0
-    assert sky.transfers.settle([ok(question, 1)]) == []
-    assert sky.transfers.counts.stale_receipts == 1
-
-
-def test_giving_up_a_tier_ends_the_waiting_for_it_alone() -> None:
-    sky = Sky(1)
-    up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
-    store = sky.move(DEVICE, HOST, 2, Purpose.WRITE)
-    question = sky.ask(2)
-    sky.transfers.give_up(DISK, "unplugged")
-    late = sky.transfers.expire(0.0)
-    assert [(f.transfer.id, f.reason) for f in late] == [(up, "unplugged"), (question, "unplugged")]
-    assert sky.owner.endings == []
-    assert sky.transfers.num_in_flight == 2
-    sky.transfers.settle([ok(up, 0), ok(store, 0)])
-    assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT, Ending.COMMIT]

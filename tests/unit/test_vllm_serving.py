@@ -92,12 +92,6 @@ def test_whoever_asks_from_another_thread_changes_nothing(serve: Serve) -> None:
     assert serving.scheduler.onlooker.stats().queries == 1
 
 
-# -- promises --------------------------------------------------------------------------------------
-
-
-# -- steps that are not looked at ------------------------------------------------------------------
-
-
 def decoding(vllm: FakeVllm, name: str) -> Any:
     """A request that only decodes: the next step is a quiet one."""
     request = vllm.request(name, HASHES[:1])

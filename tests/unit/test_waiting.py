@@ -264,7 +264,6 @@ def test_news_is_when_the_first_copy_has_ended() -> None:
     assert any(queues_have_ended(rig))
     rig.drain_ok()
     assert not any(queues_have_ended(rig))
-    rig.close()
 
 
 def queues_have_ended(rig: Rig) -> list[bool]:
@@ -282,7 +281,6 @@ def test_a_copy_the_driver_will_not_speak_of_has_failed() -> None:
     rig.engine.wait_for_end(0.01)
     rig.driver.timeline.frozen = set()
     assert rig.drain()[transfer].outcome is Outcome.FAILED
-    rig.close()
 
 
 def test_a_card_that_is_lost_is_not_waited_for_in_vain() -> None:
@@ -293,7 +291,6 @@ def test_a_card_that_is_lost_is_not_waited_for_in_vain() -> None:
     rig.engine.wait_for_end(LONG)
     rig.driver._dead = None
     rig.drain()
-    rig.close()
 
 
 def test_who_was_told_is_not_held_up_by_the_thread_that_watched(

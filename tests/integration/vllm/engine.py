@@ -56,8 +56,6 @@ class Engine:
         )
         self._names = itertools.count()
 
-    # -- running --------------------------------------------------------------------------------
-
     def generate(self, prompts: Sequence[Tokens], max_tokens: int = 16, **sampling: Any) -> list:
         """The tokens that follow each prompt, all of them running at once."""
         names = [self.add(prompt, max_tokens, **sampling) for prompt in prompts]
@@ -141,8 +139,6 @@ class Engine:
 
         monkeypatch.setattr(self.scheduler, "_preempt_request", noted)
         return preempted
-
-    # -- looking --------------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> Any:

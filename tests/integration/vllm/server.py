@@ -90,8 +90,6 @@ class Server:
                     return False
                 time.sleep(0.2)
 
-    # -- asking ---------------------------------------------------------------------------------
-
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=120) as answer:
             text: str = answer.read().decode()
@@ -202,8 +200,6 @@ class Server:
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
-
-    # -- ending ---------------------------------------------------------------------------------
 
     def terminate(self) -> int:
         """As a service manager does; returns the exit status."""

@@ -69,9 +69,6 @@ def drive_pids(folder: Path) -> list[int]:
     return found
 
 
-# -- restarts --------------------------------------------------------------------------------------
-
-
 def test_a_restart_is_warm_and_says_the_same(start, expect, llama, tmp_path):
     prompts = make_prompts(301, *LENGTHS)
     expected = expect(llama, prompts)
@@ -270,9 +267,6 @@ def await_durable(server: Server) -> None:
     time.sleep(2)
 
 
-# -- ranks -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_ranks_find_what_all_of_them_have_and_nothing_of_another_number_of_ranks(
@@ -313,9 +307,6 @@ def _lose_one(path: Path) -> None:
         places = np.flatnonzero(store.journal.present)
         assert len(places) >= BLOCKS
         store.journal.record_lost(places[:1])
-
-
-# -- failures --------------------------------------------------------------------------------------
 
 
 def vanish(folder: Path) -> None:
