@@ -22,11 +22,10 @@ from kvferry.errors import InputError, TransferError
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.demo import mooncake_master, server
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.model import ModelShape, ServerSetup
 from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
 from kvferry.tools.demo.parts import fleet_part
 from kvferry.tools.demo.runs import Run
-from kvferry.tools.demo.server import ServerSetup
 from kvferry.tools.demo.servers import ServerProcesses
 
 TINY = (

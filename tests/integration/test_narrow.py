@@ -103,7 +103,7 @@ def test_the_report(folder, tmp_path):
     chat = Chat(num_conversations=3, num_turns=2, opening_tokens=64, vocab=shape.vocab)
     setting = Scenario(chat=chat, shape=shape, device_blocks=20, host_bytes=8 << 20)
     policies = run_policies(num_turns=200, capacities=(20, 40))
-    page = render(setting, compare(setting), [], policies)
+    page = render(setting.describe(), compare(setting), [], policies)
     head = re.findall(r'<th scope="col">(.*?)</th>', page)
     assert head[3] == "Small + kvferry"
     (folder[0] / "report.html").write_text(page)

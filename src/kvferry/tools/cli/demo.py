@@ -101,7 +101,9 @@ def demo(ctx: click.Context, /, html: Path, json_file: Path | None, **given: Any
         ctx.exit(INTERRUPTED)
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
-    html.write_text(render(scenario, ways, list(parts.values()), policies), encoding="utf-8")
+    html.write_text(
+        render(scenario.describe(), ways, list(parts.values()), policies), encoding="utf-8"
+    )
     console.print(f"Report: {html}", soft_wrap=True)
     put(_figures(scenario, ways, parts, policies), json_file)
     if json_file is not None and not is_stdout(json_file):

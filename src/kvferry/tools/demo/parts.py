@@ -23,10 +23,9 @@ from kvferry.errors import InputError
 from kvferry.settings.tiers import TierSpec, show_tiers
 from kvferry.tools.demo.blocks import ServedRequest, Turn
 from kvferry.tools.demo.engine import Engine, Offloader, Runner
-from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.model import Decoder, ModelShape, ServerSetup
 from kvferry.tools.demo.mooncake_master import MooncakeMaster
 from kvferry.tools.demo.runs import OnTurn, Part, Run, ignore_turn
-from kvferry.tools.demo.server import ServerSetup
 from kvferry.tools.demo.servers import Router, ServerProcesses
 from kvferry.tools.demo.workload import Chat, Dialogue, serve
 from kvferry.tools.words import show_bytes, show_seconds
@@ -99,6 +98,22 @@ class Scenario:
         """The setup of a server process of these sizes."""
         sizes = (self.shape, self.device_blocks, self.host_bytes, self.block_tokens)
         return ServerSetup(*sizes, settings or {})
+
+    def describe(self) -> str:
+        """The setting in words."""
+        chat, shape = self.chat, self.shape
+        windows = [window for window in shape.windows if window is not None]
+        layers = f"{shape.num_layers} layers"
+        if windows:
+            layers += f", {len(windows)} of them with a sliding window of {windows[0]} tokens"
+        return (
+            f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
+            f"answered at a time. Each opens with about {chat.opening_tokens} tokens. A turn adds "
+            f"about {chat.question_tokens} of question and {chat.answer_tokens} of answer. "
+            f"Together they need {self.working_set:,} blocks of {self.block_tokens} tokens. The small "
+            f"device has {self.device_blocks:,}. The model is a numpy decoder ({layers}, width "
+            f"{shape.width}) with fixed random weights on this machine's CPU."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The setting as plain data."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 
 from kvferry.telemetry.source import installed_version
-from kvferry.tools.demo.parts import Scenario
 from kvferry.tools.demo.policies import Policies
 from kvferry.tools.demo.runs import Part
 from kvferry.tools.plots import (
@@ -24,8 +23,8 @@ _WAY_COLOURS = {"kvferry": "--teal", "small": "--orange", "roomy": "--grey"}
 _SOURCES = (("found on the device", "--grey"), ("loaded", "--teal"), ("computed", "--orange"))
 
 
-def render(scenario: Scenario, ways: Part, parts: list[Part], policies: Policies | None) -> str:
-    """The whole page: the three ways first, then the other parts."""
+def render(setting: str, ways: Part, parts: list[Part], policies: Policies | None) -> str:
+    """The whole page: the three ways first, then the other parts, the setting last."""
     body = (
         "<p>The same conversations, served three ways. A device too small for them forgets and "
         "computes again. With kvferry it loads instead.</p>"
@@ -42,7 +41,7 @@ def render(scenario: Scenario, ways: Part, parts: list[Part], policies: Policies
     body += figure("All figures of the three ways", "", table(ways.table()))
     version = installed_version()
     footer = (
-        f"{_setting(scenario)} kvferry {version}. Times are from this one run on this one "
+        f"{setting} kvferry {version}. Times are from this one run on this one "
         "machine. On a shared machine they vary."
     )
     return page("kvferry demo", f"{body}<footer><p>{escape(footer)}</p></footer>")
@@ -110,19 +109,3 @@ def _bars(part: Part) -> str:
         for run in part.runs.values()
     }
     return bar_plot(bars, _SOURCES, x_label="prompt tokens") + legend(_SOURCES)
-
-
-def _setting(scenario: Scenario) -> str:
-    chat, shape = scenario.chat, scenario.shape
-    windows = [window for window in shape.windows if window is not None]
-    layers = f"{shape.num_layers} layers"
-    if windows:
-        layers += f", {len(windows)} of them with a sliding window of {windows[0]} tokens"
-    return (
-        f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
-        f"answered at a time. Each opens with about {chat.opening_tokens} tokens. A turn adds "
-        f"about {chat.question_tokens} of question and {chat.answer_tokens} of answer. Together "
-        f"they need {scenario.working_set:,} blocks of {scenario.block_tokens} tokens. The small "
-        f"device has {scenario.device_blocks:,}. The model is a numpy decoder ({layers}, width "
-        f"{shape.width}) with fixed random weights on this machine's CPU."
-    )

@@ -17,14 +17,13 @@ import select
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import TextIO
 
 from kvferry.config import Config
 from kvferry.errors import KvferryError, TransferError
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.model import Decoder, ServerSetup, limit_matrix_threads
 from kvferry.types import DEVICE, HOST
 
 _IDLE_SECONDS = 0.02
@@ -32,26 +31,6 @@ _IDLE_SECONDS = 0.02
 
 _STORE_SECONDS = 30.0
 """Longest wait for the shared store, on a busy machine."""
-
-
-@dataclass(frozen=True)
-class ServerSetup:
-    """The sizes of a server. ``settings`` are kvferry's."""
-
-    shape: ModelShape
-    device_blocks: int
-    host_bytes: int
-    block_tokens: int
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def pack(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def unpack(cls, text: str) -> ServerSetup:
-        values = json.loads(text)
-        shape = values["shape"] | {"windows": tuple(values["shape"]["windows"])}
-        return cls(**(values | {"shape": ModelShape(**shape)}))
 
 
 Lines = queue.SimpleQueue[str | None]

@@ -18,7 +18,7 @@ from kvferry.core.lifecycle import Closing
 from kvferry.errors import TransferError
 from kvferry.tiers.ipc.process import end_module, start_module
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.server import ServerSetup
+from kvferry.tools.demo.model import ServerSetup
 from kvferry.tools.demo.workload import Dialogue, TurnRequest
 
 _SILENCE_SECONDS = 60.0
