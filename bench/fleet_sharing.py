@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay
 from kvferry.settings.policies import DEFAULT_POLICY
 from kvferry.sim.bounds import Future

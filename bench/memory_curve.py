@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.cache.replay import PoolReplay, Tokens

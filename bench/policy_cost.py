@@ -21,7 +21,7 @@ from random import Random
 import numpy as np
 
 import kvferry
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.telemetry.traces import keys_of_numbers
 

@@ -12,6 +12,7 @@ nothing heavier; what a GPU needs is imported when a rank is opened on one.
 """
 
 from kvferry.cache.leases import PoolCounts
+from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import (
     Arriving,
     EvictionPolicy,
@@ -19,7 +20,6 @@ from kvferry.cache.policies.contract import (
     Evidence,
     HearsHints,
     Residents,
-    policy_named,
 )
 from kvferry.cache.policies.load_or_compute import Decision, Verdict
 from kvferry.cache.policies.lru import Lru

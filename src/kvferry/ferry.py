@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import Group
 from kvferry.config import Config

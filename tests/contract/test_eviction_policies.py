@@ -28,12 +28,12 @@ from tests.model.lru_before import TouchOrder
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
 from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import (
     Arriving,
     EvictionPolicy,
     EvictionPolicyMaker,
     Residents,
-    policy_named,
 )
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool

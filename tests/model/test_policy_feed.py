@@ -19,7 +19,8 @@ from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset
 
 from kvferry.cache.events import MANY_EVENTS
 from kvferry.cache.leases import Lease, Purpose
-from kvferry.cache.policies.contract import EvictionPolicyMaker, policy_named
+from kvferry.cache.policies import policy_named
+from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.pool import Pool
 
 NUM_SLOTS = (5, 12, 24, 60, 2000)

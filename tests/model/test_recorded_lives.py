@@ -23,7 +23,8 @@ from tests.fakes.pool_events import Evictions
 from tests.model.recorded_lives import CHECK_EVERY, Life, Recorded
 
 from kvferry.cache.leases import Lease, Purpose
-from kvferry.cache.policies.contract import Evidence, policy_named
+from kvferry.cache.policies import policy_named
+from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.pool import Pool
 
 RECORDED = Path(__file__).with_name("recorded_lives.json")

@@ -118,7 +118,7 @@ def test_policies_of_tiers_hear_too() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "returns"])
 def test_only_who_wants_it_is_told(policy: str) -> None:
-    from kvferry.cache.policies.contract import policy_named
+    from kvferry.cache.policies import policy_named
 
     pool = Pool(64, policy_named(policy))
     assert (pool.eviction.feed.hearer is not None) == (policy == "returns")

@@ -27,7 +27,7 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.endpoint import FakeEndpoint, stats
 
 import kvferry
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay
 from kvferry.config import Config
 from kvferry.core.keys import Keys

@@ -10,7 +10,8 @@ import pytest
 from tests.fakes.policies import Fifo
 
 import kvferry
-from kvferry.cache.policies.contract import EvictionPolicyMaker, policy_named
+from kvferry.cache.policies import policy_named
+from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.returns import Returns
 from kvferry.cache.pool import Pool

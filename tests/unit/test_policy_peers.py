@@ -23,8 +23,13 @@ from tests.fakes.published_policies import (
 )
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
+from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.arc import Arc
-from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Residents, policy_named
+from kvferry.cache.policies.contract import (
+    Arriving,
+    EvictionPolicyMaker,
+    Residents,
+)
 from kvferry.cache.policies.s3fifo import S3Fifo
 from kvferry.cache.policies.slru import Slru
 from kvferry.cache.pool import Pool

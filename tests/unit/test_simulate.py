@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cache.policies.contract import Evidence, Residents, policy_named
+from kvferry.cache.policies import policy_named
+from kvferry.cache.policies.contract import Evidence, Residents
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError, InputError

@@ -7,9 +7,9 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.eviction import Eviction
 from kvferry.cache.index import Index
 from kvferry.cache.leases import Lease, PoolCounts, Purpose
+from kvferry.cache.policies.contract import EvictionPolicy
 from kvferry.cache.slots import CACHED, DOOMED, FREE, UNREADY, WRITING, SlotTable
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOTS, SlotArray
@@ -21,7 +21,8 @@ _WRITE = Purpose.WRITE  # looked up once: before Python 3.12 an enum finds its m
 
 def check_pool(
     table: SlotTable,
-    eviction: Eviction,
+    policy: EvictionPolicy,
+    pinned: SlotArray,
     leases: AbstractSet[Lease],
     counts: PoolCounts,
     num_ready: int,
@@ -36,10 +37,10 @@ def check_pool(
     owned = cached | (state == WRITING)
     _check_free(state, table.free.slots, num_ready)
     _check_index(table.index, owned.nonzero()[0])
-    _check_claims(table, leases, eviction.pins.all_pinned(), counts)
+    _check_claims(table, leases, pinned, counts)
     table.chains.check(owned)
     evictable = (cached & (table.readers == 0)).nonzero()[0]
-    _require(_all(eviction.policy.holds(evictable)), "the policy lost a cached slot")
+    _require(_all(policy.holds(evictable)), "the policy lost a cached slot")
 
 
 def _check_free(state: npt.NDArray[np.int8], free: SlotArray, num_ready: int) -> None:

@@ -449,4 +449,12 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
-        check_pool(self.table, self.eviction, self._leases, self.counts, self.num_ready)
+        eviction = self.eviction
+        check_pool(
+            self.table,
+            eviction.policy,
+            eviction.pins.all_pinned(),
+            self._leases,
+            self.counts,
+            self.num_ready,
+        )

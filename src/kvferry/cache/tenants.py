@@ -7,9 +7,9 @@ come. The rest count as one, and share what one of them would have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kvferry.cache.eviction import Eviction
+from kvferry.cache.leases import TenantCounts
 from kvferry.settings.tenants import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
 
 MOST_OTHERS = 16
@@ -18,17 +18,6 @@ MOST_OTHERS = 16
 MOST_SHOWN = 64
 """So many of them are ever counted by name: requests choose names freely, and what collects the
 counts keeps every name for good. Those that come later count as other."""
-
-
-@dataclass
-class TenantCounts:
-    """What one tenant was counted for; its slots, and its blocks that made room, by tier."""
-
-    queries: int = 0
-    asked_tokens: int = 0
-    hit_tokens: int = 0
-    slots: Mapping[str, int] = field(default_factory=dict)
-    evicted: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tenants:

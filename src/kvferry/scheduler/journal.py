@@ -18,8 +18,8 @@ import numpy as np
 
 from kvferry.cache import reach
 from kvferry.cache.events import EventKind, EventLog, PoolEvent
+from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.admission import SeenOften
-from kvferry.cache.policies.contract import policy_named
 from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants

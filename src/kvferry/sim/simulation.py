@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.policies.contract import Evidence, policy_named
+from kvferry.cache.policies import policy_named
+from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.errors import InputError
 from kvferry.hints import Hints

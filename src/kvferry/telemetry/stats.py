@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvferry.cache.leases import PoolCounts
-from kvferry.cache.tenants import TenantCounts
+from kvferry.cache.leases import PoolCounts, TenantCounts
 
 SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
 """Bytes, from 16 KiB to 4 GiB in steps of four."""

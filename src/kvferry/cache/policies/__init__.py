@@ -2,3 +2,56 @@
 
 Pools own slots, claims and pins; a policy only orders cached blocks.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from kvferry.cache.policies.contract import EvictionPolicy, EvictionPolicyMaker, Residents
+from kvferry.core.factories import find_factory
+from kvferry.errors import ConfigError
+from kvferry.settings.policies import factory_of, read_policy
+
+_VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard", "clear")
+
+
+def policy_named(policy: str) -> EvictionPolicyMaker:
+    """What makes this policy for a pool: ``Pool(num_slots, policy_named(config.policy))``.
+
+    ConfigError, with the policy and the reason, where it cannot be found; and again from the maker
+    where what it makes is no policy.
+    """
+    policy = read_policy("policy", policy)
+    make = _found(policy)
+
+    def made(residents: Residents) -> EvictionPolicy:
+        try:
+            found = make(residents)
+        except Exception as error:  # whatever a plugin's factory raises
+            raise ConfigError(
+                f"policy: {policy} could not be made: {type(error).__name__}: {error}"
+            ) from error
+        wrong = _what_is_wrong(found)
+        if wrong:
+            raise ConfigError(
+                f"policy: {policy} gave {type(found).__name__}, which is no eviction policy: "
+                f"{wrong} (see kvferry.engine.EvictionPolicy)"
+            )
+        return cast(EvictionPolicy, found)
+
+    return made
+
+
+def _found(policy: str) -> Callable[[Residents], Any]:
+    return find_factory(factory_of(policy), what=f"policy: {policy}", where="scheduler runs")
+
+
+def _what_is_wrong(policy: Any) -> str:
+    """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
+    lacking = [verb for verb in _VERBS if not callable(getattr(policy, verb, None))]
+    if lacking:
+        return f"it lacks {', '.join(lacking)}"
+    if not isinstance(getattr(policy, "wants_chains", None), bool):
+        return "its wants_chains is neither True nor False"
+    return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.core.keys import Keys

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.cache import reach
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.pool import Pool
 from kvferry.connectors.common.contract import (
     EngineAdapter,

@@ -8,7 +8,7 @@ from importlib import util
 from typing import Any
 
 from kvferry.cache import reach
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.config import Config
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.ranks import RankPlace

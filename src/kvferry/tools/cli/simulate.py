@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.settings.policies import DEFAULT_TIER_POLICY, POLICIES, read_policy

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies import policy_named
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.identity import Namespace, chain

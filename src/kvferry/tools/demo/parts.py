@@ -110,9 +110,9 @@ class Scenario:
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
             f"answered at a time. Each opens with about {chat.opening_tokens} tokens. A turn adds "
             f"about {chat.question_tokens} of question and {chat.answer_tokens} of answer. "
-            f"Together they need {self.working_set:,} blocks of {self.block_tokens} tokens. The small "
-            f"device has {self.device_blocks:,}. The model is a numpy decoder ({layers}, width "
-            f"{shape.width}) with fixed random weights on this machine's CPU."
+            f"Together they need {self.working_set:,} blocks of {self.block_tokens} tokens. The "
+            f"small device has {self.device_blocks:,}. The model is a numpy decoder "
+            f"({layers}, width {shape.width}) with fixed random weights on this machine's CPU."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import select
 import sys
 import threading
 import time
+from dataclasses import asdict
 from typing import TextIO
 
 from kvferry.config import Config
