@@ -57,7 +57,7 @@ def number() -> Any:
 
 
 class Passing:
-    """What an image library offers: bytes made for the moment, gone when nobody holds them."""
+    """What an image library offers: bytes made for the moment, gone with their last reference."""
 
     shape, strides, itemsize, dtype = (BLOCKS, 8), (8, 1), 1, np.dtype("u1")
 
@@ -92,13 +92,6 @@ def test_such_a_tensor_is_refused_by_name(make: Callable[[], Any], words: str) -
         attach({"model.layers.0": layer(), "model.layers.1": make()})
     with pytest.raises(LayoutError, match=f"tensor 1.*{words}"):
         attach([layer(), make()])
-
-
-def test_an_immutable_object_keeps_its_bytes() -> None:
-    """A load into a bytes object said ok, and changed what can never change."""
-    source = bytes(BLOCKS * 64)
-    with pytest.raises(InputError, match="read-only"):
-        attach([np.frombuffer(source, np.uint8).reshape(BLOCKS, 64)])
 
 
 @pytest.mark.parametrize(
@@ -149,11 +142,6 @@ def test_a_block_axis_that_is_none(axis: Any) -> None:
         attach([layer()], block_axis=axis)
 
 
-def test_a_values_view_of_a_dict_is_taken() -> None:
-    with attach({"a": layer(), "b": layer()}.values()) as ferry:
-        assert len(ferry.keys(range(TOKENS))) == 1
-
-
 @pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f2", ">f4", "c16", "V3", "i4,f8", "M8[s]"])
 def test_every_kind_of_plain_bytes_is_taken(dtype: str) -> None:
     with attach([layer(dtype)]) as ferry:
@@ -173,9 +161,6 @@ def test_a_map_that_is_private_and_writable_is_taken(tmp_path: Path) -> None:
         ferry.wait(ferry.store(keys, [2]))
         ferry.wait(ferry.load(ferry.match(keys), [3]))
     assert (kv[3] == 7).all()
-
-
-# -- torch ---------------------------------------------------------------------------------------
 
 
 def torch_cases() -> dict[str, Callable[[Any], Any]]:

@@ -1,12 +1,4 @@
-"""Chains against a dict of parents: any forest, any part of it, in any order.
-
-One-line breaks that were tried; each made a test of this module fail.
-
-- ``can_go``: all may go as soon as one child lies before its parent; children counted one too few
-- ``unlink``: parents elsewhere not told; children that stay keep their parent
-- ``leave``: a parent that stays not told, where its child is the last, or is not
-- ``follow``: nothing follows
-"""
+"""Chains against a dict of parents: any forest, any part of it, in any order."""
 
 from __future__ import annotations
 
@@ -79,7 +71,7 @@ def test_what_can_go_leaves_no_descendant_behind(parents: dict[int, int], part: 
 
 @given(forests(), parts)
 @settings(max_examples=300)
-def test_who_leaves_is_nobodys_parent_and_nobodys_child(
+def test_unlinked_slots_have_no_parent_and_no_child(
     parents: dict[int, int], part: list[int]
 ) -> None:
     forest = Forest(dict(parents))
@@ -94,7 +86,7 @@ def test_who_leaves_is_nobodys_parent_and_nobodys_child(
 
 @given(forests(), parts)
 @settings(max_examples=300)
-def test_who_leaves_with_all_descendants_leaves_a_sound_rest(
+def test_leaving_with_all_descendants_keeps_the_rest_sound(
     parents: dict[int, int], part: list[int]
 ) -> None:
     forest = Forest(dict(parents))
@@ -107,7 +99,9 @@ def test_who_leaves_with_all_descendants_leaves_a_sound_rest(
 
 
 @given(forests(), parts, parts)
-def test_who_follows_the_lost(parents: dict[int, int], part: list[int], lost: list[int]) -> None:
+def test_descendants_of_lost_slots_are_found(
+    parents: dict[int, int], part: list[int], lost: list[int]
+) -> None:
     forest = Forest(parents)
     after = set().union(*map(forest.descendants, lost))
     expected = [slot in after for slot in part]

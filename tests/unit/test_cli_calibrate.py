@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from kvferry.tools.cli import calibrate as card
 from kvferry.tools.cli.calibrate import calibrate
-from kvferry.tools.cli.output import show
 from kvferry.transfer.driver.cuda import CudaDriver
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +39,6 @@ def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 1
     assert "needs torch and triton" in result.output
     assert "kvferry[gpu]" in result.output
-
-
-def test_progress_is_plain_lines_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in ("one", "two", ""):
-        show(line)
-    assert capsys.readouterr().err == "one\ntwo\n"
 
 
 def test_a_kept_run_becomes_tables_and_a_plot(monkeypatch: pytest.MonkeyPatch) -> None:

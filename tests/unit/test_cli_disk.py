@@ -75,14 +75,6 @@ def folder(tmp_path: Path, filled: Path) -> Path:
     return shutil.copytree(filled, tmp_path / "disk")
 
 
-@pytest.fixture
-def both(folder: Path) -> Path:
-    """Two stores; what an open one takes is not given to another."""
-    with attach(folder):
-        fill(folder, "another", size="8MiB")
-    return folder
-
-
 def store_in(folder: Path) -> Path:
     (store,) = folder.glob("kvferry-*")
     return store
@@ -97,9 +89,6 @@ def spoil(store: Path, places: list[int]) -> None:
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 4]))
-
-
-# -- ls -------------------------------------------------------------------------------------------
 
 
 def test_a_store_is_listed_with_whose_it_is_and_how_full(run: Run, folder: Path) -> None:
@@ -128,9 +117,6 @@ def test_one_of_another_format_is_shown_as_what_it_is(run: Run, folder: Path) ->
     (told,) = json.loads(run("ls", folder, "--json").stdout)["stores"]
     assert told["trouble"]
     assert "cannot be used: " in run("ls", folder).stdout
-
-
-# -- verify ---------------------------------------------------------------------------------------
 
 
 def test_every_bit_that_turned_is_found(run: Run, folder: Path) -> None:
@@ -166,9 +152,6 @@ def test_a_sealed_store_needs_its_key(run: Run, tmp_path: Path) -> None:
     spoil(store_in(folder), [7])
     found = run("verify", folder, "--key-file", keys[0], "--json")
     assert json.loads(found.stdout)["stores"][0]["bad_places"] == [7]
-
-
-# -- purge ----------------------------------------------------------------------------------------
 
 
 def test_purge_asks_and_takes_no_for_an_answer(run: Run, folder: Path) -> None:

@@ -76,18 +76,11 @@ def test_sizes(text, size):
         float("nan"),
         float("inf"),
         2**63,
-        "9" * 5000 + "GiB",
-        "٣GiB",
     ],
 )
 def test_sizes_that_cannot_be_right(bad):
     with pytest.raises(ConfigError, match=r"^ring: "):
         parse_size(bad, name="ring")
-
-
-def test_a_bare_letter_is_answered_with_both_meanings():
-    with pytest.raises(ConfigError, match="say gib or gb"):
-        parse_size("64G")
 
 
 @given(st.integers(min_value=1, max_value=2**63 - 1))
@@ -129,7 +122,6 @@ def test_seconds(text, seconds):
         "3 fortnights",
         float("inf"),
         float("nan"),
-        10**400,
     ],
 )
 def test_times_that_cannot_be_right(bad):
@@ -137,23 +129,13 @@ def test_times_that_cannot_be_right(bad):
         parse_seconds(bad, name="wait")
 
 
-@pytest.mark.parametrize("bad", [0, -1, "0", "1.5", 1.5, "many", "", True, None, "9" * 5000])
+@pytest.mark.parametrize("bad", [0, -1, "0", "1.5", 1.5, "many", "", True, None])
 def test_counts_that_cannot_be_right(bad):
     with pytest.raises(ConfigError, match=r"^blocks: "):
         parse_count(bad, name="blocks")
 
 
 # -- the doors
-
-
-def test_defaults():
-    config = Config()
-    assert config.host == GiB
-    assert config.block_tokens == 16
-    assert config.copy_path == "auto"
-    assert config.staging_ring == 64 * MiB
-    assert (config.load_deadline, config.store_deadline, config.match_deadline) == (30, 30, 60)
-    assert config.max_loading_blocks is None
 
 
 def test_frozen_picklable_and_checked_again_on_replace():
@@ -207,11 +189,6 @@ def test_an_unknown_name_like_nothing_we_have(name):
 def test_a_choice_names_the_choices(bad):
     with pytest.raises(ConfigError, match="copy_path: expected one of auto, loop, dma, kernel"):
         Config.from_dict({"copy_path": bad})
-
-
-def test_a_near_choice_is_named():
-    with pytest.raises(ConfigError, match="did you mean 'kernel'"):
-        Config.from_dict({"copy_path": "kernal"})
 
 
 @pytest.mark.parametrize(
@@ -326,7 +303,3 @@ def test_describe_covers_every_field_and_its_defaults_read_back():
         assert all(len(part.split()) <= 25 for part in re.split(r"(?<=[.:]) ", s.help))
         assert s.accepts
         assert s.name in str(s)
-
-
-def test_the_debug_switch_is_not_a_setting() -> None:
-    assert Config.from_env({"KVFERRY_DEBUG": "1"}) == Config()

@@ -1,4 +1,4 @@
-"""Settings as no one should write them: a ConfigError that can be read, or the right value."""
+"""Malformed settings: a ConfigError that can be read, or the right value."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ def settings_or_error(call, *arguments) -> Config:
     assert message.encode()
     return Config()
 
-
-# -- numbers ------------------------------------------------------------------------------------
 
 PARSERS = (parse_size, parse_seconds, parse_count, parse_rate)
 
@@ -90,9 +88,6 @@ def test_ports_that_are_none(port):
     assert "metrics_port" in message
 
 
-# -- addresses ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "address",
     [
@@ -127,9 +122,6 @@ def test_addresses_that_are_none(address):
 )
 def test_addresses_as_people_write_them(given_, read):
     assert Config.from_dict({"metrics_host": given_}).metrics_host == read
-
-
-# -- files --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,7 @@ def test_a_file_without_an_end_is_not_read_to_it(tmp_path):
     assert "it is no file" in refused(Config.from_file, file)
 
 
-def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path):
+def test_a_pipe_without_a_writer_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     refused(Config.from_file, tmp_path / "pipe.toml")
 
@@ -182,9 +174,6 @@ def test_any_file_is_settings_or_an_error(tmp_path_factory, suffix, content):
     data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
     file.write_bytes(data)
     settings_or_error(Config.from_file, file)
-
-
-# -- the environment ----------------------------------------------------------------------------
 
 
 def test_two_spellings_of_one_variable():

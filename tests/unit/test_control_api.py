@@ -11,7 +11,6 @@ from tests.fakes.desk import Desk
 from kvferry.core.keys import Keys
 from kvferry.telemetry.endpoint import ControlApi
 from kvferry.telemetry.mailbox import Mailbox
-from kvferry.tools.cli.control import _put_answer
 
 FIRST, SECOND, CHAT = numbered([1, 2, 3]), numbered([1, 2, 4]), numbered([7, 8])
 
@@ -57,7 +56,7 @@ def asked() -> Asked:
 @pytest.mark.parametrize(
     "name", ["0", "1", "cmpl", "chatcmpl", "aaa", "bbb", "11111111", "cmpl-a", "cmpl-aaa-0"]
 )
-def test_a_piece_of_a_name_is_nobodys(asked, name):
+def test_a_part_of_a_name_matches_no_request(asked, name):
     for action in ("lookup", "drop"):
         status, told = asked.order(action, name)
         assert (status, "is not remembered" in told["error"]) == (404, True)
@@ -78,13 +77,6 @@ def test_an_answers_id_is_all_of_its_requests(asked):
     told = asked.order("unpin", "cmpl-aaa")[1]
     assert (told["blocks"], told["held_blocks"], asked.desk.pool.counts.pinned) == (4, 0, 0)
     assert asked.order("lookup", "chatcmpl-bbb")[1]["request_ids"] == ["chatcmpl-bbb-33333333"]
-
-
-def test_the_command_line_says_when_several_requests_were_meant(asked, capsys):
-    _put_answer("lookup", asked.order("lookup", "cmpl-aaa")[1])
-    assert "This answer took 2 requests. The order is for all of them." in capsys.readouterr().out
-    _put_answer("lookup", asked.order("lookup", "chatcmpl-bbb")[1])
-    assert "This answer" not in capsys.readouterr().out
 
 
 def test_a_drop_of_several_leaves_nothing_for_the_sake_of_one_another(asked):

@@ -1,4 +1,4 @@
-"""The settings of control: shares, secrets that are never shown, and who may come in."""
+"""The settings of control: shares, secrets that are never shown, and access."""
 
 from __future__ import annotations
 

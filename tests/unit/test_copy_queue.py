@@ -24,7 +24,7 @@ class Numbered(int):
 
 
 class SlowPath(Path):
-    """A path that notes who queued what, and waits at a gate first."""
+    """A path that notes which thread queued which job, and waits at a gate first."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -122,7 +122,7 @@ class PiecePath(SlowPath):
 
 
 @pytest.mark.parametrize("num_begun", [1, 2, 4, 9])
-def test_who_begins_a_copy_queues_its_first_pieces(
+def test_the_caller_of_begin_queues_the_first_pieces(
     queue: CopyQueue, num_begun: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "_has_thread", lambda: True)  # one that never gets its turn

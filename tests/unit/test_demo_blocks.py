@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import InputError, StateError
 from kvferry.tools.demo.blocks import BlockPool
@@ -34,45 +32,3 @@ def test_refuses_what_cannot_be() -> None:
         pool.release([0])
     with pytest.raises(StateError, match="has no holder"):
         pool.publish(0, key(0))
-
-
-class Holders(RuleBasedStateMachine):
-    """Random holders against a plain list of who holds what."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(6)
-        self.held: list[list[int]] = []
-
-    @rule(count=st.integers(0, 4))
-    def allocate(self, count: int) -> None:
-        if count <= self.pool.num_free:
-            blocks = self.pool.allocate(count)
-            taken = {block for holder in self.held for block in holder}
-            assert not taken & set(blocks)
-            self.held.append(blocks)
-
-    @rule(start=st.integers(0, 5), count=st.integers(1, 4))
-    def acquire(self, start: int, count: int) -> None:
-        keys = [key(number) for number in range(start, start + count)]
-        self.held.append(self.pool.acquire([k for k in keys if k in self.pool]))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        at = data.draw(st.integers(0, len(self.held) - 1))
-        self.pool.release(self.held.pop(at))
-
-    @precondition(lambda self: any(self.held))
-    @rule(data=st.data(), number=st.integers(0, 8))
-    def publish(self, data: st.DataObject, number: int) -> None:
-        blocks = sorted({block for holder in self.held for block in holder})
-        self.pool.publish(data.draw(st.sampled_from(blocks)), key(number))
-
-    @invariant()
-    def agrees(self) -> None:
-        blocks = {block for holder in self.held for block in holder}
-        self.pool.check_integrity(num_held=len(blocks))
-
-
-TestHolders = Holders.TestCase

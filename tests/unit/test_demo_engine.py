@@ -79,18 +79,6 @@ def test_tokens_ignore_device_size_and_step_size(
     tight.memory.check_integrity(num_held=0)
 
 
-def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[Runner]) -> None:
-    loop = engine(runners, 40, step_tokens=20)
-    loop.submit(ServedRequest("a", prompt(8), 30))
-    loop.step()
-    loop.submit(ServedRequest("b", prompt(100, seed=1), 2))
-    before = loop.counts.num_prefill_tokens
-    loop.step()
-    assert loop.counts.num_prefill_tokens - before == 19
-    assert loop.counts.num_decode_tokens == 1
-    loop.run()
-
-
 def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runner]) -> None:
     loop = engine(runners, 40)
     first, second = ServedRequest("a", prompt(64), 2), ServedRequest("b", prompt(64), 2)

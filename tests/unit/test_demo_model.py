@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.tools.demo.model import (
-    KEY_TILE,
-    TILE,
-    Decoder,
-    ModelShape,
-    Span,
-    limit_matrix_threads,
-)
+from kvferry.tools.demo.model import KEY_TILE, TILE, Decoder, ModelShape, Span, limit_matrix_threads
 
 BLOCK_TOKENS = 16
 SMALL = ModelShape(
@@ -48,7 +41,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 def poisoned_kv(shape: ModelShape, num_blocks: int) -> list[np.ndarray]:
-    """KV tensors of NaN: whatever reads a byte nobody wrote shows it."""
+    """KV tensors of NaN: reading an unwritten byte shows in the result."""
     return [
         np.full(shape.kv_shape(num_blocks, BLOCK_TOKENS), np.nan, np.float32)
         for _ in range(shape.num_layers)

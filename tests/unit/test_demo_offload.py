@@ -18,7 +18,7 @@ from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat, serve
 from kvferry.transfer.engine.cpu import CpuEngine
-from kvferry.types import DEVICE, HOST, Transfer
+from kvferry.types import DEVICE, Transfer
 
 FULL = ModelShape(
     vocab=97, width=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3
@@ -82,17 +82,6 @@ def truth(chat: Chat, shape: ModelShape = FULL) -> dict[str, list[int]]:
         return serve(Engine(runner), chat).answers()
 
 
-def serve_in_turn(loop: Engine) -> dict[str, list[int]]:
-    """One turn after the other, each when all copies have landed, however long they take."""
-    return serve(loop, replace(CHAT, num_users=1), lambda _: loop.drain()).answers()
-
-
-def stored_bytes(loop: Engine) -> int:
-    assert loop.offloader is not None
-    loop.drain()
-    return loop.offloader.stats().bytes_moved[DEVICE, HOST]
-
-
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
 
@@ -104,34 +93,6 @@ def test_loaded_blocks_give_the_same_tokens(build: Build, name: str, step_tokens
     assert serve(loop, CHAT).answers() == truth(CHAT, SHAPES[name])
     assert loop.counts.num_loaded_tokens > 0
     assert loop.counts.num_failed_load_tokens == 0
-
-
-@pytest.mark.parametrize("name", ["full", "hybrid"])
-def test_lazy_stores_keep_what_the_device_is_about_to_drop(build: Build, name: str) -> None:
-    eager = build(20, shape=SHAPES[name])
-    config = Config(store_mode="lazy", load_policy="always", max_storing_blocks=EVERY_BLOCK)
-    lazy = build(20, shape=SHAPES[name], config=config)
-    answers = truth(CHAT, SHAPES[name])
-    assert serve_in_turn(eager) == answers
-    assert serve_in_turn(lazy) == answers
-    assert lazy.counts.num_loaded_tokens > 0
-    assert stored_bytes(lazy) < stored_bytes(eager)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("tiers", ["memory:8MiB", "memory-by-key:8MiB"])
-def test_what_a_small_host_drops_comes_back_from_a_tier(
-    build: Build, name: str, tiers: str
-) -> None:
-    config = Config.from_dict(
-        {"tiers": tiers, "load_policy": "always", "max_storing_blocks": EVERY_BLOCK}
-    )
-    loop = build(20, shape=SHAPES[name], host_bytes=MEBIBYTE // 8, config=config)
-    assert serve_in_turn(loop) == truth(CHAT, SHAPES[name])
-    assert loop.offloader is not None
-    moved = loop.offloader.stats().bytes_moved
-    assert moved[tiers.partition(":")[0], HOST] > 0
-    assert loop.counts.num_loaded_tokens > 0
 
 
 class Slow(CpuEngine):
@@ -184,21 +145,6 @@ def test_others_run_while_a_request_loads(build: Build, monkeypatch: pytest.Monk
     loop.run()
     assert again.num_loaded == 64
     assert again.generated[:2] == first.generated
-
-
-def test_a_loading_request_can_be_aborted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "CpuEngine", Slow)
-    loop = build(12)
-    for number in range(4):
-        loop.submit(ServedRequest(f"r{number}", prompt(80, seed=number), 2))
-        loop.run()
-        loop.drain()
-    loop.submit(ServedRequest("again", prompt(80), 4))
-    loop.step()
-    assert loop.memory.pools[0].num_free < 12
-    loop.abort("again")
-    assert not loop.has_work
-    assert loop.memory.pools[0].num_free < 12  # the copy still writes: its blocks stay held
 
 
 def test_closing_with_copies_under_way_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,15 +147,6 @@ def test_the_form_follows_the_driver_not_a_header(
     ]
 
 
-def test_the_older_form_can_be_asked_for_on_a_newer_driver() -> None:
-    driver = CudaDriver(FakeLibcuda(13000))
-    driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
-    assert driver.batch_form is BatchForm.WITH_FAIL_INDEX
-    absent = CudaDriver(FakeLibcuda(13000))
-    absent._resolve_batch(BatchForm.ABSENT)
-    assert absent.batch_form is BatchForm.ABSENT
-
-
 def test_a_refusal_carries_the_drivers_words_and_what_was_asked() -> None:
     library = FakeLibcuda(13000)
     driver = CudaDriver(library)
@@ -276,7 +267,7 @@ def test_a_missing_entry_point_is_named() -> None:
         CudaDriver(SimpleNamespace())
 
 
-def test_arrays_nobody_may_write_are_read_where_they_are() -> None:
+def test_read_only_arrays_are_passed_without_a_copy() -> None:
     library = FakeLibcuda(13000)
     a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
     for array in fixed:

@@ -44,10 +44,7 @@ class Recorder:
 
 def job(slots: list[int], *, pitch: int = BLOCK, chunk: int | None = None) -> CopyJob:
     layout = GroupLayout(
-        bases=np.array([0]),
-        strides=np.array([BLOCK]),
-        sizes=np.array([BLOCK]),
-        num_blocks=100,
+        bases=np.array([0]), strides=np.array([BLOCK]), sizes=np.array([BLOCK]), num_blocks=100
     )
     ids = np.array(slots, dtype=np.int64)
     return CopyJob(Direction.STORE, layout, ids, ids, HOST, pitch, chunk)
@@ -63,11 +60,6 @@ def loaded(given_job: CopyJob, start: int, end: int) -> Recorder:
     driver: Any = Recorder()
     HostRuns(given_job).load(driver, start, end, RING, stream=9)
     return driver
-
-
-def test_no_copy_crosses_two_registrations() -> None:
-    copies = stored(job([0, 1, 2, 3], chunk=2 * BLOCK), 0, 4 * BLOCK).copies
-    assert copies == [(HOST, RING, 2 * BLOCK), (HOST + 2 * BLOCK, RING + 2 * BLOCK, 2 * BLOCK)]
 
 
 def test_runs_are_counted_as_they_are_copied() -> None:

@@ -99,18 +99,6 @@ def test_permuted_views_are_read_by_stride_or_refused(
         assert read_block(layout, block) == storage[block].tobytes()
 
 
-def test_heads_outside_the_block_axis_split_a_block() -> None:
-    tensor = random_bytes((4, 6, 16), np.int8, 0)
-    layout = describe([tensor], block_axis=1)
-    assert layout.num_segments == 4
-    assert read_block(layout, 5) == tensor[:, 5].tobytes()
-
-
-def test_packed_k_and_v_is_one_segment_per_layer() -> None:
-    layout = describe([np.zeros((5, 2, 16, 8), np.float16)] * 1, num_blocks=5)
-    assert layout.num_segments == 1
-
-
 def test_axis_is_found_by_count() -> None:
     tensors = [np.zeros((2, 7, 16), np.int8), np.zeros((7, 32), np.int8)]
     assert describe(tensors, num_blocks=7).num_segments == 3
@@ -200,9 +188,3 @@ def test_overlap_agrees_with_counting_bytes(
             seen.update(range(base + block * stride, base + block * stride + size))
             total += size
     assert (find_overlap(bases, strides, sizes, num_blocks) is None) == (len(seen) == total)
-
-
-def test_tables_are_frozen() -> None:
-    layout = describe([BASE], block_axis=0)
-    with pytest.raises(ValueError, match="read-only"):
-        layout.bases[0] = 0

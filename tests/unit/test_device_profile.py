@@ -65,16 +65,6 @@ def test_card_driver_link_and_paths_have_a_file_each() -> None:
     assert profile_file(CARD, PATHS).name.startswith("profile-nvidia-h200-")
 
 
-def test_no_profile_is_none_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load_profile(tmp_path / "none.json", PATHS) is None
-    assert not caplog.records
-
-
-# -- files that are as good as none -----------------------------------------------------------
-
-
 def changed(where: str, name: str, value: Any) -> str:
     data = copy.deepcopy(GOOD)
     part = data[where][0] if isinstance(data[where], list) else data[where]
@@ -139,7 +129,7 @@ NO_PROFILES = {
 
 
 @pytest.mark.parametrize("text", NO_PROFILES.values(), ids=NO_PROFILES)
-def test_what_nobody_could_plan_by_is_none_and_said_once(
+def test_an_unusable_profile_is_ignored_and_logged_once(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "profile.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from tests.unit.test_device_rows import layout
 from kvferry.errors import DriverError
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.tables import RowTable, common_alignment, row_shape
-from kvferry.transfer.paths.ring import Ring, RingSlot
+from kvferry.transfer.paths.ring import Ring
 from kvferry.transfer.paths.staged import ChunkCursor
 
 PAGE = 4096
@@ -62,10 +61,6 @@ LARGE, SMALL = 15 * PAGE, 2 * PAGE
 RING_BYTES = 4 * LARGE + 2 * SMALL
 
 
-def addresses(slots: Iterable[RingSlot]) -> set[int]:
-    return {part.address for slot in slots for part in slot.parts}
-
-
 @pytest.mark.parametrize("call", ["alloc_device", "create_stream", "create_event"])
 @pytest.mark.parametrize("nth", [1, 3, 5])
 def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:
@@ -81,7 +76,7 @@ def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:
     assert driver.leaks() == {}
 
 
-def test_nobody_waits_for_a_turn_while_kernels_are_made_ready() -> None:
+def test_kernels_are_prepared_without_the_lock_of_the_ring() -> None:
     """Tables are taken and given back by calls that wait for the device."""
     rig = Rig(path="staged")
     ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]

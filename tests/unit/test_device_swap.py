@@ -45,13 +45,9 @@ def test_copies_what_it_is_told_in_one_call() -> None:
     assert np.array_equal(card.dst, expected)
     assert card.driver.batches == [3]
     assert card.driver.orders == [SourceOrder.STREAM]
-
-
-def test_any_order_only_when_asked() -> None:
-    card = Card()
     one = (card.addresses(card.src, [0]), card.addresses(card.dst, [0]), np.array([8]))
     card.swap(*one, is_src_access_order_any=True)
-    assert card.driver.orders == [SourceOrder.ANY]
+    assert card.driver.orders == [SourceOrder.STREAM, SourceOrder.ANY], "ANY only when asked"
 
 
 def test_uint64_lists_of_views_and_torch_like_tensors_are_taken() -> None:
@@ -113,7 +109,6 @@ def test_batches_beyond_the_drivers_limit_are_split() -> None:
     assert np.array_equal(card.dst[:320], card.src[:320])
 
 
-I64 = np.int64
 REFUSED: dict[str, tuple[Any, Any, Any, str]] = {
     "lengths": ([64, 80], [64], [8], "2 sources, 1 destinations and 1 sizes"),
     "matrix": ([[64]], [64], [8], "src_ptrs must be a vector"),

@@ -35,9 +35,6 @@ def nothing_opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fakes.opened.clear()
 
 
-# -- read -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "paths"),
     [
@@ -100,9 +97,6 @@ def test_a_tier_is_told_every_setting_of_the_disk() -> None:
     )
 
 
-# -- the key --------------------------------------------------------------------------------------
-
-
 def settings(path: object = None) -> DiskSettings:
     return DiskSettings(("/a",), GiB, key_file=None if path is None else str(path))
 
@@ -143,9 +137,6 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
         settings().read_key({KEY_ENV: "secret"})
 
 
-# -- whose blocks ---------------------------------------------------------------------------------
-
-
 def told(contents: Contents, rank: int = 0, num_ranks: int = 1, tokens: int = 16) -> TierSetup:
     layout = layout_of([np.zeros((4, 2, tokens, 8), np.float32)], block_axis=0)
     return tier_setup(Config(disk=("/a",)), [layout], contents, Rank(rank), num_ranks)
@@ -179,7 +170,7 @@ def test_ranks_of_one_server_are_a_family_whatever_its_weights() -> None:
     assert told(Contents(SPACE, engines_here=3), 1, 2).num_ranks_here == 6
 
 
-def test_nobody_opens_a_disk_without_saying_what_the_blocks_are() -> None:
+def test_a_disk_needs_the_contents_of_its_blocks() -> None:
     layout = layout_of([np.zeros((4, 2, 16, 8), np.float32)], block_axis=0)
     with pytest.raises(ConfigError, match=r"contents=Contents\(namespace\)"):
         tier_setup(Config(disk=("/a",)), [layout], None)

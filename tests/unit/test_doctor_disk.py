@@ -50,10 +50,6 @@ def findings(env: Environment, **settings: Any) -> dict[str, Finding]:
     return {finding.name: finding for finding in check_disk(env, config)}
 
 
-def test_no_disk_is_no_line() -> None:
-    assert not list(check_disk(FIT, Config()))
-
-
 def test_a_fit_drive_is_ok_in_every_line() -> None:
     found = findings(FIT)
     assert {finding.grade for finding in found.values()} == {Grade.OK}
@@ -125,9 +121,6 @@ def test_the_nearest_mount_says_the_file_system() -> None:
     assert file_system("/mnt/nvme2", mounts) == "ext4"
     assert file_system("/far away/x", mounts) == "nfs4"
     assert file_system("/x", "") == ""
-
-
-# -- a real one -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

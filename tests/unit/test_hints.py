@@ -8,10 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cache.policies.contract import Evidence, HearsHints
-from kvferry.cache.policies.lru import Lru
-from kvferry.cache.pool import Pool
-from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import MOST_RANGES, NAMES, Hints, TokenPriority
 
@@ -105,32 +101,3 @@ def test_whatever_comes_is_read_or_refused(said):
     assert len(words) < 1000
     assert hints.max_store_tokens is None or hints.max_store_tokens >= 0
     assert hints.within is None or hints.continues
-
-
-class Listening(Lru):
-    def __init__(self, residents):
-        super().__init__(residents)
-        self.heard: list[tuple[list[int], Evidence]] = []
-
-    def hint(self, slots, evidence):
-        self.heard.append((slots.tolist(), evidence))
-
-
-def test_a_policy_that_hears_is_told_and_not_helped():
-    made: list[Listening] = []
-
-    def make(residents):
-        made.append(Listening(residents))
-        return made[0]
-
-    pool = Pool(8, make)
-    keys = Keys.from_bytes([bytes([n]) * 32 for n in range(5)])
-    lease = pool.reserve(keys[:3])
-    assert lease is not None
-    lease.commit()
-    assert isinstance(made[0], HearsHints)
-    for evidence in (Evidence(ended=True), Evidence(continues=True, within=3.0)):
-        pool.hint(keys, evidence)
-        pool.catch_up()
-        assert made[0].heard.pop() == (lease.slots.tolist(), evidence)
-    assert pool.counts.pinned == 0

@@ -48,15 +48,6 @@ def test_odd_slots_waste_next_to_nothing(num_slots: int, slot: int) -> None:
     assert chunks.num_bytes - num_slots * chunks.pitch < PAGE
 
 
-@given(num_slots=st.integers(1, 4000), slot=st.integers(1, 4000), pages=st.integers(1, 8))
-def test_every_slot_lies_in_one_chunk(num_slots: int, slot: int, pages: int) -> None:
-    chunks = Chunks.lay_out(num_slots, slot, pages * PAGE)
-    spans = [chunks[index] for index in range(len(chunks))]
-    assert spans[-1].slots_after == num_slots
-    ends = [span.start + span.num_bytes for span in spans]
-    assert ends[:-1] == [span.start for span in spans[1:]]
-
-
 @pytest.mark.parametrize("wrong", [(0, 1, PAGE), (1, 0, PAGE), (1, 1, PAGE - 1)])
 def test_nonsense_is_refused(wrong: tuple[int, int, int]) -> None:
     with pytest.raises(InputError, match="must be positive"):

@@ -56,28 +56,6 @@ class Meminfo:
         return Machine(read=self, memlock=lambda: memlock, env={})
 
 
-# -- how it grows -------------------------------------------------------------------------------
-
-
-def test_all_of_it_becomes_ready_pinned_and_is_given_back() -> None:
-    registrar = FakeRegistrar()
-    host = tier(103)
-    growth = Growth(host, registrar=registrar)
-    assert growth.ready_slots >= 4
-    assert growth.wait(LONG)
-    stats = growth.stats()
-    assert stats.progress is GrowthState.DONE
-    assert growth.ready_slots == stats.ready_slots == stats.num_slots == 103
-    assert stats.ready_bytes == stats.pinned_bytes == stats.asked_bytes == 103 * PAGE
-    assert growth.is_pinned
-    assert sum(registrar.held.values()) == 103 * PAGE
-    assert max(registrar.held.values()) <= 4 * PAGE
-    growth.close()
-    growth.close()
-    assert registrar.held == {}
-    assert growth.ready_slots == 0
-
-
 def test_the_first_chunk_serves_while_the_others_wait() -> None:
     registrar = FakeRegistrar()
     host = tier(40)
@@ -178,7 +156,7 @@ def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int
         slots = np.arange(written, ready)
         host.rows[slots] = wanted[slots]
         if written == ready:
-            time.sleep(0.0002)  # who grows it needs the interpreter, too
+            time.sleep(0.0002)  # the growing thread needs the interpreter, too
         written = ready
     got = np.empty_like(wanted)
     got[:] = host.rows
@@ -261,9 +239,6 @@ def test_without_a_gpu_one_thread_touches_beside_a_busy_model(
     assert most[0] == 1
     assert growth.stats().rest_seconds > 0
     growth.close()
-
-
-# -- what goes wrong ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nth", [2, 5, 9])
@@ -390,9 +365,6 @@ def test_an_old_kernel_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -
     growth.close()
 
 
-# -- the end ------------------------------------------------------------------------------------
-
-
 def test_close_during_growth_is_quick_and_gives_everything_back() -> None:
     registrar = FakeRegistrar(seconds=0.01)
     growth = Growth(tier(100_000), registrar=registrar)
@@ -435,9 +407,6 @@ def test_a_refused_unregistration_is_logged_and_the_rest_given_back(
     growth.close()
     assert "stays registered" in caplog.text
     assert registrar.held == {}
-
-
-# -- sizes --------------------------------------------------------------------------------------
 
 
 @given(asked=st.integers(2 * PAGE, 8 * MiB), slot=st.integers(1, 2 * PAGE))

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.identity import FORMAT_VERSION, Namespace, adopt, adopt_one, chain, scope
-from kvferry.core.keys import Keys
 from kvferry.errors import InputError, KeyFormatError
 from kvferry.types import Key
 
@@ -138,14 +137,6 @@ def test_width_and_byte_order_of_the_array_mean_nothing(dtype):
 
 
 # -- the chain
-
-
-@given(TOKENS, st.integers(min_value=1, max_value=7))
-def test_one_key_per_full_block(tokens, block_tokens):
-    keys = chain(namespace(block_tokens=block_tokens), tokens)
-    assert isinstance(keys, Keys)
-    assert len(keys) == len(tokens) // block_tokens
-    assert len(set(keys)) == len(keys)
 
 
 @given(TOKENS, TOKENS, TOKENS)

@@ -98,13 +98,6 @@ def test_any_form_of_integers_will_do(blocks: Any) -> None:
     assert as_slots(blocks).tolist() == [3, 4]
 
 
-def test_torch_tensors_name_blocks_too() -> None:
-    torch = pytest.importorskip("torch")
-    assert integers(torch.tensor([3, 4], dtype=torch.int32), "x").tolist() == [3, 4]
-    with pytest.raises(InputError, match="x must be"):
-        integers(torch.tensor([3.5]), "x")
-
-
 def test_an_array_of_the_right_kind_is_not_copied_and_slots_are() -> None:
     array = np.arange(5)
     assert integers(array, "x") is array

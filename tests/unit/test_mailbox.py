@@ -6,48 +6,53 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from kvferry.scheduler.journal import Copy, Entry
-from kvferry.telemetry.mailbox import Mailbox
+from kvferry.telemetry.mailbox import Mailbox, _Question
 from kvferry.telemetry.source import Source
 
 
 class Askers:
     """Threads that ask and wait. Owns them; their answers come in no particular order."""
 
+    asked: threading.Semaphore
+    """Released once for each question that is in the mailbox and waits for its answer."""
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._asked = threading.Semaphore(0)
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self.answers: list[object] = []
-        put = mailbox._put
-
-        def noted(key: Any) -> Any:
-            question = put(key)
-            self._asked.release()
-            return question
-
-        mailbox._put = noted  # type: ignore[method-assign]
 
     def ask(self, work: Callable[..., object], *args: object) -> None:
         def run() -> None:
             self.answers.append(self._mailbox.ask(work, *args, patience=30))
 
         thread = threading.Thread(target=run)
-        self._threads.append(thread)
+        self.threads.append(thread)
         thread.start()
-        assert self._asked.acquire(timeout=30)
+        assert self.asked.acquire(timeout=30)
 
     def join(self) -> None:
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
 
 
+@pytest.fixture(autouse=True)
+def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, wait = threading.Semaphore(0), _Question.wait
+
+    def noted(question: _Question, seconds: float = -1) -> bool:
+        asked.release()
+        return wait(question, seconds)
+
+    monkeypatch.setattr(Askers, "asked", asked, raising=False)
+    monkeypatch.setattr(_Question, "wait", noted)
+
+
 def answer_all(mailbox: Mailbox, askers: Askers) -> None:
-    while any(thread.is_alive() for thread in askers._threads):
+    while any(thread.is_alive() for thread in askers.threads):
         mailbox.answer()
     askers.join()
 
@@ -69,7 +74,7 @@ def test_only_what_waited_at_entry_is_answered():
     answer_all(mailbox, askers)
 
 
-def test_the_same_question_is_worked_out_once_for_all_who_wait():
+def test_the_same_question_is_answered_once_for_all_waiting_clients():
     mailbox = Mailbox(pause=0)
     askers = Askers(mailbox)
     calls = []
@@ -84,7 +89,7 @@ def test_the_same_question_is_worked_out_once_for_all_who_wait():
     askers.join()
     assert len(calls) == 1
     assert len(set(askers.answers)) == 1
-    askers.ask(snapshot)  # who asks later gets a later answer
+    askers.ask(snapshot)  # a later question gets a later answer
     mailbox.answer()
     askers.join()
     assert len(calls) == 2
@@ -97,7 +102,7 @@ def test_one_step_answers_a_few_questions_only():
     for number in range(10):
         askers.ask(calls.append, number)
     mailbox.answer()
-    assert calls == [0, 1, 2]  # those who waited longest
+    assert calls == [0, 1, 2]  # the longest waits first
     mailbox.answer()
     assert calls == [0, 1, 2, 3, 4, 5]
     answer_all(mailbox, askers)
@@ -121,11 +126,11 @@ def test_between_two_answers_the_engine_is_left_alone():
     askers.join()
 
 
-def test_the_engine_does_not_wait_for_those_who_ask():
+def test_the_engine_does_not_wait_for_a_client_that_asks():
     mailbox = Mailbox(pause=0)
     askers = Askers(mailbox)
     askers.ask(abs, 1)
-    with mailbox._lock:  # somebody is just putting a question down
+    with mailbox._lock:  # held by a client that puts a question down
         mailbox.answer()
         assert askers.answers == []
     mailbox.answer()
@@ -134,7 +139,7 @@ def test_the_engine_does_not_wait_for_those_who_ask():
 
 
 def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
-    """Who looks for itself may find a dictionary changed: then it looks again."""
+    """A client that reads for itself may find a dictionary changed: then it reads again."""
     mailbox, counts, looks = Mailbox(), {"a": 1}, []
 
     def look() -> dict[str, int]:
@@ -150,7 +155,7 @@ def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
     assert len(looks) == 3
 
 
-def test_who_shares_a_look_that_failed_looks_again_too():
+def test_a_client_sharing_a_failed_read_reads_again():
     """The one whose patience ended looked, and the engine woke up; the other only waited."""
     mailbox, looks, found = Mailbox(), [], []
 
@@ -188,7 +193,7 @@ def test_a_question_is_answered_on_the_engines_thread():
     assert where == ["drained", threading.get_ident()], "figures are up to date on that thread"
 
 
-def test_an_error_belongs_to_whoever_asked():
+def test_an_error_is_raised_for_the_asking_client():
     mailbox = Mailbox()
     with pytest.raises(ZeroDivisionError):
         mailbox.ask(lambda: 1 // 0, patience=0.001)
@@ -205,9 +210,6 @@ def test_an_error_belongs_to_whoever_asked():
     while asker.is_alive():
         mailbox.answer()  # must not raise here
     asker.join()
-
-
-# -- what a source does where -------------------------------------------------------------------
 
 
 class FakeScheduler:
@@ -239,7 +241,7 @@ def test_the_engines_thread_only_hands_out_facts():
         words.append(threading.get_ident())
         return "because"
 
-    # However late the engine comes by: who asks does not look for itself.
+    # However late the engine answers, the client does not read for itself.
     mailbox.ask = partial(mailbox.ask, patience=30)  # type: ignore[method-assign]
     source = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
     told: list[object] = []

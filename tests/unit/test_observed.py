@@ -1,12 +1,4 @@
-"""What is learned beside the engine: recordings, and the curve of what more memory would buy.
-
-One-line breaks that were tried; each made a test of this module fail.
-
-- ``MemoryCurve`` does not count what is missing of the sample; samples by place, not by key
-- ``Recorder`` writes the keys themselves; takes a new secret for every request
-- ``TraceWriter`` opens with the umask's mode; never rotates; writes over an earlier recording
-- ``Observer.see`` waits for the thread; a student that raises ends the thread
-"""
+"""What is learned beside the engine: recordings, and the curve of what more memory would buy."""
 
 from __future__ import annotations
 
@@ -15,35 +7,26 @@ import os
 import stat
 import threading
 import time
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tests.fakes.crafted_keys import keys
-from tests.fakes.endpoint import FakeEndpoint, stats
 
 import kvferry
 from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay
 from kvferry.config import Config
-from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
 from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
 from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder
-from kvferry.telemetry.source import Snapshot
 from kvferry.telemetry.traces import TraceReader, TraceWriter, keys_of_numbers
-from kvferry.tools.cli.screen import Screen
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat, serve
-from kvferry.tools.top.view import Watch
-from kvferry.tools.words import memory_words
 
 
 def observed(
@@ -51,9 +34,6 @@ def observed(
 ) -> ObservedRequest:
     chain = keys_of_numbers(np.array(numbers, dtype=np.uint64))
     return ObservedRequest(at, chain, len(numbers), 16 * len(numbers), found, None)
-
-
-# -- the observer ---------------------------------------------------------------------------------
 
 
 class Pupil:
@@ -97,7 +77,9 @@ def test_requests_are_looked_at_in_order_on_a_thread_of_its_own() -> None:
     assert pupil.closed == 1
 
 
-def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_consumer_that_raises_is_dropped_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bad, good = Pupil(broken=True), Pupil()
     observer = Observer([bad, good], pause=lambda seconds: None)
     for n in range(20):
@@ -114,7 +96,7 @@ def test_the_engine_never_waits_and_nothing_grows() -> None:
     request = observed([1])
     for _ in range(10_000):
         observer.see(request)
-    assert not pupil.learned, "the pupil is stuck with the first, and nobody waited for it"
+    assert not pupil.learned, "the pupil is stuck with the first, and no caller waited for it"
     assert observer.num_missed > 5000
     assert len(observer._waiting) <= 4096
     pupil.may_go_on.set()
@@ -162,19 +144,6 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
     assert rests == pytest.approx([19 * 4.5e-3] * 2)
 
 
-def test_nobody_asked_no_thread() -> None:
-    pupil = Pupil()
-    observer = Observer([pupil])
-    assert observer._thread is None
-    observer.close()
-    observer.see(observed([1]))
-    assert observer._thread is None
-    assert pupil.closed == 1
-
-
-# -- recordings -----------------------------------------------------------------------------------
-
-
 def recorded(path: Path, *requests: ObservedRequest, **more: int) -> None:
     recorder = Recorder(path, block_tokens=16, most_bytes=more.get("most_bytes", 1 << 20), now=0.0)
     for request in requests:
@@ -187,10 +156,10 @@ def test_a_recording_has_no_keys_of_ours_and_equal_ones_stay_equal(tmp_path: Pat
     chain = list(range(100, 140))
     first, second = observed(chain, 1.0, 64), observed([*chain, *range(200, 216)], 2.0)
     first.end(7)
-    second.hints = Hints(continues=True, within=30.0, tenant="somebody")
+    second.hints = Hints(continues=True, within=30.0, tenant="acme")
     recorded(path, first, second)
     text = path.read_bytes()
-    assert b"somebody" not in text
+    assert b"acme" not in text
     reader = TraceReader([path])
     assert reader.block_tokens == 128
     a, b = reader
@@ -219,7 +188,7 @@ def test_it_is_written_in_the_order_of_arrival_once_the_answer_is_known(tmp_path
     recorder._write(before=0.0)
     late = observed([3], 10.0)
     recorder.learn(late)
-    recorder.learn(observed([4], 500.0))  # nobody waits for ever
+    recorder.learn(observed([4], 500.0))  # no line waits for ever
     recorder.writer.flush()
     assert [each.output_tokens for each in TraceReader([path])] == [9, 3, 0]
     recorder.close()
@@ -281,7 +250,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     assert caplog.text.count("recording to") == 1
 
 
-def test_what_is_over_is_written_though_nobody_knows_how_long_its_answer_was(
+def test_a_finished_request_with_an_unknown_answer_length_is_written(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -344,9 +313,6 @@ def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> N
     assert abs(score.whole.token_ratio - found) < 0.12
 
 
-# -- the curve ------------------------------------------------------------------------------------
-
-
 def chats(count: int) -> list[ObservedRequest]:
     """Conversations of a few hundred blocks behind one that all share; some come back soon."""
     rng = np.random.default_rng(11)
@@ -403,15 +369,6 @@ def test_the_curve_is_bounded_and_can_make_do_with_less() -> None:
     assert curve.points == {}, "too little to say anything"
 
 
-def test_nothing_shared_and_nothing_back_is_no_hit_at_any_size() -> None:
-    tier = TierSizes("host", tuple(100.0 * times for times in TIMES))
-    curve = MemoryCurve([tier], policy_named("lru"), block_tokens=16)
-    for n in range(100):
-        curve.learn(observed(list(range(1000 * n, 1000 * n + 30)), at=float(n)))
-    curve.idle()
-    assert curve.points["host"] == dict.fromkeys(TIMES, 0.0)
-
-
 def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.telemetry.recorder._REST", 0)
     kv = [np.zeros((64, 4096), dtype=np.float32)]
@@ -431,43 +388,3 @@ def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatc
         assert curve["host"][4.0] >= curve["host"][0.5]
     names = [thread.name for thread in threading.enumerate()]
     assert "kvferry-observer" not in names
-
-
-def test_it_is_off_by_default() -> None:
-    kv = [np.zeros((8, 64), dtype=np.float32)]
-    with kvferry.attach(kv, model="m", host="1MiB") as ferry:
-        ferry.match(keys(range(4)))
-        assert ferry._scheduler.book._observing is None
-
-
-def test_keys_are_not_copied_for_it() -> None:
-    """The engine's thread hands over what it has, however many blocks that is."""
-    chain = keys(range(2000))
-    part = chain[:1000]
-    assert np.shares_memory(part.array, chain.array)
-    assert isinstance(part, Keys)
-
-
-def test_lines_of_a_recording_are_plain(tmp_path: Path) -> None:
-    path = tmp_path / "t"
-    recorded(path, observed(list(range(8)), 5.0, 16))
-    header, line = (json.loads(each) for each in path.read_text().splitlines())
-    assert header["kvferry_trace"] == 1
-    assert set(line) == {"time", "keys", "input", "hit"}
-
-
-def test_what_people_read_of_it() -> None:
-    curve = {"0.5": 0.31, "1": 0.44, "2": 0.61, "4": 0.7}
-    words = "twice the host memory: about 61% instead of 44% of prompt tokens"
-    assert memory_words("host", curve) == words
-    assert memory_words("disk", curve).startswith("twice the disk: ")
-    assert memory_words("host", {}) == memory_words("host", {"1": 0.4}) == ""
-    points = {"host": {float(times): share for times, share in curve.items()}}
-    endpoint = FakeEndpoint(Snapshot(replace(stats(queries=3), memory_curve=points), "1.2.3"))
-    view = Watch(endpoint.url).look()
-    endpoint.close()
-    (host,) = [tier for tier in view.tiers if tier.name == "host"]
-    assert host.curve == curve
-    console = Console(width=100, record=True, file=StringIO())
-    console.print(Screen(view))
-    assert "Twice the host memory: about 61% instead of 44%" in console.export_text()

@@ -5,10 +5,6 @@ from __future__ import annotations
 from kvferry.cache.policies.admission import Watermark
 
 
-def test_nothing_taken_nothing_prepared() -> None:
-    assert Watermark(most=100).depth == 0
-
-
 def test_a_burst_is_answered_at_once_and_remembered_a_while() -> None:
     mark = Watermark(most=1000)
     mark.demand(10)
@@ -18,13 +14,6 @@ def test_a_burst_is_answered_at_once_and_remembered_a_while() -> None:
     for _ in range(50):
         mark.demand(0)
     assert mark.depth == 0
-
-
-def test_steady_demand_keeps_its_depth() -> None:
-    mark = Watermark(most=1000)
-    for _ in range(100):
-        mark.demand(3)
-    assert mark.depth == 12
 
 
 def test_between_least_and_most() -> None:

@@ -11,15 +11,12 @@ from tests.fakes.policies import Fifo
 
 import kvferry
 from kvferry.cache.policies import policy_named
-from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.returns import Returns
 from kvferry.cache.pool import Pool
 from kvferry.config import Config, describe, show
 from kvferry.errors import ConfigError
-from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.settings.policies import POLICIES
-from kvferry.types import TierName
 
 MINE = "tests.fakes.policies:Fifo"
 
@@ -126,12 +123,3 @@ def test_a_ferry_uses_one_for_its_host_and_one_for_its_tiers(
         assert below.pool is not None
         assert kind_of(scheduler.pool) is host
         assert kind_of(below.pool) is tier
-
-
-def test_a_tier_without_a_policy_goes_by_lru() -> None:
-    makers: list[EvictionPolicyMaker] = [Lru, Fifo]
-    for make in makers:
-        tier = lower_tier(TierName("disk"), 8, WriteMode.SPILL, make)
-        assert isinstance(tier, SlotTier)
-        assert kind_of(tier.pool) is make
-    assert lower_tier(TierName("store"), None, WriteMode.SPILL, Fifo).pool is None

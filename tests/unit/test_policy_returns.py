@@ -9,18 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
-from tests.fakes.pool_events import Evictions
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.returns import Returns, Segments
-from kvferry.cache.policies.returns_history import (
-    Listed,
-    RecentBlocks,
-    Records,
-    RequestHistory,
-)
+from kvferry.cache.policies.returns_history import Records, RequestHistory
 from kvferry.cache.policies.returns_model import (
     ENDS,
     Hazards,
@@ -33,13 +27,10 @@ from kvferry.cache.policies.returns_model import (
 from kvferry.cache.pool import Pool
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.sim.simulation import Simulation, Trial, simulate
-from kvferry.types import Key, as_slots
+from kvferry.types import as_slots
 
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)
 Request = tuple[float, list[int]]
-
-
-# -- what is learned ------------------------------------------------------------------------------
 
 
 def learned(age: float, chance: float, count: int = 2000) -> Hazards:
@@ -64,22 +55,6 @@ def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
     returned = 1 - np.prod(1 - chances[: ENDS.searchsorted(4 * age)])
     assert returned == pytest.approx(chance, abs=0.12)
     assert 0.5 * age < ENDS[int(chances[: ENDS.searchsorted(4 * age)].argmax())] < 2.5 * age
-
-
-def test_who_has_returned_is_no_longer_waited_for() -> None:
-    def learn(rows: Any, buckets: Any, returned: Any) -> None:
-        assert (rows == 7).all()
-        heard.extend(zip(buckets.tolist(), returned.tolist(), strict=True))
-
-    heard: list[tuple[int, bool]] = []
-    records = Records(16)
-    returning, lost = records.add(0.0, 7), records.add(0.0, 7)
-    records.returns(returning, float(ENDS[3]) - 0.01)
-    records.returns(returning, 50.0)  # of its answer, say: the first time counts
-    records.renew(lost, 200.0, 7, 1)  # what was seen of it so far is all there is
-    assert records.teach(learn, 100.0)
-    assert heard == [(0, False), (1, False), (2, False), (3, True)]
-    assert not records.teach(learn, 100.0)
 
 
 def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:
@@ -122,9 +97,6 @@ def test_records_are_bounded_and_the_last_are_remembered() -> None:
     records.returns(numbers[0], 2000.0)
 
 
-# -- what is told apart ---------------------------------------------------------------------------
-
-
 def test_a_conversation_that_goes_on_is_known_also_where_nothing_of_it_is_here() -> None:
     heard = RequestHistory(64)
     first = heard.asked(keys(range(1000, 1010)), 5000, 0.0)
@@ -151,18 +123,6 @@ def test_an_answer_begins_the_wait_anew() -> None:
     assert heard.records.facts(at).turn == 2
 
 
-def test_the_table_of_recent_blocks_is_bounded() -> None:
-    recent = RecentBlocks(4, 16)
-
-    def listed(first: int) -> Listed:
-        return recent.lookup(keys([first, first + 1, first + 2]))
-
-    for at in range(500):
-        recent.note(listed(at * 3), at)
-    assert recent.look(listed(1497)).record == 499
-    assert recent.look(listed(0)).record in (-1, *range(500))
-
-
 def memory_of(heard: RequestHistory) -> int:
     arrays = [
         each
@@ -171,30 +131,6 @@ def memory_of(heard: RequestHistory) -> int:
         if isinstance(each, np.ndarray)
     ]
     return sum(array.nbytes for array in arrays)
-
-
-def test_what_a_small_pool_remembers_takes_little_memory() -> None:
-    assert memory_of(RequestHistory(64)) < 200_000
-
-
-# -- segments -------------------------------------------------------------------------------------
-
-
-def test_segments_lose_their_ends_first_and_forget_what_left() -> None:
-    emptied: list[int] = []
-    segments = Segments(16, emptied.append)
-    one = segments.new(as_slots([0, 1, 2, 3]))
-    two = segments.new(as_slots([4, 5]))
-    segments.push(one, as_slots([6, 7]))
-    segments.leave(as_slots([7, 1]))
-    assert segments.end[one] == 6
-    assert segments.last(one, 9).tolist() == [6, 3, 2, 0]
-    assert segments.pop(one, 2).tolist() == [6, 3]
-    segments.leave(as_slots([4, 5]))
-    assert emptied == [two]
-    assert segments.count == 1
-    assert segments.new(as_slots([9])) == two
-    assert segments.num_held == 3
 
 
 def test_what_is_stale_does_not_pile_up() -> None:
@@ -209,9 +145,6 @@ def test_what_is_stale_does_not_pile_up() -> None:
         segments.leave(as_slots([1]))
         segments.push(moving, as_slots([1]))
     assert sum(len(slots) for pieces in segments._pieces for _, slots in pieces) < 200
-
-
-# -- through a pool -------------------------------------------------------------------------------
 
 
 def chats(seed: int, count: int, gap: float, stay: float) -> Iterator[Request]:
@@ -294,26 +227,12 @@ def test_a_scan_does_not_push_out_what_returns() -> None:
     assert hit_ratio(Returns, requests(), 300) > hit_ratio(Lru, requests(), 300) + 0.03
 
 
-def test_the_same_calls_make_the_same_choices() -> None:
-    def gone(seed: int) -> list[Key]:
-        replay = PoolReplay(600, lambda residents: Returns(residents, seed=seed))
-        found = Evictions(replay.pool)
-        for at, chat in chats(5, 600, 30.0, 0.8):
-            replay.serve(keys(chat), len(chat), at, None, Tokens(512 * len(chat), 100))
-        return found.read()
-
-    first = gone(1)
-    assert first == gone(1)
-    assert first
-    assert gone(2) != first, "another seed looks at others"
-
-
 def going_on(within: float | None) -> Any:
     return np.array([with_hint(NEW, HintKind.CONTINUES, within)])
 
 
 @pytest.mark.parametrize("within", [2.0, 60.0, 3000.0])
-def test_who_is_said_to_go_on_within_a_time_is_believed_until_then(within: float) -> None:
+def test_a_hint_to_continue_holds_until_its_deadline(within: float) -> None:
     hazards, plain = Hazards(), Hazards().value(np.array([NEW]))[0]
     chances, worth = hazards.chances(going_on(within))[0], hazards.value(going_on(within))[0]
     end = int(ENDS.searchsorted(within))
@@ -345,7 +264,7 @@ def test_a_tool_that_answers_in_time_is_waited_for_and_no_longer() -> None:
             lease.commit()
 
     def others(first: int, count: int) -> None:
-        for at in range(count):  # who never come again
+        for at in range(count):  # conversations that never return
             now[0] += 1.0
             asks(keys([first + 10 * at + each for each in range(4)]))
 
@@ -357,9 +276,6 @@ def test_a_tool_that_answers_in_time_is_waited_for_and_no_longer() -> None:
     assert pool.match(waiting) == 4, "kept through its tool's call"
     others(2000, 40)
     assert pool.match(waiting) == 0, "which never ended"
-
-
-# -- hostile --------------------------------------------------------------------------------------
 
 
 def test_a_clock_that_jumps_harms_nothing() -> None:
@@ -393,9 +309,6 @@ def test_many_conversations_take_no_more_memory_than_few() -> None:
             sizes.append(memory_of(heard))
     assert sizes[0] == sizes[1]
     assert len(heard.table._rows) < 12_000
-
-
-# -- the public trace -----------------------------------------------------------------------------
 
 
 @needs_published

@@ -22,8 +22,7 @@ def measured(*, bandwidth: float, prefill: float) -> LoadOrCompute:
 
 
 @pytest.mark.parametrize(
-    ("policy", "verdict"),
-    [("always", Verdict.LOAD_ALWAYS), ("never", Verdict.COMPUTE_ALWAYS)],
+    ("policy", "verdict"), [("always", Verdict.LOAD_ALWAYS), ("never", Verdict.COMPUTE_ALWAYS)]
 )
 def test_a_policy_needs_no_measurement(policy: str, verdict: Verdict) -> None:
     worth = LoadOrCompute(policy)
@@ -69,9 +68,6 @@ def test_a_given_rate_beats_a_learned_one() -> None:
     assert worth.prefill_rate == 7.0
 
 
-# -- in the scheduler -----------------------------------------------------------------------------
-
-
 def timed_load(desk: Desk, request: str, keys, seconds: float) -> None:
     """Load a hit; the rank says that it took so long."""
     match = desk.match(request, keys)
@@ -107,14 +103,6 @@ def test_a_hit_slower_to_load_than_to_compute_is_a_miss_that_says_so() -> None:
     desk.check_empty()  # a hit that is declined is let go
 
 
-def test_never_loads_nothing_and_still_stores() -> None:
-    desk = Desk(load_policy="never")
-    desk.keep("a", story(1, 4), 16)
-    assert desk.match("b", story(1, 4)).state is MatchState.MISS
-    assert desk.pool.counts.cached == 4
-    assert desk.pool.num_leases == 0
-
-
 def test_bytes_waiting_on_the_link_count_against_a_load() -> None:
     """The second of two equal hits finds the link busy and computes."""
     desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
@@ -127,9 +115,6 @@ def test_bytes_waiting_on_the_link_count_against_a_load() -> None:
     desk.run()
     desk.scheduler.preempt("b")
     assert desk.match("b", story(2, 4)).state is MatchState.HIT
-
-
-# -- from a tier below ----------------------------------------------------------------------------
 
 
 def test_each_link_has_a_speed_of_its_own() -> None:
@@ -174,7 +159,7 @@ def below(**settings: object) -> Desk:
 
 
 def test_a_tier_slower_than_computing_is_not_read() -> None:
-    """Eight blocks of four tokens: 0.032 s to compute, at first nobody knows how long to read."""
+    """Eight blocks of four tokens: 0.032 s to compute, the time to read is unknown at first."""
     desk = below()
     assert desk.match("b", story(1, 8)).state is MatchState.WAIT
     desk.plan()
@@ -196,19 +181,6 @@ def test_a_tier_slower_than_computing_is_not_read() -> None:
     assert why.decision.compute_seconds == pytest.approx(0.032)
     desk.scheduler.finish("c")
     desk.check_empty()
-
-
-def test_a_fast_tier_is_read_though_others_wait_for_it() -> None:
-    desk = below()
-    desk.match("b", story(1, 8))
-    desk.plan()
-    desk.now += 0.01
-    desk.land()
-    desk.scheduler.finish("b")
-    evict(desk.pool, 64)
-    assert desk.match("c", story(1, 8)).state is MatchState.WAIT
-    desk.run()
-    desk.scheduler.finish("c")
 
 
 def test_pieces_are_cut_by_bytes() -> None:

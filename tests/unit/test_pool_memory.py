@@ -21,7 +21,7 @@ MOST_BYTES = 105
 """Per slot, all of it; 98 were measured at ten million (``bench/large_tier.py``)."""
 
 UNTOUCHED = (Conversations, EvictFirstQueue, Pins)
-"""Arrays of zeros that take no memory before somebody wants them."""
+"""Arrays of zeros that take no memory before their first use."""
 
 
 @pytest.fixture

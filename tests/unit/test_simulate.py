@@ -115,7 +115,7 @@ def test_processes_find_the_same(tmp_path: Path) -> None:
         simulate(replace(one, jobs=2, trials=(Trial("no_module_x:y", (5,)),) * 2))
 
 
-def test_processes_end_with_who_started_them(tmp_path: Path) -> None:
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     path = written(tmp_path, *[request(n, list(range(40 * n, 40 * n + 40))) for n in range(3000)])
     arguments = [str(path), "--capacity", "100,200,300,400,500,600", "--jobs", "2"]
     started = subprocess.Popen(
@@ -146,9 +146,6 @@ def told(pid: str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
-
-
-# -- tiers ---------------------------------------------------------------------------------------
 
 
 def chats(count: int, seed: int = 3) -> list[TraceRequest]:
@@ -215,9 +212,6 @@ class Counted(Lru):
         self.made.append(residents.num_slots)
 
 
-# -- the bound ------------------------------------------------------------------------------------
-
-
 def best_by_search(requests: list[list[int]], capacity: int) -> int:
     """The most hits over all ways to choose what is kept after each request."""
     states: dict[frozenset[int], int] = {frozenset(): 0}
@@ -239,15 +233,11 @@ PATHS = ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5], [6], [6, 7], [6, 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    requests=st.lists(st.sampled_from(PATHS), min_size=1, max_size=8),
-    capacity=st.integers(1, 4),
+    requests=st.lists(st.sampled_from(PATHS), min_size=1, max_size=8), capacity=st.integers(1, 4)
 )
 def test_the_bound_is_the_best_there_is(requests: list[list[int]], capacity: int) -> None:
     future = Future.of([request(n, ids) for n, ids in enumerate(requests)])
     assert all_knowing(future, capacity).sum() == best_by_search(requests, capacity)
-
-
-# -- hints from the future ------------------------------------------------------------------------
 
 
 class Told(Lru):

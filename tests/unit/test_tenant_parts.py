@@ -1,15 +1,4 @@
-"""How large each tenant's part is, and how many slots it gives up: checked for all small cases.
-
-One-line breaks that were tried; each made a test of this module fail.
-
-- ``QuotaShares.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
-- ``QuotaShares.in_slots`` rounds no promised part, or rounds it down without a tolerance
-- ``given_up`` looks at no ``keeps``; ``_down_to_level`` leaves the last few to the first
-- ``Quotas.expect`` is not called, or ``Quotas._above`` does not count what comes
-- ``Quotas.room`` lets whoever stores keep its share, too
-- ``Quotas._collect`` gives up where one has no more, or goes on as planned where one refuses
-- ``Quotas._refuses`` says no; whoever stores may not use its own where another refuses
-"""
+"""How large each tenant's part is, and how many slots it gives up: checked for all small cases."""
 
 from __future__ import annotations
 
@@ -25,8 +14,6 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.quotas import QuotaShares, given_up
 from kvferry.cache.pool import Pool
 
-# -- parts --------------------------------------------------------------------------------------
-
 
 def in_slots(shares, there, num_slots=100, at_most=None) -> list[float]:
     parts = QuotaShares(shares, at_most or [1.0] * len(shares))
@@ -41,7 +28,7 @@ def test_what_shares_leave_over_is_divided_evenly_among_the_others():
     assert in_slots((None, None), (1, 1)) == [50, 50]
 
 
-def test_a_share_of_whoever_comes_is_the_most_of_an_even_part():
+def test_a_share_for_other_tenants_bounds_an_even_part():
     few = in_slots((0.8, None, None), (1, 1, 0), at_most=(1.0, 0.05, 0.05))
     assert few == pytest.approx([80, 5, 5])
     many = in_slots((0.8, *[None] * 10), [1] * 11, at_most=(1.0, *[0.05] * 10))
@@ -75,11 +62,8 @@ def test_all_parts_together_are_no_more_than_the_whole(shares, there, most, num_
     assert sum(counted) <= num_slots + 1e-6
 
 
-# -- who gives up how many ------------------------------------------------------------------------
-
-
 def one_by_one(count: int, above: dict[int, float], keeps: set[int]) -> dict[int, int]:
-    """The same, plainly: each time whoever is most above its part; ties as they fall."""
+    """A plain version: each time the tenant most above its part loses one slot."""
     above, gone = dict(above), dict.fromkeys(above, 0)
     for _ in range(count):
         can = [tenant for tenant in above if tenant not in keeps or above[tenant] > 0]
@@ -94,7 +78,7 @@ def one_by_one(count: int, above: dict[int, float], keeps: set[int]) -> dict[int
 def test_it_is_as_one_at_a_time_for_all_small_cases():
     """Ties may fall either way, so what is compared is how far above each ends, in order.
 
-    Who keeps its part is above it by whole slots; others by any fraction.
+    A tenant that keeps its part is above it by whole slots; others by any fraction.
     """
     everybody = (0, 1, 2)
     tried = 0
@@ -115,8 +99,6 @@ def test_it_is_as_one_at_a_time_for_all_small_cases():
                     tried += 1
     assert tried > 5000
 
-
-# -- in a pool ----------------------------------------------------------------------------------
 
 SHARES = (
     (None, 0.8, None),
@@ -211,9 +193,6 @@ def test_a_pool_makes_room_as_one_at_a_time_would(num_slots, shares, steps):
         divided.pool.check_integrity()
 
 
-# -- chains -------------------------------------------------------------------------------------
-
-
 def stored(pool: Pool, numbers, tenant: int, parent: int | None = None) -> int:
     above = keys([parent])[0] if parent is not None else None
     lease = pool.reserve(keys(numbers), parent=above, tenant=tenant)
@@ -234,19 +213,6 @@ def test_what_another_tenants_blocks_follow_goes_once_those_have_gone():
     pool.check_integrity()
 
 
-def test_a_tenant_within_its_share_makes_room_for_itself_where_nobody_else_can():
-    pool = Pool(12)
-    pool.eviction.divide([None, 0.75], [1.0] * 2, 0)
-    stored(pool, range(4), 1)
-    stored(pool, range(50, 58), 0)
-    reads = pool.lease(keys(range(50, 58)))
-    assert reads is not None
-    assert stored(pool, range(10, 14), 1) == 4
-    assert [pool.eviction.slots_of_tenant(t) for t in range(2)] == [8, 4]
-    reads.release()
-    pool.check_integrity()
-
-
 class Refusing(Lru):
     """Rather keeps what is there, where it is told to."""
 
@@ -256,7 +222,7 @@ class Refusing(Lru):
         return super().take(0 if self.refuses else count, arriving)
 
 
-def test_who_will_not_give_up_its_own_gets_nothing_of_who_is_within_its_part():
+def test_a_tenant_that_refuses_to_evict_takes_no_slot_of_a_tenant_within_its_part():
     """A policy that refuses newcomers was passed over, and the next tenant lost its blocks."""
     pool = Pool(16, Refusing)
     pool.eviction.divide([None, None], [1.0] * 2, 0)
@@ -277,7 +243,7 @@ def test_who_will_not_give_up_its_own_gets_nothing_of_who_is_within_its_part():
     pool.check_integrity()
 
 
-def test_who_is_asked_twice_gives_up_what_its_first_blocks_followed():
+def test_a_tenant_asked_twice_evicts_the_parents_of_its_first_victims():
     """They had not gone yet, so what they followed seemed to stay, and another lost a block."""
     pool = Pool(9)
     pool.eviction.divide([None, 0.5, 0.2], [1.0] * 3, 0)

@@ -1,4 +1,4 @@
-"""Tenants: shares and ceilings of every tier, who loses first, and what is counted of whom."""
+"""Tenants: shares and ceilings of every tier, eviction order, and counts per tenant."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from kvferry.hints import Hints
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.settings.tenants import TenantShare, read_tenants
 from kvferry.types import TierName
-
-# -- as a setting says it -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,9 +69,6 @@ def test_shares_that_cannot_be_meant_are_refused(said, words):
         Config(tenants=said)
 
 
-# -- through the scheduler ----------------------------------------------------------------------
-
-
 def keep(desk: Desk, name: str, number: int, num_blocks: int, tenant: str = "") -> None:
     chain = story(number, num_blocks)
     hints = Hints(tenant=tenant) if tenant else None
@@ -106,7 +101,7 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one():
 
 
 @pytest.mark.parametrize("others", ["", ", *", ", *=5%", ", *=20%", ", *=0%"])
-def test_a_share_is_kept_whoever_floods_and_however_many_names_are_made_up(others):
+def test_a_share_is_kept_under_floods_and_made_up_names(others):
     """An even part was one of the whole, beside the shares: of 80 blocks 44 were left."""
     desk = Desk(slots=100, tenants=f"a=80%{others}")
     for number in range(16):
@@ -120,20 +115,7 @@ def test_a_share_is_kept_whoever_floods_and_however_many_names_are_made_up(other
     assert desk.scheduler.stats().tenants["a"].evicted == {"host": 0}
 
 
-def test_a_ceiling_is_never_passed_even_while_there_is_room():
-    desk = Desk(slots=16, tenants="a=fair:50%")
-    for number in range(1, 6):
-        keep(desk, f"a{number}", number, 3, "a")
-        assert slots(desk)["a"] <= 8
-    assert desk.pool.match(story(5, 3)) == 3
-    assert desk.scheduler.stats().pool.free == 8
-    keep(desk, "long", 9, 12, "a")
-    assert desk.pool.match(story(9, 12)) == 8  # its beginning
-    keep(desk, "b", 10, 8, "b")
-    assert slots(desk) == {"a": 8, "b": 8}
-
-
-def test_what_is_counted_of_whom_is_bounded():
+def test_the_number_of_counted_tenants_is_bounded():
     desk = Desk(slots=64, tenants="named=10%")
     for number in range(MOST_OTHERS + 4):
         keep(desk, f"r{number}", number, 2, f"t{number}")
@@ -214,7 +196,7 @@ def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_t
 
 
 @pytest.mark.parametrize("name", ["none", "other", "before"])
-def test_names_with_a_meaning_of_their_own_are_nobodys(name):
+def test_reserved_names_are_refused_for_tenants(name):
     with pytest.raises(ConfigError, match="has a meaning of its own; name it otherwise"):
         Config.from_dict({"tenants": f"{name}=10%"})
     tenants = Tenants((TenantShare("*"),), {"host": slots_of_none})
@@ -222,9 +204,6 @@ def test_names_with_a_meaning_of_their_own_are_nobodys(name):
     told = tenants.snapshot()
     assert told[f"tenant-{name}"].queries == 3
     assert told.get(name, TenantCounts()).queries == 0
-
-
-# -- below host memory --------------------------------------------------------------------------
 
 
 def below(places: int, tenants: str, write: WriteMode = WriteMode.THROUGH, **more) -> Desk:
@@ -244,7 +223,7 @@ def test_a_ceiling_holds_on_every_tier(write):
     assert on(desk, "disk")["b"] >= 8
 
 
-def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
+def test_blocks_of_an_earlier_run_have_no_tenant_and_are_evicted_in_order():
     pool = Pool(16)
     tier = SlotTier(TierName("disk"), pool, WriteMode.THROUGH)
     old = numbered(range(12))
@@ -305,10 +284,7 @@ def test_what_waits_in_the_queue_is_fetched_for_its_tenant():
     request.end()
 
 
-# -- what may be held ---------------------------------------------------------------------------
-
-
-def test_one_tenants_wishes_leave_room_for_anothers():
+def test_one_tenants_pins_leave_room_for_anothers():
     desk = Desk(slots=32, tenants="a=50%, b=50%")  # eight may be held
     for number in range(1, 4):
         keep(desk, f"a{number}", number, 4, "a")
@@ -330,8 +306,6 @@ def test_a_salt_is_not_given_away():
     assert tenant_of("a") != tenant_of("b")
     assert Hints(tenant=tenant_of("x" * 1000)).tenant.startswith("salt-")
 
-
-# -- a divided pool, whatever happens -----------------------------------------------------------
 
 NUM_TENANTS = 3
 LONGEST = 6  # blocks of a chain

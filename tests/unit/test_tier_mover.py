@@ -112,15 +112,6 @@ def test_orders_that_cannot_be_are_refused_and_touch_nothing(rig: Rig) -> None:
     assert (rig.host.rows == before).all()
 
 
-def test_health_is_told_when_it_changes(rig: Rig) -> None:
-    assert rig.mover.health() is None
-    rig.disk.go_away("pulled")
-    assert rig.mover.health() == Health(Rank(3), DISK, "pulled")
-    assert rig.mover.health() is None
-    rig.disk.come_back()
-    assert rig.mover.health() == Health(Rank(3), DISK)
-
-
 def test_memory_is_told_of_before_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostTier(8, SLOT_BYTES)
     disk = MemoryTier(8, SLOT_BYTES, name=DISK)

@@ -10,11 +10,10 @@ import pytest
 from tests.fakes import tiers as fakes
 from tests.fakes.crafted_keys import keys
 
-from kvferry.config import Config, describe, show
+from kvferry.config import Config, show
 from kvferry.core.quantities import MiB
 from kvferry.errors import ClosedError, ConfigError
 from kvferry.hostmem.slots import HostTier
-from kvferry.settings.tiers import KINDS
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover
@@ -94,7 +93,7 @@ def test_what_is_shown_reads_back(text):
         ("a" * 5000, "there is no kind of tier"),
     ],
 )
-def test_what_nobody_can_mean_is_refused_with_what_to_do(given, words):
+def test_malformed_tiers_are_refused_with_a_remedy(given, words):
     if words is None:
         assert tiers(given) == []
         return
@@ -115,12 +114,6 @@ def test_the_environment_and_files_name_them_too(tmp_path):
     assert [tier.name for tier in Config.from_file(file).tiers] == ["memory", "far"]
     with pytest.raises(ConfigError, match="tier_write"):
         Config.from_dict({"tier_write": "never"})
-
-
-def test_every_kind_of_ours_is_named_where_settings_are_described():
-    (setting,) = [setting for setting in describe() if setting.name == "tiers"]
-    for kind in KINDS:
-        assert f"{kind.name}:SIZE" in setting.help
 
 
 def opening(text: str, host: HostTier) -> dict[TierName, TierMover]:
@@ -155,10 +148,7 @@ def test_tiers_are_opened_for_the_host_slots(host):
         ("tests.fakes.tiers:open_never", "cannot be opened: OSError: the cupboard is locked"),
         ("tests.fakes.tiers:open_nothing", "gave object, which is no tier for tiers: it lacks"),
         ("tests.fakes.tiers:open_with_other_blocks", "block_bytes is 4097, it was asked for 4096"),
-        (
-            "tests.fakes.tiers:open_under_another_name",
-            "name is 'memory', it was asked for 'tiers'",
-        ),
+        ("tests.fakes.tiers:open_under_another_name", "name is 'memory', it was asked for 'tiers'"),
         (f"{MINE}:many", "cannot be opened: ValueError"),
         (f"{MINE}:0", "needs a positive number"),
     ],

@@ -120,15 +120,6 @@ def test_an_engine_that_starts_again_starts_a_new_history():
     assert view.hit_history == []
 
 
-def test_vllms_endpoint_is_understood_and_its_engines_summed(endpoint):
-    endpoint.show_as_vllm(Snapshot(stats(queries=10, moved=10), ""))
-    view = Watch(endpoint.url).look()
-    assert view.queries == 20
-    assert view.routes[1].total_bytes == 2_000_000_000
-    assert view.tiers[0].cached == 1200
-    assert view.recent == []
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -79,28 +79,6 @@ def test_each_transfer_goes_to_the_mover_of_its_route_in_order() -> None:
     assert worker.poll() == []
 
 
-def test_an_unknown_route_fails_alone() -> None:
-    mover = FakeMover()
-    worker = Worker({(DEVICE, HOST): mover}, rank=Rank(2))
-    worker.execute(plan(transfer(0, HOST, DISK), transfer(1, DEVICE, HOST)))
-    refused, done = worker.poll()
-    assert (refused.transfer_id, refused.rank, refused.outcome) == (0, 2, Outcome.FAILED)
-    assert refused.reason == "no way from host to disk"
-    assert (done.transfer_id, done.outcome) == (1, Outcome.OK)
-
-
-def test_a_mover_that_raises_does_not_stop_the_plan() -> None:
-    broken, fine = FakeMover(), FakeMover()
-    broken.fault = OSError("bus error")
-    worker = Worker({(HOST, DEVICE): broken, (DEVICE, HOST): fine})
-    worker.execute(plan(transfer(0, HOST, DEVICE), transfer(1, DEVICE, HOST)))
-    receipts = {receipt.transfer_id: receipt for receipt in worker.drain()}
-    assert receipts[TransferId(0)].outcome is Outcome.FAILED
-    assert receipts[TransferId(0)].reason == "OSError: bus error"
-    assert receipts[TransferId(1)].outcome is Outcome.OK
-    assert worker.drain() == []
-
-
 def test_drain_shares_its_time_between_movers() -> None:
     class Slow(FakeMover):
         def drain(self, timeout: float | None = None) -> list[Receipt]:
@@ -143,9 +121,6 @@ def test_one_mover_that_cannot_close_does_not_keep_the_others_open() -> None:
     with pytest.raises(OSError, match="busy"):
         worker.close()
     assert other.closed == 1
-
-
-# -- tiers below the host -------------------------------------------------------------------------
 
 
 class FakeLowerTier(FakeMover):
@@ -202,14 +177,6 @@ def test_questions_that_cannot_be_asked_are_answered() -> None:
     assert (second.transfer_id, second.reason) == (2, "OSError: no route")
 
 
-def test_health_of_all_tiers_is_passed_on() -> None:
-    first, second = FakeLowerTier(), FakeLowerTier()
-    worker = Worker({}, tiers={DISK: first, TierName("far"): second})
-    second.changes = [Health(Rank(0), TierName("far"), "gone")]
-    assert worker.health() == [Health(Rank(0), TierName("far"), "gone")]
-    assert worker.health() == []
-
-
 def test_a_tier_that_cannot_forget_is_shut_out() -> None:
     """It may hold bytes of weights that are no more."""
     tier = FakeLowerTier()
@@ -225,11 +192,3 @@ def test_a_tier_that_cannot_forget_is_shut_out() -> None:
     assert [receipt.outcome for receipt in worker.poll()] == [Outcome.FAILED] * 2
     assert tier.told == []
     worker.close()
-
-
-def test_a_stuck_mover_is_seen() -> None:
-    tier = FakeLowerTier()
-    worker = Worker({}, tiers={DISK: tier})
-    assert not worker.is_stuck
-    tier.is_stuck = True  # type: ignore[attr-defined]
-    assert worker.is_stuck
