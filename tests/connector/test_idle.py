@@ -35,7 +35,9 @@ def told(figures: Figures | None) -> dict[str, float]:
 def idle_side(sides: Sides, refusal: str = "") -> SchedulerSession:
     """Another scheduler's side of the same server, which has heard no rank yet."""
     side = SchedulerSession(replace(sides.side.setup, refusal=refusal))
-    side.bind(sides.side._make_engine)
+    make_engine = sides.side._make_engine
+    assert make_engine is not None
+    side.bind(make_engine)
     return side
 
 
@@ -55,7 +57,9 @@ def test_a_model_that_is_refused(sides, now):
 
 def test_a_rank_that_refuses(sides, now):
     side = SchedulerSession(sides.side.setup)
-    side.bind(sides.side._make_engine)
+    make_engine = sides.side._make_engine
+    assert make_engine is not None
+    side.bind(make_engine)
     side.meet_ranks([sides.ranks[0].shape])
     assert side.take_stats() is None, "it may yet serve"
     assert side.idle_reason == "1 of 2 ranks were heard"
@@ -70,7 +74,9 @@ def test_one_that_vllm_has_not_bound_its_pool_to(sides):
     side.meet_ranks([rank.shape for rank in sides.ranks])
     assert side.idle_reason == "the engine has not bound its block pool"
     assert side.take_stats() is None
-    side.bind(sides.side._make_engine)
+    make_engine = sides.side._make_engine
+    assert make_engine is not None
+    side.bind(make_engine)
     assert side.idle_reason == ""
     side.close()
 

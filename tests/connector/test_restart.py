@@ -173,7 +173,8 @@ def test_weights_that_stay_are_no_hindrance(make: Make, weights: StubWeights) ->
 def names(sides: Sides, number: int) -> set[Key]:
     """What the next life of a server will call this conversation's blocks."""
     assert sides.side.serving is not None
-    return set(adopt(sides.side.serving.engine._namespace, hashes(number)))
+    engine: Any = sides.side.serving.engine
+    return set(adopt(engine._namespace, hashes(number)))
 
 
 @pytest.mark.parametrize("is_reset", [True, False])

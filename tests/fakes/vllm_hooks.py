@@ -27,9 +27,7 @@ class VllmHooks(SchedulerSession):
         if not getattr(request, "skip_reading_prefix_cache", False):
             super().expect(request)
 
-    def match(  # type: ignore[override]
-        self, request: Any, computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         found = super().match(request, computed_tokens)

@@ -130,13 +130,13 @@ def test_says_so_and_fails_when_tokens_differ(
     class Careless(CpuEngine):
         """Loads every block from its neighbour's slot."""
 
-        def _move(self, transfer: Transfer) -> int:
+        def _move(self, transfer: Transfer) -> None:
             if transfer.dst == DEVICE:
                 wrong = (transfer.src_slots + 1) % len(self._host)
                 transfer = Transfer(
                     transfer.id, transfer.src, transfer.dst, wrong, transfer.dst_slots
                 )
-            return super()._move(transfer)
+            super()._move(transfer)
 
     monkeypatch.setattr(offload, "CpuEngine", Careless)
     html = tmp_path / "report.html"

@@ -254,7 +254,12 @@ def test_a_server_that_nobody_speaks_to_waits_for_no_store(door: s3_servers.Door
 
 def a_run(answer: list[int], **facts: object) -> Run:
     turn = Turn("conversation-000-turn-00", answer, 32, 0, 0, 32, 0.1)
-    kept = {"read_bytes": 0, "killed_server": None, "resent_turns": [], "store_ailment": ""}
+    kept: dict[str, object] = {
+        "read_bytes": 0,
+        "killed_server": None,
+        "resent_turns": [],
+        "store_ailment": "",
+    }
     return Run("a run", [turn], facts={**kept, "turns_by_server": [1], **facts})
 
 

@@ -81,11 +81,12 @@ def unreliable(chance: random.Random, failure_rate: float) -> type[CpuEngine]:
     """A copy engine that fails now and then; a failed copy leaves rubbish where it wrote."""
 
     class Unreliable(CpuEngine):
-        def _move(self, transfer: Transfer) -> int:
+        def _move(self, transfer: Transfer) -> None:
             if chance.random() >= failure_rate:
-                return super()._move(transfer)
+                super()._move(transfer)
+                return
             if transfer.dst == DEVICE:
-                for view, _ in self._groups[transfer.group].segments:
+                for view, _ in self._views_of(self._jobs.layouts[transfer.group]).segments:
                     view[transfer.dst_slots] = 0x7F
             else:
                 self._host[transfer.dst_slots] = 0x7F

@@ -559,7 +559,7 @@ class Serving:
             rank_tier = rank.tiers[self.tiers[tier].name]
             there = sorted(rank_tier._blocks)
             names = [there[slot % len(there)] for slot in slots] if there else []
-            rank_tier._lose(names)  # type: ignore[arg-type]
+            rank_tier._lose(names)
 
     def tier_goes(self, tier: int, rank: RankSide, reason: str) -> None:
         """A tier goes away on one rank, and the scheduler hears of it; no reason: it is back."""
@@ -639,7 +639,7 @@ class Serving:
                     if name is None:
                         found = self.host[rank.rank][slot]
                     else:
-                        held = rank.tiers[name]._blocks.get(slot)  # type: ignore[call-overload]
+                        held = rank.tiers[name]._blocks.get(slot)
                         if held is None:
                             continue  # lost: a read of it says so
                         found = np.frombuffer(held, dtype=np.uint64)[0]
@@ -655,7 +655,7 @@ class Serving:
                     if not rank.lost:
                         for key, held in rank.tiers[tier.name]._blocks.items():
                             found = np.frombuffer(held, dtype=np.uint64)[0]
-                            assert found == self._expected(key) ^ own  # type: ignore[arg-type]
+                            assert found == self._expected(key) ^ own
 
     def _is_known(self, key: bytes) -> bool:
         word = int.from_bytes(key, "little")

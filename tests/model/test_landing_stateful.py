@@ -61,7 +61,12 @@ class Landing(RuleBasedStateMachine):
     def begin(self) -> None:
         self.parts = LayerParts.of(layout())
         self.device = Device(len(self.parts))
-        self.loads = LayerwiseLoads(self.device, LAYERS, layout(), land=self.land_all)
+        self.loads = LayerwiseLoads(
+            self.device,  # type: ignore[arg-type]
+            LAYERS,
+            layout(),
+            land=self.land_all,
+        )
         self.under_way: list[AwaitedLoad] = []
         self.told: list[AwaitedLoad] = []
         self.calls = {mode: set(LAYERS) if mode else set() for mode in MODES}

@@ -94,8 +94,8 @@ class Twins:
         assert self.evicted[0].read() == self.evicted[1].read()
         assert one.counts == other.counts
         if whole or self.rng.random() < 0.1:
-            orders = [pool.eviction.policy.peek(pool.num_slots) for pool in self.pools]
-            assert np.array_equal(*orders)
+            first, second = (pool.eviction.policy.peek(pool.num_slots) for pool in self.pools)
+            assert np.array_equal(first, second)
             other.check_integrity()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,13 +167,14 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_former_name_is_answered_with_the_present_one(tmp_path, old, new):
     assert hasattr(Config(), new)
+    setting: dict[str, Any] = {old: 1}
     file = tmp_path / "kvferry.json"
     file.write_text(json.dumps({old: 1}))
     calls = (
         lambda: Config.from_dict({old: 1}),
         lambda: Config.from_env({f"KVFERRY_{old.upper()}": "1"}),
         lambda: Config.from_file(file),
-        lambda: kvferry.attach([], model="m", **{old: 1}),
+        lambda: kvferry.attach([], model="m", **setting),
     )
     for call in calls:
         with pytest.raises(UnknownSettingError, match=f"{old}'? is now called '?{new}"):

@@ -72,13 +72,14 @@ def bad_day(seed: int, chance: random.Random) -> type[CpuEngine]:
     slowness = chance.choice((0.0, 0.0, 0.003, 0.01))
 
     class BadDay(CpuEngine):
-        def _move(self, transfer: Transfer) -> int:
+        def _move(self, transfer: Transfer) -> None:
             if slowness and weather.random() < 0.3:
                 time.sleep(weather.random() * slowness)
             if weather.random() >= failure_rate:
-                return super()._move(transfer)
+                super()._move(transfer)
+                return
             if transfer.dst == DEVICE:
-                for view, _ in self._groups[transfer.group].segments:
+                for view, _ in self._views_of(self._jobs.layouts[transfer.group]).segments:
                     view[transfer.dst_slots] = 0xFF
             raise TransferError("it rains in")
 

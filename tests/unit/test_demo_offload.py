@@ -98,22 +98,22 @@ def test_loaded_blocks_give_the_same_tokens(build: Build, name: str, step_tokens
 class Slow(CpuEngine):
     """Takes its time over loads."""
 
-    def _move(self, transfer: Transfer) -> int:
+    def _move(self, transfer: Transfer) -> None:
         if transfer.dst == DEVICE:
             time.sleep(0.02)
-        return super()._move(transfer)
+        super()._move(transfer)
 
 
 class Careless(CpuEngine):
     """Loads the right number of bytes from the wrong slots, and says it went well."""
 
-    def _move(self, transfer: Transfer) -> int:
+    def _move(self, transfer: Transfer) -> None:
         if transfer.dst == DEVICE:
             wrong = (transfer.src_slots + 1) % len(self._host)
             transfer = Transfer(
                 transfer.id, transfer.src, transfer.dst, wrong, transfer.dst_slots, transfer.group
             )
-        return super()._move(transfer)
+        super()._move(transfer)
 
 
 def test_wrong_bytes_would_be_seen(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,9 @@ def on(**changes) -> Environment:
 
 
 W, F = Grade.WARN, Grade.FAIL
-NEVER = {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}
+NEVER: dict[str, str | None] = {
+    "/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"
+}
 UNKNOWN = Machine(read=lambda path: None, env={})
 SICK = (
     ("tier store", F, "correct the setting tiers", settings(tiers="no_such_package.store:open_it")),

@@ -144,7 +144,7 @@ def test_a_child_that_cannot_serve_says_why_and_is_gone() -> None:
     child = ChildProcess("kvferry.tiers.remote.process", b"no setup at all")
     try:
         end = time.monotonic() + LONG
-        frames = []
+        frames: list[tuple[FrameKind, bytes]] = []
         while not frames and time.monotonic() < end:
             child.channel.wait(1.0)
             frames = child.channel.receive()

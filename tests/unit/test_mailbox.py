@@ -178,7 +178,8 @@ def test_a_client_sharing_a_failed_read_reads_again():
 
 
 def test_a_question_is_answered_on_the_engines_thread():
-    mailbox, where, done = Mailbox(), [], threading.Event()
+    mailbox, done = Mailbox(), threading.Event()
+    where: list[object] = []
 
     def ask():
         where.append(mailbox.ask(threading.get_ident, patience=30))

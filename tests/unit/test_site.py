@@ -76,8 +76,8 @@ def test_every_page_is_in_the_navigation():
         assert page.name in nav, f"{page.name} is not in mkdocs.yml"
 
 
-OURS = "cache|connectors|core|hostmem|scheduler|settings|sim|telemetry|tiers|tools|transfer"
-PACKAGES = rf"`((?:(?:{OURS})/[\w/]*)?"
+FOLDERS = "cache|connectors|core|hostmem|scheduler|settings|sim|telemetry|tiers|tools|transfer"
+PACKAGES = rf"`((?:(?:{FOLDERS})/[\w/]*)?"
 
 
 def test_files_named_exist(text):
