@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from contextlib import ExitStack
 
+import pytest
 from tests.fakes import mooncake_store, remote
 from tests.fakes.mooncake_wires import DataWires
 from tests.fakes.remote import Store
@@ -34,19 +36,23 @@ class Fleet:
             self._close.callback(self._wires.close)
         return self._wires
 
-    def server(self, options: str = "", place: str = "") -> Store:
+    def server(
+        self, options: str = "", place: str = "", metadata: str = "", namespace: bytes = b""
+    ) -> Store:
         """``options`` begin with ``&``."""
-        metadata = self._wires.metadata if self._wires is not None else "P2PHANDSHAKE"
+        if not metadata:
+            metadata = self._wires.metadata if self._wires is not None else "P2PHANDSHAKE"
+        namespace = namespace or self._namespace
         slots = remote.mapped_slots(16)
         tier = remote.open_mooncake_tier(
             place or self.master.place,
             f"?metadata={metadata}{options}",
-            namespace=self._namespace,
+            namespace=namespace,
             environment_=mooncake_store.environment(),
             slots=slots,
         )
         self._close.callback(tier.close)
-        made = Store(tier, self._namespace, slots)
+        made = Store(tier, namespace, slots)
         if self._servers:
             made.rows[:] = self._servers[0].rows
         self._servers.append(made)
@@ -69,3 +75,9 @@ def is_well(server: Store) -> bool:
     if missing:
         server.do(Way.WRITE, missing, within=2.0)
     return not missing
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with ExitStack() as close:
+        yield Fleet(close)

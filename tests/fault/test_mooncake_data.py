@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import pytest
 from tests.fakes import mooncake_store
 from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
+from tests.fakes.mooncake_fleet import fleet as fleet  # a fixture
 from tests.fakes.remote import IN_PLACE_SIZE, Store
 
 from kvferry.tiers.contract import Way
@@ -55,9 +53,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def line() -> Iterator[Line]:
-    with ExitStack() as close:
-        yield Line(Fleet(close))
+def line(fleet: Fleet) -> Line:
+    return Line(fleet)
 
 
 def test_a_slow_line_is_only_slow(line: Line) -> None:

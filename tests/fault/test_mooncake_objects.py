@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from tests.fakes import mooncake_store
 from tests.fakes.crafted_keys import keys
 from tests.fakes.mooncake_fleet import ALL, Fleet
+from tests.fakes.mooncake_fleet import fleet as fleet  # a fixture
 from tests.fakes.remote import Store
 
 from kvferry.tiers.contract import Way
@@ -19,16 +19,9 @@ pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    with ExitStack() as close:
-        made = Fleet(close)
-        made.peer()
-        yield made
-
-
-@pytest.fixture
 def raw(fleet: Fleet) -> Iterator[Any]:
-    """The engine's own client, past everything of ours."""
+    """The engine's own client, past everything of ours; a peer gives the store memory."""
+    fleet.peer()
     mooncake_store.load_here()
     from mooncake.store import MooncakeDistributedStore
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 from tests.fakes import mooncake_store, s3_servers
 from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
+from tests.fakes.mooncake_fleet import fleet as fleet  # a fixture
 from tests.fakes.remote import LONG, Store
 
 from kvferry.tiers.contract import Way
@@ -17,12 +16,6 @@ from kvferry.tiers.contract import Way
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 
 POISON = 0xEE
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    with ExitStack() as close:
-        yield Fleet(close)
 
 
 def drain_right(reader: Store) -> None:

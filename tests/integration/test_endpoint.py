@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -113,11 +114,8 @@ def test_a_name_pointed_at_loopback_gets_nothing(ferry):
 
 
 def test_bound_to_all_addresses_any_name_will_do():
-    server = HttpServer(lambda path: Reply(b"hello"), host="0.0.0.0")
-    try:
+    with closing(HttpServer(lambda path: Reply(b"hello"), host="0.0.0.0")) as server:
         assert ask(server.url, "/", host="node-7.cluster:9475")[0] == 200
-    finally:
-        server.close()
 
 
 def test_settings_start_it():
@@ -130,12 +128,11 @@ def test_settings_start_it():
 
 def test_a_port_in_use_is_named_and_nothing_is_left_behind():
     kv = [np.zeros((4, 2, 16, 2, 8), np.float32)]
-    taken = HttpServer(lambda path: None)
-    try:
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{taken.port}"):
-            kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", metrics_port=taken.port)
-    finally:
-        taken.close()
+    with (
+        closing(HttpServer(lambda path: None)) as taken,
+        pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{taken.port}"),
+    ):
+        kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", metrics_port=taken.port)
 
 
 def test_metrics_are_served_with_numpy_alone():
@@ -158,13 +155,10 @@ def test_an_answer_that_breaks_is_an_error_not_a_hang():
     def answer(path):
         raise RuntimeError("broken")
 
-    server = HttpServer(answer)
-    try:
+    with closing(HttpServer(answer)) as server:
         status, body, _ = ask(server.url, "/")
         assert status == 500
         assert b"RuntimeError: broken" in body
-    finally:
-        server.close()
 
 
 def test_scraped_by_many_while_it_works(ferry):

@@ -65,37 +65,35 @@ def test_hundreds_of_clients_that_say_nothing_cost_little_and_block_nobody(serve
 
 
 def test_a_request_has_a_deadline_however_it_drips():
-    server = HttpServer(lambda path: Reply(b"hello"), patience=0.3)
-    try:
-        with dial(server) as connection:
-            connection.settimeout(0.1)
-            for _ in range(600):
-                try:
-                    connection.sendall(b"x")
-                    if connection.recv(1) == b"":
-                        break
-                except TimeoutError:
-                    continue
-                except OSError:
+    with (
+        contextlib.closing(HttpServer(lambda path: Reply(b"hello"), patience=0.3)) as server,
+        dial(server) as connection,
+    ):
+        connection.settimeout(0.1)
+        for _ in range(600):
+            try:
+                connection.sendall(b"x")
+                if connection.recv(1) == b"":
                     break
-            else:
-                pytest.fail("still open")
-    finally:
-        server.close()
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("still open")
 
 
 def test_a_reply_has_a_deadline_too():
-    server = HttpServer(lambda path: Reply(bytes(1 << 26)), patience=0.3)
-    try:
-        with dial(server) as connection:
-            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            for _ in range(600):  # never reads a byte
-                if not server.num_connections:
-                    break
-                time.sleep(0.05)
-            assert server.num_connections == 0
-    finally:
-        server.close()
+    with (
+        contextlib.closing(HttpServer(lambda path: Reply(bytes(1 << 26)), patience=0.3)) as server,
+        dial(server) as connection,
+    ):
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        for _ in range(600):  # never reads a byte
+            if not server.num_connections:
+                break
+            time.sleep(0.05)
+        assert server.num_connections == 0
 
 
 def test_a_large_reply_arrives_whole(server):
@@ -197,14 +195,11 @@ def test_every_request_is_answered(server, request_, status):
 
 @given(st.binary(max_size=300), st.booleans())
 def test_nothing_that_is_sent_ends_it(garbage, as_header):
-    server = HttpServer(lambda path: Reply(b"hello"), patience=5)
-    try:
+    with contextlib.closing(HttpServer(lambda path: Reply(b"hello"), patience=5)) as server:
         head = b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " if as_header else b""
         raw_reply = raw(server, head + garbage + b"\r\n\r\n")
         assert raw_reply.startswith(b"HTTP/1.0 ")
         assert ask(server.url, "/")[1] == b"hello"
-    finally:
-        server.close()
 
 
 def test_clients_that_leave_in_the_middle(server):
@@ -231,15 +226,12 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
 @pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
 def test_addresses_of_version_six(host):
-    server = HttpServer(lambda path: Reply(b"hello"), host=host)
-    try:
+    with contextlib.closing(HttpServer(lambda path: Reply(b"hello"), host=host)) as server:
         connection = http.client.HTTPConnection("::1", server.port, timeout=60)
         connection.request("GET", "/")
         assert connection.getresponse().read() == b"hello"
         connection.close()
         assert ask(server.url, "/")[1] == b"hello"
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("host", ["not an address", "a\0b", "a" * 300, "\udcff", "256.1.1.1"])

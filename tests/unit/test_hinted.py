@@ -66,20 +66,6 @@ def test_nothing_is_loaded_for_one_that_says_so():
     desk.check_empty()
 
 
-def test_what_is_kept_is_bounded_and_the_refusal_says_why():
-    desk = Desk(slots=16)  # four of which may be held
-    say(desk, "a", 1, 3, pin_seconds=60)
-    say(desk, "b", 2, 3, pin_seconds=60)
-    assert desk.scheduler.stats().pool.pinned == 4
-    entry = desk.scheduler.journal("b")
-    assert entry is not None
-    assert entry.refused == (
-        "2 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there "
-        "(pin_share)",
-    )
-    assert entry.hints == Hints(pin_seconds=60.0)
-
-
 def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
     desk = Desk(slots=16)
     desk.keep("old", story(5, 4), 16)

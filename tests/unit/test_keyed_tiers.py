@@ -9,7 +9,7 @@ from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
-from kvferry.types import HOST, Health, MatchState, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.types import HOST, Health, MatchState, Rank, TierName
 
 STORE_NAME = TierName("store")
 DISK = TierName("disk")
@@ -24,21 +24,6 @@ def keyed(
 
 def slot_keys(desk: Desk, told: Keys) -> Keys:
     return desk.scheduler.matcher.slot_keys(0, told, range(len(told)))
-
-
-def partly(desk: Desk, transfer: Transfer, *failed: tuple[int, ...]) -> None:
-    """Rank ``r`` could not move the blocks at ``failed[r]``."""
-    desk.flying.remove(transfer)
-    desk.scheduler.settle(
-        Receipt(
-            transfer.id,
-            Rank(rank),
-            Outcome.PARTIAL if lost else Outcome.OK,
-            "gone" if lost else "",
-            failed=lost,
-        )
-        for rank, lost in enumerate(failed)
-    )
 
 
 def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
@@ -64,19 +49,6 @@ def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
     assert desk.scheduler.stats().asked == {STORE_NAME: (4, 4)}
     desk.scheduler.finish("b")
     desk.check_empty()
-
-
-def test_what_is_not_there_is_computed_and_not_asked_for_again() -> None:
-    desk = Desk(tiers=[keyed()])
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.say(Keys.empty())
-    assert desk.match("b", told).state is MatchState.MISS
-    for _ in range(5):
-        assert desk.match("c", told).state is MatchState.MISS
-    desk.plan()
-    assert desk.asked == []
 
 
 def test_answers_are_believed_for_a_while_only() -> None:
@@ -172,24 +144,6 @@ def test_windows_are_asked_about_too() -> None:
     assert sum(map(len, desk.plan())) == 8  # six and the last two
     desk.land()
     assert desk.match("b", told).num_tokens == 24
-
-
-def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
-    desk = Desk(tiers=[keyed()], slots=64)
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.say(slot_keys(desk, told))
-    desk.match("b", told)
-    (move,) = desk.plan()
-    partly(desk, move, (2,))
-    match = desk.match("b", told)
-    assert (match.state, match.num_tokens) == (MatchState.HIT, 8)
-    assert desk.scheduler.stats().lost_blocks == 1
-    assert desk.scheduler.stats().failed == 0
-    desk.scheduler.finish("b")
-    assert desk.hit(told) == 8, "the block is not promised again"
-    desk.check_empty()
 
 
 def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:

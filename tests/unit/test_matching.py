@@ -35,16 +35,6 @@ def count_looks(desk: Desk) -> list[int]:
     return looks
 
 
-def test_asking_again_looks_once() -> None:
-    desk = Desk()
-    told = story(1, 8)
-    desk.keep("a", told[:4], 16)
-    looks = count_looks(desk)
-    for _ in range(10):
-        assert desk.match("b", told).num_tokens == 16
-    assert len(looks) == 1
-
-
 def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
     """For draft models, whose last block is computed again whatever is stored."""
     desk = Desk(slots=64, spare_tokens=4)
@@ -75,27 +65,6 @@ def test_others_stores_do_not_make_it_look_again() -> None:
         assert desk.match("b", told).num_tokens == 16
         desk.keep(f"x{number}", story(number, 4), 16)
     assert len(looks) == 1
-
-
-def test_the_block_it_lacks_makes_it_look_again() -> None:
-    desk = Desk(slots=64)
-    told = story(1, 8)
-    desk.keep("a", told[:4], 16)
-    assert desk.match("b", told).num_tokens == 16
-    desk.keep("c", told, 24)
-    assert desk.match("b", told).num_tokens == 24
-
-
-def test_a_window_stored_later_makes_it_look_again() -> None:
-    """The hit was stopped by the window, not by full attention, whose end lies further on."""
-    desk = Desk(FULL, WINDOW, slots=64)
-    told = story(1, 8)
-    desk.scheduler.store("a", told, [list(range(6)), [-1] * 6], 24)
-    desk.run()
-    assert desk.match("b", told).state is MatchState.MISS
-    desk.scheduler.store("c", told, [list(range(4)), list(range(4))], 16)
-    desk.run()
-    assert desk.match("b", told).num_tokens == 16
 
 
 def test_others_stores_do_not_make_it_look_again_for_its_window_either() -> None:
