@@ -115,15 +115,6 @@ def test_what_is_no_collection_of_tensors_is_refused(kv: Any) -> None:
         attach(kv)
 
 
-def test_no_tensor_at_all() -> None:
-    empties: tuple[Any, ...] = ({}, [], ())
-    for empty in empties:
-        with pytest.raises(LayoutError, match="at least one KV tensor"):
-            attach(empty)
-    with pytest.raises(LayoutError, match=r"a of shape .* holds no bytes"):
-        attach({"a": np.zeros((0, 8), np.uint8)})
-
-
 def test_tensors_that_share_bytes_are_both_named() -> None:
     one = layer()
     with pytest.raises(LayoutError, match=r"layers\.1.*layers\.0|layers\.0.*layers\.1"):

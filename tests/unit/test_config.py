@@ -149,15 +149,6 @@ def test_frozen_picklable_and_checked_again_on_replace():
         dataclasses.replace(config, host=0)
 
 
-def test_from_dict():
-    config = Config.from_dict(
-        {"host": "64GiB", "load_deadline": "500ms", "max_loading_blocks": "8", "copy_path": "DMA"}
-    )
-    assert config == Config(host=64 * GiB, load_deadline=0.5, max_loading_blocks=8, copy_path="dma")
-    assert Config.from_dict({"max_loading_blocks": "None"}).max_loading_blocks is None
-    assert Config.from_dict({"max_loading_blocks": None}).max_loading_blocks is None
-
-
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UnknownSettingError) as caught:
         Config.from_dict({"load-deadlin": 3})
@@ -179,12 +170,6 @@ def test_a_former_name_is_answered_with_the_present_one(tmp_path, old, new):
     for call in calls:
         with pytest.raises(UnknownSettingError, match=f"{old}'? is now called '?{new}"):
             call()
-
-
-@pytest.mark.parametrize("name", ["zzz", 3, None, ""])
-def test_an_unknown_name_like_nothing_we_have(name):
-    with pytest.raises(UnknownSettingError, match="there is no setting"):
-        Config.from_dict({name: 1})
 
 
 @pytest.mark.parametrize("bad", ["teleport", None, 3, ""])

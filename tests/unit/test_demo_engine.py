@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.tools.demo.blocks import ServedRequest, ServedState
+from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine, Limits, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat, serve
@@ -57,15 +57,6 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
 
 
-def alone(runners: list[Runner], request: ServedRequest) -> list[int]:
-    """What the request generates with a device of its own."""
-    own = engine(runners, 40)
-    copy = ServedRequest(request.id, request.prompt, request.max_new_tokens)
-    own.submit(copy)
-    own.run()
-    return copy.generated
-
-
 @pytest.mark.parametrize("shape", [SHAPE, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("step_tokens", [5, 16, 1000])
 def test_tokens_ignore_device_size_and_step_size(
@@ -88,26 +79,6 @@ def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runne
     loop.run()
     assert second.num_device_hits == 48
     assert second.generated == first.generated
-
-
-def test_preemption_takes_the_latest_and_tokens_stay(runners: list[Runner]) -> None:
-    loop = engine(runners, 9)
-    requests = [
-        ServedRequest(f"r{n}", prompt(40, seed=n), 40, arrival=loop.clock() + n * 1e-6)
-        for n in range(3)
-    ]
-    for request in requests:
-        loop.submit(request)
-    while loop.has_work:
-        loop.step()
-        loop.memory.check_integrity()
-    assert loop.counts.num_preemptions > 0
-    assert requests[0].num_preemptions == 0
-    assert requests[2].num_preemptions > 0
-    for request in requests:
-        assert request.state is ServedState.FINISHED
-        assert request.generated == alone(runners, request)
-    loop.memory.check_integrity(num_held=0)
 
 
 def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:

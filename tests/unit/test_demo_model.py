@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -168,22 +167,6 @@ def test_kv_bytes_ignore_the_schedule_for_any_number_of_threads(threads: str) ->
         check=True,
         timeout=60,
     )
-
-
-def test_a_changed_kv_byte_changes_the_outcome() -> None:
-    """The check that tokens are equal can fail: KV that is wrong is seen."""
-    decoder = Decoder(SMALL)
-    tokens, blocks = prompt(100), np.arange(7)
-    outcomes = set()
-    for broken in (False, True):
-        kv = poisoned_kv(SMALL, 7)
-        decoder.forward([Span(tokens[:96], 0, (blocks,))], kv)
-        if broken:
-            for layer in kv:
-                layer[2] = layer[3]
-        decoder.forward([Span(tokens[96:], 96, (blocks,))], kv)
-        outcomes.add(hashlib.sha256(kv_of(kv, blocks, 100)[-1][96:].tobytes()).hexdigest())
-    assert len(outcomes) == 2
 
 
 @pytest.mark.parametrize(

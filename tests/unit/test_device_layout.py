@@ -104,31 +104,6 @@ def test_axis_is_found_by_count() -> None:
     assert describe(tensors, num_blocks=7).num_segments == 3
 
 
-class FakeTorchTensor:
-    """What we rely on from torch: these four names, strides in elements."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        self.shape = array.shape
-
-    def data_ptr(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(s // self.array.itemsize for s in self.array.strides)
-
-
-def test_torch_tensors_are_known_by_their_methods() -> None:
-    array = random_bytes((2, 7, 16, 4), np.float16, 1)
-    ours, theirs = describe([array], block_axis=1), describe([FakeTorchTensor(array)], block_axis=1)
-    assert ours.bases.tolist() == theirs.bases.tolist()
-    assert ours.strides.tolist() == theirs.strides.tolist()
-    assert ours.format == theirs.format
-
-
 def test_format_names_byte_order_not_addresses_or_counts() -> None:
     small = describe([np.zeros((4, 16, 8), np.int8)], block_axis=0)
     large = describe([np.zeros((9, 16, 8), np.int8)], block_axis=0)

@@ -206,22 +206,6 @@ def test_a_hash_seed_is_asked_for_where_this_vllm_needs_one(version, seed, grade
     assert words in found.words
 
 
-def test_the_distance_is_to_the_node_this_process_runs_on():
-    node = "/sys/devices/system/node"
-    files: dict[str, str | None] = {
-        f"{node}/online": "0-1,3",
-        f"{node}/node0/cpulist": "0-3",
-        f"{node}/node3/cpulist": "4-7",
-        f"{node}/node1/distance": "12 10 32",
-    }
-    env = replace(FIT, machine=machine(files))
-    near = line(replace(env, processors=lambda: frozenset({1})), "numa")
-    assert near.grade is Grade.WARN
-    assert "(distance 12, its own is 10)" in near.words
-    far = line(replace(env, processors=lambda: frozenset({2, 5})), "numa")
-    assert "(distance 32, its own is 10)" in far.words
-
-
 def test_a_hidden_link_is_no_fault():
     found = line(with_card(speed=None, width=None, max_speed=None, max_width=None), "link")
     assert found.grade is Grade.OK

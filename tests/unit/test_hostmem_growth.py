@@ -113,30 +113,6 @@ def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPa
     assert max(pinning for _, pinning in together) > 1
 
 
-def test_ready_slots_are_a_prefix_that_never_shrinks() -> None:
-    rng = np.random.default_rng(0)
-
-    class Uneven(FakeRegistrar):
-        def register(self, address: int, num_bytes: int) -> None:
-            self.seconds = float(rng.random()) * 0.003
-            super().register(address, num_bytes)
-
-    registrar = Uneven()
-    host = tier(400)
-    growth = Growth(host, registrar=registrar)
-    seen = [0]
-    while not growth.wait(0):
-        ready = growth.ready_slots
-        assert ready >= seen[-1]
-        assert ready % 4 == 0
-        base = host.address
-        held = set(registrar.held)
-        assert all(base + start * PAGE in held for start in range(0, ready, 4))
-        seen.append(ready)
-    assert growth.ready_slots == 400
-    growth.close()
-
-
 @given(
     slot=st.integers(1, 3 * PAGE),
     num_slots=st.integers(1, 300),
@@ -146,6 +122,7 @@ def test_ready_slots_are_a_prefix_that_never_shrinks() -> None:
 @settings(max_examples=30)
 def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int, seed: int):
     host = tier(num_slots, slot, pages * PAGE)
+    step = host.chunks.slots_per_chunk
     registrar = FakeRegistrar(seconds=0.0005)
     growth = Growth(host, registrar=registrar)
     rng = np.random.default_rng(seed)
@@ -153,6 +130,9 @@ def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int
     written = 0
     while written < num_slots:
         ready = growth.ready_slots
+        assert ready >= written, "ready slots never become fewer"
+        held = set(registrar.held)
+        assert all(host.address + start * host.pitch in held for start in range(0, ready, step))
         slots = np.arange(written, ready)
         host.rows[slots] = wanted[slots]
         if written == ready:

@@ -264,5 +264,10 @@ def test_a_rank_that_stores_a_part_chose_for_its_part(choices):
     assert why_path(copy, choices, num_sharing=4).startswith("store of 4 blocks")
 
 
+def test_a_copy_with_one_possible_path_says_so():
+    assert "no other path" in why_path(copy_of("cpu"), None)
+    assert why_path(copy_of("kernel"), None) == ""
+
+
 if __name__ == "__main__":
     (ROOT / "docs" / "METRICS.md").write_text(page())

@@ -27,6 +27,7 @@ from kvferry.telemetry.traces import TraceReader, TraceWriter, keys_of_numbers
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.words import memory_words
 
 
 def observed(
@@ -250,23 +251,6 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     assert caplog.text.count("recording to") == 1
 
 
-def test_a_finished_request_with_an_unknown_answer_length_is_written(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path, block_tokens=128, most_bytes=1 << 20, now=0.0)
-    unknown, slow = observed([1], 0.0), observed([2], 1.0)
-    recorder.learn(unknown)
-    recorder.learn(slow)
-    unknown.end(None)
-    recorder._write(before=0.0)
-    recorder.writer.flush()
-    (line,) = path.read_bytes().splitlines()[1:]
-    assert "output" not in json.loads(line)
-    assert [each.output_tokens for each in TraceReader([path], strict=True)] == [0]
-    recorder.close()
-
-
 def test_the_library_does_not_say_how_long_an_answer_was(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     kv = [np.zeros((32, 2, 16, 2, 8), np.float32)]
@@ -388,3 +372,9 @@ def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatc
         assert curve["host"][4.0] >= curve["host"][0.5]
     names = [thread.name for thread in threading.enumerate()]
     assert "kvferry-observer" not in names
+
+
+def test_the_gain_of_twice_the_memory_is_said_in_words() -> None:
+    words = "twice the host memory: about 61% instead of 44% of prompt tokens"
+    assert memory_words("host", {"1": 0.44, "2": 0.61}) == words
+    assert memory_words("host", {}) == memory_words("host", {"1": 0.4}) == ""

@@ -31,12 +31,6 @@ def test_a_policy_needs_no_measurement(policy: str, verdict: Verdict) -> None:
     assert worth.decide(100, 1 << 30, 0).verdict is verdict
 
 
-def test_a_queue_on_the_link_makes_loading_slower() -> None:
-    worth = measured(bandwidth=1000, prefill=100)
-    assert worth.decide(100, 500, 400).load
-    assert worth.decide(100, 500, 600).verdict is Verdict.COMPUTE_FASTER
-
-
 def test_one_bad_measurement_does_not_end_all_loads() -> None:
     """Only loads measure the link, so a first load that was slow must not be the last."""
     worth = measured(bandwidth=1, prefill=100)

@@ -104,18 +104,6 @@ def test_malformed_tiers_are_refused_with_a_remedy(given, words):
     assert len(str(refused.value)) < 500
 
 
-def test_the_environment_and_files_name_them_too(tmp_path):
-    env = {"KVFERRY_TIERS": "memory:1MiB", "KVFERRY_TIER_WRITE": "through"}
-    config = Config.from_env(env)
-    assert [tier.name for tier in config.tiers] == ["memory"]
-    assert config.tier_write == "through"
-    file = tmp_path / "kvferry.toml"
-    file.write_text('[kvferry]\ntiers = ["memory:1MiB", "far=memory:2MiB"]\n')
-    assert [tier.name for tier in Config.from_file(file).tiers] == ["memory", "far"]
-    with pytest.raises(ConfigError, match="tier_write"):
-        Config.from_dict({"tier_write": "never"})
-
-
 def opening(text: str, host: HostTier) -> dict[TierName, TierMover]:
     specs = Config.from_dict({"tiers": text}).tiers
     return dict(open_tiers(specs, host, TierSetup(TierName(""), 4096, Rank(1), 3)))
