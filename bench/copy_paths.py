@@ -30,10 +30,9 @@ from kvferry.transfer.driver.base import Priority
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.contract import Means
+from kvferry.transfer.paths.contract import Means, open_paths
 from kvferry.transfer.paths.contract import Path as CopyPath
-from kvferry.transfer.paths.host_runs import count_runs
-from kvferry.transfer.paths.path_set import open_paths
+from kvferry.transfer.paths.direct import count_runs
 from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.measure import GB, Call, CopyRig, MiB, calibrate, provenance
 from kvferry.transfer.planner.profile import profile_file, save_profile

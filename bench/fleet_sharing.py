@@ -24,7 +24,7 @@ import numpy as np
 
 from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay
-from kvferry.settings.policies import DEFAULT_POLICY
+from kvferry.settings.eviction import DEFAULT_POLICY
 from kvferry.sim.bounds import Future
 from kvferry.telemetry.traces import TraceReader, TraceRequest
 

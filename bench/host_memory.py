@@ -27,8 +27,8 @@ from host_memories.table import table
 from kvferry.core.quantities import GiB, MiB, parse_size
 from kvferry.errors import DriverError
 from kvferry.hostmem.growth import Pin
-from kvferry.hostmem.mapping import Bytes, PrivateMemory, populate
 from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.slots import Bytes, PrivateMemory, populate
 from kvferry.transfer.driver.base import Driver, Priority
 from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
 

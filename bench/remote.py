@@ -27,9 +27,8 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
-from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.shared import SharedMemory, SlotLayout
-from kvferry.settings.remote import SPARE_BYTES
+from kvferry.hostmem.memory import HostMemory, SharedMemory, SlotLayout
+from kvferry.settings.tiers import SPARE_BYTES
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier, open_remote

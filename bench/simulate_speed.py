@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from kvferry.settings.policies import POLICIES
+from kvferry.settings.eviction import POLICIES
 from kvferry.sim.simulation import Simulation, Trial, simulate
 
 BLOCK_TOKENS = 512

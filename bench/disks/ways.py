@@ -22,7 +22,7 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import GiB, MiB
-from kvferry.hostmem.mapping import Bytes, PrivateMemory, populate
+from kvferry.hostmem.slots import Bytes, PrivateMemory, populate
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier

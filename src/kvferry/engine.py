@@ -37,8 +37,7 @@ from kvferry.config import Config
 from kvferry.core.identity import Namespace, adopt, chain
 from kvferry.core.keys import KeyChain, Keys, Recovered
 from kvferry.hints import Hints, TokenPriority
-from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
 from kvferry.hostmem.slots import HostTier
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.control import Acted
@@ -51,8 +50,7 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, LastingTier, Result, Tier, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover, TierMover
-from kvferry.tiers.queued import Task
-from kvferry.tiers.threaded import ThreadedTier
+from kvferry.tiers.queued import Task, ThreadedTier
 from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import GroupLayout, describe

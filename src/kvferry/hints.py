@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvferry.core.factories import nearest
-from kvferry.core.quantities import parse_count, parse_seconds, quoted, shown
+from kvferry.core.quantities import nearest, parse_count, parse_seconds, quoted, shown
 from kvferry.errors import ConfigError, InputError
 
 DEFAULT_PRIORITY = 35

@@ -23,12 +23,10 @@ from kvferry.config import Config
 from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.errors import ConfigError
 from kvferry.hostmem.growth import Pin
-from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.shared import SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory, SharedMemory, SlotLayout
 from kvferry.settings.copy_paths import COPY_PATHS
 from kvferry.tiers.contract import TierSetup
-from kvferry.tiers.movers import TierMover
-from kvferry.tiers.opening import open_tiers
+from kvferry.tiers.movers import TierMover, open_tiers
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
 from kvferry.transfer.engine.contract import CopyEngine
@@ -249,7 +247,7 @@ def open_on_gpu(
     """
     # Here: what they bring is needed with a GPU only.
     from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
-    from kvferry.transfer.paths.path_set import open_paths
+    from kvferry.transfer.paths.contract import open_paths
     from kvferry.transfer.planner.choose import open_planner
 
     activity = Activity(is_starting=is_starting)

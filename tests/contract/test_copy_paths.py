@@ -18,9 +18,8 @@ from kvferry.errors import ConfigError
 from kvferry.settings import copy_paths
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, CopyPath, path_names
 from kvferry.transfer.job import Direction
-from kvferry.transfer.paths import path_set
-from kvferry.transfer.paths.contract import Means
-from kvferry.transfer.paths.path_set import class_of, common_variants, open_paths
+from kvferry.transfer.paths import contract
+from kvferry.transfer.paths.contract import Means, class_of, common_variants, open_paths
 from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.profile import builtin_profile
 
@@ -83,7 +82,7 @@ def test_one_more_is_an_entry_in_the_list(monkeypatch: pytest.MonkeyPatch) -> No
         load=replace(loop.load, start=1e-9, per_segment=0.0, rate=1e12),
         is_stopgap=False,
     )
-    for module in (copy_paths, path_set):
+    for module in (copy_paths, contract):
         monkeypatch.setattr(module, "COPY_PATHS", (*COPY_PATHS, swift))
         monkeypatch.setattr(module, "BY_NAME", {**BY_NAME, "swift": swift})
     monkeypatch.setattr("kvferry.transfer.planner.profile.COPY_PATHS", (swift,))

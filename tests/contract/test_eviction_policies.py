@@ -39,7 +39,7 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
-from kvferry.settings.policies import POLICIES as KINDS
+from kvferry.settings.eviction import POLICIES as KINDS
 from kvferry.types import NO_SLOT, SlotArray, as_slots
 
 POLICIES: dict[str, EvictionPolicyMaker] = {

@@ -31,7 +31,7 @@ from tests.fakes.remote_in_thread import InThread, Watched
 
 from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, TransferError
-from kvferry.settings.remote import read_remote
+from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier

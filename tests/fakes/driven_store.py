@@ -13,10 +13,10 @@ import numpy as np
 
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
-from kvferry.tiers.remote import transfers
+from kvferry.tiers.remote import process
 from kvferry.tiers.remote.client import Fault, Unavailable
 from kvferry.tiers.remote.objects import ObjectFormat
-from kvferry.tiers.remote.transfers import Bandwidth, CircuitBreaker, InFlightBatch
+from kvferry.tiers.remote.process import Bandwidth, CircuitBreaker, InFlightBatch
 
 NUM_CALLS, BLOCK_BYTES = 2, 64
 OBJECTS = ObjectFormat(bytes(32), BLOCK_BYTES)
@@ -65,7 +65,7 @@ class Busy:
         self.loop = loop
         self.store = TellableStore()
         self.breaker = CircuitBreaker()
-        self.transfers = transfers.StoreTransfers(
+        self.transfers = process.StoreTransfers(
             cast(Any, self.store),
             OBJECTS,
             cast(Any, SimpleNamespace(deliver=lambda *_: np.ones(1, dtype=bool))),
@@ -119,7 +119,7 @@ class Busy:
 def driven(bandwidth: int | None = None) -> Iterator[Busy]:
     loop = DrivenLoop()
     clock = SimpleNamespace(monotonic=loop.time, perf_counter=loop.time)
-    with patch.object(transfers, "time", clock):
+    with patch.object(process, "time", clock):
         yield Busy(loop, bandwidth)
     loop.close()
 

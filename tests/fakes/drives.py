@@ -19,11 +19,10 @@ from kvferry.tiers.disk.block_file import SECTOR, BlockFile
 from kvferry.tiers.disk.drive import DriveServer
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import Stripes
-from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
 from kvferry.tiers.ipc.child import EngineLink, serve_engine
-from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
+from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import Key
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from tests.fakes.driver import FakeDriver
 
-from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, Launch, Variant
-from kvferry.transfer.kernels.tables import LANES
+from kvferry.transfer.kernels.launch import ARGUMENTS, LANES, CopyArguments, Launch, Variant
 from kvferry.transfer.layout import Int64s
 
 

@@ -16,10 +16,10 @@ from tests.fakes import s3_servers
 from tests.fakes.crafted_keys import keys
 
 from kvferry.core.quantities import KiB
-from kvferry.hostmem.shared import SharedMemory, SlotLayout
+from kvferry.hostmem.memory import SharedMemory, SlotLayout
 from kvferry.hostmem.slots import Chunks, HostTier
 from kvferry.scheduler.runs import run_numbers
-from kvferry.settings.remote import SPARE_BYTES, RemoteSettings, read_remote
+from kvferry.settings.tiers import SPARE_BYTES, RemoteSettings, read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier, open_remote

@@ -11,12 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.ipc.channel import Channel
 from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import Channel
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.remote.client import Fault, Fetched, StoreClient, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, SlotMapping, StoreClient, Unavailable
 from kvferry.tiers.remote.process import StoreProcess
-from kvferry.tiers.remote.slot_mapping import SlotMapping
 from kvferry.types import Key
 
 SayOf = Callable[[Way, Key], None]

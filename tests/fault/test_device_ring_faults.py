@@ -13,7 +13,7 @@ from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
 from kvferry.transfer.job import Direction
-from kvferry.transfer.paths.ring import Ring
+from kvferry.transfer.paths.staged import Ring
 from kvferry.types import Outcome, TransferId
 
 COUNT = 12

@@ -24,10 +24,9 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import drive, tier
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.quota import StoreLock
-from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
-from kvferry.tiers.ipc.messages import ResultMessage, pack_result
+from kvferry.tiers.ipc.memory import StatusPage
+from kvferry.tiers.ipc.messages import Channel, FrameKind, ResultMessage, frame, pack_result
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import Key
 
 

@@ -18,7 +18,7 @@ from tests.fakes.remote import SIZE, Store
 
 from kvferry.config import Config
 from kvferry.errors import ConfigError
-from kvferry.settings.remote import REMOTE_KEY_ENV, RemoteSettings, read_remote
+from kvferry.settings.tiers import REMOTE_KEY_ENV, RemoteSettings, read_remote
 from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.remote.objects import AesSealer, ObjectFormat, open_sealer
 from kvferry.tiers.remote.tier import open_remote

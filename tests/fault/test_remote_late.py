@@ -18,12 +18,12 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import LONG, Store
 from tests.fakes.remote_in_thread import InThread
 
-from kvferry.settings.remote import RemoteAddress
+from kvferry.settings.tiers import RemoteAddress
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import mooncake as mooncake_module
+from kvferry.tiers.remote.client import SlotMapping
 from kvferry.tiers.remote.mooncake import MooncakeClient
 from kvferry.tiers.remote.objects import ObjectFormat
-from kvferry.tiers.remote.slot_mapping import SlotMapping
 from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import TierName
 

@@ -17,8 +17,7 @@ from kvferry.cache.reach import FullAttention
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
 from kvferry.errors import ConfigError, InputError
-from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import slot_layout
 from kvferry.tiers.movers import SharedMover
 from kvferry.transfer.engine.cpu import CpuEngine

@@ -23,7 +23,7 @@ from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import OrderMessage
-from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Staging, Unavailable
 from kvferry.tiers.remote.objects import (
     ObjectFormat,
     ObjectIndex,
@@ -31,8 +31,7 @@ from kvferry.tiers.remote.objects import (
     most_in_one,
     pack_objects,
 )
-from kvferry.tiers.remote.slot_mapping import Staging
-from kvferry.tiers.remote.transfers import Bandwidth, CircuitBreaker, StoreTransfers
+from kvferry.tiers.remote.process import Bandwidth, CircuitBreaker, StoreTransfers
 
 SIZE, LENGTH = 24, 6
 OBJECTS = ObjectFormat(b"n" * 32, SIZE)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvferry.errors import ConfigError
-from kvferry.settings.policies import POLICIES
+from kvferry.settings.eviction import POLICIES
 from kvferry.tools.cli.simulate import read_capacities, read_point, read_policies, simulate_command
 
 

@@ -18,7 +18,7 @@ from tests.fakes.metrics_page import FIGURES
 
 from kvferry.config import Config, describe
 from kvferry.core.quantities import parse_size
-from kvferry.settings.disk import KEY_ENV
+from kvferry.settings.tiers import KEY_ENV
 from kvferry.telemetry.catalog import Label, Metric, MetricKind, catalog
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import path_names
 from kvferry.transfer.driver.base import BatchForm
 from kvferry.transfer.job import Direction
-from kvferry.transfer.paths import path_set
+from kvferry.transfer.paths import contract
+from kvferry.transfer.paths.contract import open_paths
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.transfer.paths.path_set import open_paths
 from kvferry.transfer.planner import choose, measure
 from kvferry.transfer.planner.choose import open_planner
 from kvferry.transfer.planner.measure import calibrate
@@ -123,8 +123,8 @@ def test_kernels_that_cannot_be_compiled_are_not_offered(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(path_set, "CudaDriver", FakeDriver)
-    monkeypatch.setattr(path_set, "CudaLauncher", Launcher)
+    monkeypatch.setattr(contract, "CudaDriver", FakeDriver)
+    monkeypatch.setattr(contract, "CudaLauncher", Launcher)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     opened = open_paths(FakeDriver(), ring_bytes=1 << 20)
     assert set(opened.paths) == set(path_names(with_kernels=can_compile))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvferry.transfer.driver.base import SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.paths import host_runs
-from kvferry.transfer.paths.host_runs import HostRuns, count_runs
+from kvferry.transfer.paths import direct
+from kvferry.transfer.paths.direct import HostRuns, count_runs
 
 BLOCK = 64
 HOST, RING = 1 << 20, 1 << 30
@@ -87,7 +87,7 @@ def test_every_byte_goes_to_its_place(
     given_job = job(slots, pitch=pitch, chunk=chunk)
     out = [(ring, host, size) for host, ring, size in stored(given_job, start, end).copies]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_runs, "SINGLE_BYTES", single_bytes)
+        patched.setattr(direct, "SINGLE_BYTES", single_bytes)
         into = loaded(given_job, start, end).copies
     for copies in (out, into):
         found = {}

@@ -14,7 +14,7 @@ import pytest
 from kvferry.errors import DriverError
 from kvferry.transfer.kernels import launch
 from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, CudaLauncher, Variant
-from kvferry.transfer.paths.path_set import common_variants
+from kvferry.transfer.paths.contract import common_variants
 
 COMMON = common_variants()
 

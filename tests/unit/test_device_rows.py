@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer.kernels.tables import RowShape, RowTable, common_alignment, row_shape
+from kvferry.transfer.kernels.launch import RowShape, RowTable, common_alignment, row_shape
 from kvferry.transfer.layout import GroupLayout
 
 

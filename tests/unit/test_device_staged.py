@@ -14,9 +14,8 @@ from tests.unit.test_device_rows import layout
 
 from kvferry.errors import DriverError
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.kernels.tables import RowTable, common_alignment, row_shape
-from kvferry.transfer.paths.ring import Ring
-from kvferry.transfer.paths.staged import ChunkCursor
+from kvferry.transfer.kernels.launch import RowTable, common_alignment, row_shape
+from kvferry.transfer.paths.staged import ChunkCursor, Ring
 
 PAGE = 4096
 

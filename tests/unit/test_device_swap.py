@@ -8,7 +8,7 @@ from tests.fakes.driver import FakeDriver
 
 from kvferry.errors import InputError
 from kvferry.transfer.driver.base import Priority, SourceOrder
-from kvferry.transfer.driver.swap import DEBUG_VARIABLE, swap_blocks_batch
+from kvferry.transfer.paths.direct import DEBUG_VARIABLE, swap_blocks_batch
 
 
 class Card:

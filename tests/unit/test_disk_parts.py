@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.hostmem.mapping import PrivateMemory
+from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile, runs
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import read_epoch, write_epoch

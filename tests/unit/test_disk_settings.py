@@ -19,7 +19,7 @@ from kvferry.core.identity import Namespace
 from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
 from kvferry.rank import Contents, tier_setup
-from kvferry.settings.disk import KEY_ENV, DiskSettings
+from kvferry.settings.tiers import KEY_ENV, DiskSettings
 from kvferry.tiers.contract import TierSetup
 from kvferry.transfer.layout import describe as layout_of
 from kvferry.types import Rank

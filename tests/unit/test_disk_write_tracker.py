@@ -13,7 +13,7 @@ from kvferry.tiers.disk.io_workers import WriteTracker
 from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.tiers.disk.protocol import Count
-from kvferry.tiers.ipc.status_page import StatusPage
+from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.types import as_slots
 
 

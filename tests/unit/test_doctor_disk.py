@@ -15,7 +15,7 @@ import pytest
 from kvferry.config import Config
 from kvferry.core.quantities import GiB, MiB
 from kvferry.hostmem.limits import Machine
-from kvferry.settings.disk import KEY_ENV
+from kvferry.settings.tiers import KEY_ENV
 from kvferry.tools.doctor import drive
 from kvferry.tools.doctor.checks import check_vllm
 from kvferry.tools.doctor.disk import check_disk

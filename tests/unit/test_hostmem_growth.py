@@ -19,9 +19,8 @@ from kvferry.hostmem import growth as growth_module
 from kvferry.hostmem import mapping as mapping_module
 from kvferry.hostmem.growth import Growth, GrowthState, Pin
 from kvferry.hostmem.limits import Machine
-from kvferry.hostmem.mapping import Bytes
 from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.slots import Chunks, HostTier
+from kvferry.hostmem.slots import Bytes, Chunks, HostTier
 
 PAGE = mmap.PAGESIZE
 LONG = 60.0

@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from kvferry.hostmem.mapping import PrivateMemory
-from kvferry.hostmem.numa import Placement, find_placement, parse_list, prefer, run_near
+from kvferry.hostmem.limits import Placement, find_placement, parse_list, prefer, run_near
+from kvferry.hostmem.slots import PrivateMemory
 
 GPU = "0000:c1:00.0"
 

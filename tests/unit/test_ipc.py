@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import superblock as marks
-from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
 from kvferry.tiers.ipc.memory import EngineMemory, open_own_memory
 from kvferry.tiers.ipc.messages import (
+    Channel,
+    FrameKind,
     OrderMessage,
     ResultMessage,
+    frame,
     pack_order,
     pack_result,
     unpack_order,

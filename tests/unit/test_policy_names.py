@@ -16,7 +16,7 @@ from kvferry.cache.policies.returns import Returns
 from kvferry.cache.pool import Pool
 from kvferry.config import Config, describe, show
 from kvferry.errors import ConfigError
-from kvferry.settings.policies import POLICIES
+from kvferry.settings.eviction import POLICIES
 
 MINE = "tests.fakes.policies:Fifo"
 

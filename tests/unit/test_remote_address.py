@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.settings.remote import read_remote
+from kvferry.settings.tiers import read_remote
 
 
 @pytest.mark.parametrize(

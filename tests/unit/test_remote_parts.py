@@ -18,14 +18,14 @@ from tests.fakes.doors import Passing, standing_open
 from kvferry.config import Config
 from kvferry.core.quantities import KiB, MiB
 from kvferry.errors import ConfigError
-from kvferry.settings.remote import read_remote
+from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tiers.opening import open_tier
+from kvferry.tiers.movers import open_tier
 from kvferry.tiers.remote.client import Unavailable
 from kvferry.tiers.remote.objects import SEAL_BYTES, ObjectFormat, best_in_one
+from kvferry.tiers.remote.process import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
 from kvferry.tiers.remote.s3 import ca_bundle, s3_config
 from kvferry.tiers.remote.tier import open_remote
-from kvferry.tiers.remote.transfers import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
 from kvferry.types import TierName
 
 OURS = ObjectFormat(bytes(range(32)), 64, rank=1, num_ranks=2)

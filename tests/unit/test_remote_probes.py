@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.tiers.remote.client import Fault, Fetched, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, Staging, Unavailable
 from kvferry.tiers.remote.objects import ObjectFormat
-from kvferry.tiers.remote.slot_mapping import Staging
-from kvferry.tiers.remote.transfers import Bandwidth, CircuitBreaker, StoreTransfers
+from kvferry.tiers.remote.process import Bandwidth, CircuitBreaker, StoreTransfers
 
 OBJECTS = ObjectFormat(bytes(32), 64)
 NO = Fault("no")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from tests.fakes.doors import Passing, standing_open
 
-from kvferry.settings.remote import read_remote
+from kvferry.settings.tiers import read_remote
 from kvferry.tiers.remote.client import Fault
 
 pytest.importorskip("obstore")

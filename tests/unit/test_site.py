@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 from kvferry.config import describe
 from kvferry.scheduler.journal import Reason
-from kvferry.settings.disk import KEY_ENV
-from kvferry.settings.remote import REMOTE_KEY_ENV
+from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV
 from kvferry.telemetry.catalog import catalog
 from kvferry.tools.cli.commands import kvferry as cli
 

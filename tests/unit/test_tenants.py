@@ -22,7 +22,7 @@ from kvferry.connectors.common.hints import tenant_of
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
-from kvferry.settings.tenants import TenantShare, read_tenants
+from kvferry.settings.eviction import TenantShare, read_tenants
 from kvferry.types import TierName
 
 

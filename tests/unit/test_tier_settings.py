@@ -16,8 +16,7 @@ from kvferry.errors import ClosedError, ConfigError
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
-from kvferry.tiers.movers import TierMover
-from kvferry.tiers.opening import open_tier, open_tiers
+from kvferry.tiers.movers import TierMover, open_tier, open_tiers
 from kvferry.types import Rank, TierName
 
 MINE = "tests.fakes.tiers:open_mine"

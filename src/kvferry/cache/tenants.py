@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.cache.eviction import Eviction
 from kvferry.cache.leases import TenantCounts
-from kvferry.settings.tenants import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
+from kvferry.settings.eviction import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
 
 MOST_OTHERS = 16
 """Tenants that no setting names and that are told apart all the same, at a time."""

@@ -1,13 +1,15 @@
-"""Sizes, times, counts, rates and shares as people write them; integers as callers have them."""
+"""Values as people write them: sizes, times, shares, factories; integers as callers have them."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
+from importlib import import_module
 from numbers import Integral
 from typing import Any, cast
 
@@ -263,3 +265,36 @@ def _of_torch(tensor: Any, what: str) -> npt.NDArray[Any]:
 def written(value: int) -> str:
     """A number in an error message; Python itself refuses to write very long ones."""
     return str(value) if abs(value) < 10**40 else f"one of {int(value).bit_length()} bits"
+
+
+_LONGEST_NAME = 64
+FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+"""``package.module:name``, which a user may give where kvferry has names of its own."""
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint at the name that was meant, if one is near; else nothing."""
+    near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def find_factory(path: str, *, what: str, where: str) -> Callable[..., Any]:
+    """The callable that ``package.module:name`` names; ConfigError where there is none.
+
+    ``what`` begins the message; ``where`` names the process whose machine needs the module.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: {module} cannot be imported ({error}); install it where the engine's "
+            f"{where}, or correct the setting"
+        ) from error
+    except Exception as error:  # its code may do anything on import
+        raise ConfigError(
+            f"{what}: importing {module} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{what}: {module} has no factory {name} that can be called")
+    return cast("Callable[..., Any]", found)

@@ -29,10 +29,8 @@ from typing import Protocol
 
 from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
-from kvferry.hostmem.limits import Machine, pin_advice, shortage
-from kvferry.hostmem.mapping import HUGE_PAGE, populate
-from kvferry.hostmem.numa import Placement, run_near
-from kvferry.hostmem.slots import HostTier
+from kvferry.hostmem.limits import Machine, Placement, pin_advice, run_near, shortage
+from kvferry.hostmem.slots import HUGE_PAGE, HostTier, populate
 
 log = logging.getLogger(__name__)
 

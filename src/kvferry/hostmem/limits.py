@@ -1,4 +1,4 @@
-"""What this machine can give: memory, the limits of the container we run in, and pinning.
+"""What this machine can give: memory, its container's limits, pinning, pages near the GPU.
 
 All of it is read through :class:`Machine`, so that a test can be any machine. The kernel does not
 refuse memory that is not there: it lets a process touch it and then kills one. So the limits are
@@ -7,7 +7,9 @@ read before, and less is taken than is left.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.quantities import GiB, MiB, format_size
 from kvferry.errors import ConfigError
+from kvferry.hostmem.slots import Bytes
 from kvferry.settings.kinds import AUTO, Auto
 
 ReadText = Callable[[str], str | None]
@@ -207,3 +210,91 @@ def _table(text: str | None, separator: str) -> dict[str, int]:
         if words and words[0].isdigit():
             table[name.strip()] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
     return table
+
+
+_MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}
+_MPOL_PREFERRED = 1
+_BITS = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where pages should come from, in words, and the processors to touch them on.
+
+    A copy to or from another node's memory crosses the slow, shared link between sockets. Where a
+    container forbids ``mbind``, threads that touch pages first on the near processors do the same.
+    """
+
+    words: str
+    node: int | None = None
+    cpus: frozenset[int] = frozenset()
+
+
+def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placement:
+    """The node of a GPU, if this machine has several nodes and says which one it is."""
+    nodes = parse_list(read("/sys/devices/system/node/online") or "")
+    if len(nodes) < 2:
+        return Placement("this machine has one memory node")
+    if not pci_bus_id:
+        return Placement(f"{len(nodes)} memory nodes, no GPU to be near to")
+    text = (read(f"/sys/bus/pci/devices/{_sysfs_name(pci_bus_id)}/numa_node") or "").strip()
+    node = int(text) if text.isdigit() else None  # -1: the firmware does not say
+    if node is None or node not in nodes:
+        return Placement(f"{len(nodes)} memory nodes, the GPU's ({pci_bus_id}) is not known")
+    cpus = frozenset(parse_list(read(f"/sys/devices/system/node/node{node}/cpulist") or ""))
+    return Placement(f"near GPU {pci_bus_id}, node {node} of {len(nodes)}", node, cpus)
+
+
+def prefer(memory: Bytes, placement: Placement) -> Placement:
+    """Ask for pages of ``placement.node``; the result says in words what was done.
+
+    Preferred, not bound: when that node is full, pages come from another.
+    """
+    if placement.node is None:
+        return placement
+    number = _MBIND.get(platform.machine())
+    error = "no mbind on this machine"
+    if number is not None:
+        words = placement.node // _BITS + 1
+        mask = (ctypes.c_ulong * words)()
+        mask[placement.node // _BITS] = 1 << placement.node % _BITS
+        arguments = (memory.ctypes.data, memory.nbytes, _MPOL_PREFERRED, ctypes.addressof(mask))
+        most = words * _BITS + 1  # the kernel reads one bit less than it is told
+        code = _libc.syscall(
+            ctypes.c_long(number), *(ctypes.c_ulong(a) for a in (*arguments, most, 0))
+        )
+        if code == 0:
+            return Placement(f"{placement.words}: preferred", placement.node, placement.cpus)
+        error = f"mbind: {os.strerror(ctypes.get_errno())}"
+    return Placement(
+        f"{placement.words}: by the processors that touch it ({error})",
+        placement.node,
+        placement.cpus,
+    )
+
+
+def run_near(placement: Placement) -> None:
+    """Keep the calling thread on the placement's processors, those of them it may use."""
+    if placement.cpus:
+        allowed = placement.cpus & os.sched_getaffinity(0)
+        if allowed:
+            os.sched_setaffinity(0, allowed)
+
+
+def parse_list(text: str) -> list[int]:
+    """Numbers from the kernel's lists: "0-3,8" is 0, 1, 2, 3, 8."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdigit():
+            numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _sysfs_name(pci_bus_id: str) -> str:
+    """sysfs writes four digits of domain where some drivers write eight."""
+    domain, _, rest = pci_bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import ClosedError, InputError
-from kvferry.hostmem.mapping import Bytes, Memory, PrivateMemory
+from kvferry.hostmem.slots import Bytes, Memory, PrivateMemory
 from kvferry.types import HOST, TierName
 
 CHUNK_BYTES = 64 << 20

@@ -45,7 +45,7 @@ from kvferry.scheduler.transfers import (
     Waits,
 )
 from kvferry.scheduler.writeback import Writeback, admission_of, times_requested
-from kvferry.settings.tenants import TenantShare
+from kvferry.settings.eviction import TenantShare
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import (
     DEVICE,

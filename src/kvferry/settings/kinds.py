@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from kvferry.core.factories import nearest
 from kvferry.core.quantities import (
     format_size,
+    nearest,
     parse_count,
     parse_rate,
     parse_seconds,

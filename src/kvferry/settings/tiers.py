@@ -1,25 +1,242 @@
-"""Which kinds of tier there are below host memory, and how a setting names one.
+"""Which tiers there are below host memory, and how the settings name them.
 
 ::
 
     memory:2GiB                      a kind of kvferry and its options
     near=memory:2GiB                 the same under another name
     my_package.store:open_store:xyz  another tier: module, factory, and its options
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000&pack=8    what is behind ? may be left out
+    mooncake://master:50051?metadata=P2PHANDSHAKE&protocol=tcp&segment=4GiB
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from kvferry.core.factories import FACTORY, nearest
-from kvferry.core.quantities import format_size, parse_size, quoted, shown
+from kvferry.core.quantities import FACTORY, format_size, nearest, parse_size, quoted, shown
 from kvferry.errors import ConfigError
-from kvferry.settings.kinds import split_list
-from kvferry.settings.remote import STORE_KINDS
+from kvferry.settings.kinds import has_key, read_file_name, read_key, split_list
 from kvferry.types import DEVICE, HOST, TierName
+
+KEY_ENV = "KVFERRY_DISK_KEY"
+"""Holds the key as base64 where no file does. It is no setting: it is never shown."""
+
+_MOST_DIRECTORIES = 16
+
+
+@dataclass(frozen=True)
+class DiskSettings:
+    """The settings of the disk, checked.
+
+    ``size`` bounds everything under ``directories``, whichever model wrote it; ``keep_free`` stays
+    free on each file system. ``for_others`` is the share of ``size`` left to other models that
+    wrote lately. ``direct`` is "auto" or "never".
+    """
+
+    directories: tuple[str, ...]
+    size: int
+    keep_free: int = 0
+    for_others: float = 0.0
+    write_per_day: int | None = None
+    deadline: float = 10.0
+    key_file: str | None = None
+    direct: str = "auto"
+
+    def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
+        """The key to encrypt with; None without one. ConfigError where it cannot be used."""
+        return read_key("disk_key_file", self.key_file, KEY_ENV, env)
+
+
+def read_directories(name: str, value: object) -> tuple[str, ...]:
+    """Directories, none within another, from one text with commas or from a list."""
+    given = [value] if isinstance(value, os.PathLike) else value
+    parts = split_list(name, given, "a path or a list of paths", _MOST_DIRECTORIES)
+    paths = [read_file_name(name, part) for part in parts]
+    for at, path in enumerate(paths):
+        for other in paths[:at]:
+            if os.path.commonpath((path, other)) in (path, other):
+                raise ConfigError(
+                    f"{name}: {quoted(path)} and {quoted(other)} are not two directories apart; "
+                    "give one for each drive"
+                )
+    return tuple(paths)
+
+
+REMOTE_KEY_ENV = "KVFERRY_REMOTE_KEY"
+"""Holds the key as base64 where no file does. It is no setting: it is never shown."""
+
+S3, MOONCAKE = "s3", "mooncake"
+STORE_KINDS = (S3, MOONCAKE)
+
+PACK = "pack"
+"""The option that says how many blocks of a chain are written as one object."""
+_MOST_PACK = 16
+
+_OPTIONS = {
+    S3: ("endpoint", "region", PACK),
+    MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
+}
+_EXAMPLES = "s3://BUCKET/PREFIX or mooncake://MASTER:PORT"
+_NO_SECRETS = (
+    "an address carries no credentials (nothing before an @), it is shown to people; give them to "
+    "S3 in the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role), and Mooncake's "
+    "Redis its password in MC_REDIS_PASSWORD"
+)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
+_MOST_PREFIX = 512
+
+P2P = "P2PHANDSHAKE"
+"""Mooncake's word for no metadata server: clients ask each other."""
+_METADATA = re.compile(r"(https?|etcd|redis)://[^/\s]+\S*")
+
+SPARE_BYTES = 128
+"""Room behind every host slot for a block's seal, where a store's process works in place."""
+_LEAST_IN_PLACE = 64 << 10  # slots begin on pages then: smaller blocks would lose a sixteenth
+
+
+@dataclass(frozen=True)
+class RemoteAddress:
+    """A store's address, checked: ``place`` is a bucket, or a master's host:port.
+
+    No secret is part of it: it is shown to people.
+    """
+
+    kind: str
+    place: str
+    prefix: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        path = f"/{self.prefix}" if self.prefix else ""
+        query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
+        return f"{self.kind}://{self.place}{path}{query}"
+
+    @property
+    def pack(self) -> int | None:
+        """How many blocks at most are written as one object; None: as many as is fast."""
+        return int(self.options[PACK]) if PACK in self.options else None
+
+    @property
+    def works_in_place(self) -> bool:
+        """Whether blocks go from and into host slots without another copy.
+
+        Not with RDMA: a write of the card cannot be stopped once its call was given up.
+        """
+        is_tcp = self.options.get("protocol", "tcp") == "tcp"
+        return self.kind == MOONCAKE and is_tcp and self.options.get("in_place", "yes") == "yes"
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """The settings of the shared store, checked."""
+
+    address: RemoteAddress
+    bandwidth: int | None = None
+    key_file: str | None = None
+
+    def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
+        """The key that all servers have; None without one. ConfigError where it is unusable."""
+        return read_key("remote_key_file", self.key_file, REMOTE_KEY_ENV, env)
+
+    def spare_bytes(self, slot_bytes: int) -> int:
+        """Bytes needed behind every host slot of this size; none where it works on copies."""
+        in_place = self.address.works_in_place and slot_bytes >= _LEAST_IN_PLACE
+        has_copy = has_key(self.key_file, REMOTE_KEY_ENV)  # what is encrypted is a copy
+        return SPARE_BYTES if in_place and not has_copy else 0
+
+
+def read_remote(name: str, value: object) -> RemoteAddress:
+    """The address of a shared store; ConfigError that says what to write instead."""
+    if isinstance(value, RemoteAddress):
+        return value
+    if isinstance(value, str) and "@" in unquote(unquote(value)):
+        raise ConfigError(f"{name}: {_NO_SECRETS}")  # nothing of it is shown
+    if not isinstance(value, str) or not value.isprintable():
+        raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
+    try:
+        parts = urlsplit(value.strip())
+        pairs = parse_qsl(parts.query, strict_parsing=bool(parts.query))
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{name}: {quoted(value)} is no address ({error})") from error
+    if parts.scheme not in _OPTIONS:
+        raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigError(f"{name}: every option may be given once, got {quoted(parts.query)}")
+    for option in options:
+        if option not in _OPTIONS[parts.scheme]:
+            raise ConfigError(
+                f"{name}: {parts.scheme}:// has no option {quoted(option)}; options: "
+                f"{', '.join(_OPTIONS[parts.scheme])}"
+            )
+    path = unquote(parts.path).strip("/")
+    if parts.scheme == S3:
+        return _s3(name, parts.netloc, path, options)
+    return _mooncake(name, parts.hostname or "", port, path, options)
+
+
+def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> RemoteAddress:
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            f"{name}: {quoted(bucket)} cannot be a bucket; names are 3 to 63 small letters, "
+            "digits, dots and hyphens"
+        )
+    if prefix and (len(prefix) > _MOST_PREFIX or not _PREFIX.fullmatch(prefix)):
+        raise ConfigError(
+            f"{name}: {quoted(prefix)} cannot be a prefix here; use letters, digits, . _ = - "
+            f"and single slashes between them, at most {_MOST_PREFIX}"
+        )
+    endpoint = options.get("endpoint")
+    if endpoint is not None and not _is_endpoint(endpoint):
+        expected = "http://HOST:PORT or https://HOST:PORT"
+        raise ConfigError(f"{name}: endpoint: expected {expected}, got {shown(endpoint)}")
+    pack = options.get(PACK, "1")
+    if not re.fullmatch("[0-9]{1,2}", pack) or not 1 <= int(pack) <= _MOST_PACK:
+        expected = f"a number of blocks from 1 to {_MOST_PACK}"
+        raise ConfigError(f"{name}: pack: expected {expected}, got {shown(pack)}")
+    return RemoteAddress(S3, bucket, prefix, options)
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that is not closed, an invalid port
+        return False
+
+
+def _mooncake(
+    name: str, host: str, port: int | None, path: str, options: dict[str, str]
+) -> RemoteAddress:
+    if not host or not port:
+        raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got no host or no port")
+    if path:
+        raise ConfigError(f"{name}: mooncake:// has no path, got {quoted(path)}")
+    for option, words in (("protocol", ("tcp", "rdma")), ("in_place", ("yes", "no"))):
+        if options.get(option, words[0]) not in words:
+            expected = " or ".join(words)
+            raise ConfigError(
+                f"{name}: {option}: expected {expected}, got {shown(options[option])}"
+            )
+    metadata = options.get("metadata", P2P)
+    if metadata != P2P and not _METADATA.fullmatch(metadata):
+        raise ConfigError(
+            f"{name}: metadata: expected {P2P}, or the address of a metadata server such as "
+            f"http://MASTER:8080/metadata, got {shown(metadata)}"
+        )
+    if "segment" in options:
+        size = parse_size(options["segment"], name=f"{name}: segment", minimum=0)
+        options["segment"] = format_size(size)
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return RemoteAddress(MOONCAKE, place, "", options)
+
 
 _MOST_TIERS = 8
 _EXAMPLE = "memory:2GiB"

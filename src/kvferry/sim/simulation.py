@@ -23,7 +23,7 @@ from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.settings.policies import DEFAULT_TIER_POLICY
+from kvferry.settings.eviction import DEFAULT_TIER_POLICY
 from kvferry.sim.bounds import Future, all_knowing
 from kvferry.sim.replay import SchedulerReplay
 from kvferry.telemetry.traces import TraceReader, TraceRequest

@@ -25,8 +25,7 @@ import numpy.typing as npt
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostFile
-from kvferry.settings.disk import DiskSettings
-from kvferry.settings.remote import RemoteSettings
+from kvferry.settings.tiers import DiskSettings, RemoteSettings
 from kvferry.types import FIRST_RANK, Rank, RunNumbers, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]

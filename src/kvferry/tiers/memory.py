@@ -12,8 +12,7 @@ import numpy as np
 from kvferry.core.quantities import format_size, parse_size
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Batch, Result, TierSetup, Way
-from kvferry.tiers.queued import Task
-from kvferry.tiers.threaded import ThreadedTier
+from kvferry.tiers.queued import Task, ThreadedTier
 from kvferry.types import Key, TierName
 
 MEMORY = TierName("memory")

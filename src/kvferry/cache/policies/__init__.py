@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvferry.cache.policies.contract import EvictionPolicy, EvictionPolicyMaker, Residents
-from kvferry.core.factories import find_factory
+from kvferry.core.quantities import find_factory
 from kvferry.errors import ConfigError
-from kvferry.settings.policies import factory_of, read_policy
+from kvferry.settings.eviction import factory_of, read_policy
 
 _VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard", "clear")
 

@@ -15,8 +15,7 @@ from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.recovery import united, within
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import ConfigError, TransferError
-from kvferry.hostmem.mapping import PrivateMemory
+from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
 from kvferry.tiers.disk.protocol import Flags
 from kvferry.tiers.ipc.messages import Numbers, Words

@@ -38,8 +38,8 @@ from kvferry.tiers.disk.protocol import (
 from kvferry.tiers.disk.quota import DiskBound
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.ipc import child, messages
-from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
-from kvferry.tiers.ipc.status_page import HEARTBEAT, MAX_THREADS
+from kvferry.tiers.ipc.memory import HEARTBEAT, MAX_THREADS
+from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 
 log = logging.getLogger(__name__)
 

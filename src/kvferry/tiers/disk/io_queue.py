@@ -28,7 +28,7 @@ import numpy as np
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
-from kvferry.hostmem.mapping import PrivateMemory
+from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile
 from kvferry.tiers.disk.protocol import Flags

@@ -23,9 +23,8 @@ from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover, run
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
 from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.tiers.disk.protocol import Count, Flags
-from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Numbers, Words
-from kvferry.tiers.ipc.status_page import StatusPage
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.tiers.ipc.messages import Numbers, Words
-from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import KEY_BYTES, SlotArray
 
 Flags = npt.NDArray[np.bool_]

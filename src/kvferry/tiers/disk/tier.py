@@ -45,10 +45,9 @@ from kvferry.tiers.disk.protocol import (
     take_blocks,
 )
 from kvferry.tiers.ipc import messages
-from kvferry.tiers.ipc.channel import FrameKind
-from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage, Words
+from kvferry.tiers.ipc.memory import HEARTBEAT
+from kvferry.tiers.ipc.messages import FrameKind, Numbers, OrderMessage, ResultMessage, Words
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.ipc.status_page import HEARTBEAT
 from kvferry.types import NO_SLOTS, SlotArray, TierName
 
 log = logging.getLogger(__name__)

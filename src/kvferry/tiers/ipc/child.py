@@ -16,10 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
-from kvferry.tiers.ipc.channel import Channel, FrameKind
-from kvferry.tiers.ipc.memory import EngineMemory
-from kvferry.tiers.ipc.messages import pack_says, pack_text
-from kvferry.tiers.ipc.status_page import StatusPage
+from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
+from kvferry.tiers.ipc.messages import Channel, FrameKind, pack_says, pack_text
 
 
 @dataclass(frozen=True)

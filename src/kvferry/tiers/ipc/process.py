@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
-from kvferry.tiers.ipc.memory import let_children_in, open_own_memory
-from kvferry.tiers.ipc.status_page import StatusPage
+from kvferry.tiers.ipc.memory import StatusPage, let_children_in, open_own_memory
+from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 
 _KILL_SECONDS = 2.0
 

@@ -22,10 +22,17 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from kvferry.core.quantities import parse_size
-from kvferry.settings.remote import P2P, RemoteAddress
+from kvferry.settings.tiers import P2P, RemoteAddress
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Unavailable
-from kvferry.tiers.remote.slot_mapping import SlotMapping, Staging, address_of
+from kvferry.tiers.remote.client import (
+    Fault,
+    Fetched,
+    Foreign,
+    SlotMapping,
+    Staging,
+    Unavailable,
+    address_of,
+)
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy.typing as npt
 import xxhash
 
-from kvferry.hostmem.mapping import PrivateMemory
-from kvferry.settings.remote import SPARE_BYTES
+from kvferry.hostmem.slots import PrivateMemory
+from kvferry.settings.tiers import SPARE_BYTES
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
 from kvferry.types import KEY_BYTES
 

@@ -24,11 +24,10 @@ from obstore import exceptions
 from obstore.store import S3Store
 
 from kvferry.errors import ConfigError
-from kvferry.settings.remote import PACK, RemoteAddress
+from kvferry.settings.tiers import PACK, RemoteAddress
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Staging, Unavailable
 from kvferry.tiers.remote.objects import most_in_one
-from kvferry.tiers.remote.slot_mapping import Staging
 
 _CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
 _ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20

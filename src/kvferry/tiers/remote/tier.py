@@ -23,10 +23,10 @@ from secrets import randbits
 import numpy as np
 
 from kvferry.errors import ConfigError
-from kvferry.settings.remote import MOONCAKE, S3, RemoteSettings, read_remote
+from kvferry.settings.tiers import MOONCAKE, S3, RemoteSettings, read_remote
 from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
-from kvferry.tiers.ipc.channel import FrameKind
 from kvferry.tiers.ipc.messages import (
+    FrameKind,
     OrderMessage,
     pack_number,
     pack_order,

@@ -15,7 +15,7 @@ from kvferry.tools.cli.output import as_json_option, show
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.job import Direction
-from kvferry.transfer.paths.path_set import open_paths
+from kvferry.transfer.paths.contract import open_paths
 from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.measure import SEGMENTS_PER_BLOCK, CopyRig
 from kvferry.transfer.planner.measure import calibrate as measure

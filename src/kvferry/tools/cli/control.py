@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableError
-from kvferry.settings.files import read_secret
+from kvferry.settings.kinds import read_secret
 from kvferry.tools.cli.output import as_json_option, unbroken, url_option
 from kvferry.tools.top.answers import read_json
 from kvferry.tools.top.scrape import base_url, post

@@ -15,7 +15,7 @@ from kvferry.core.quantities import parse_size
 from kvferry.errors import ConfigError, InputError, KvferryError
 from kvferry.settings.tiers import read_tiers
 from kvferry.tiers.contract import TierSetup
-from kvferry.tiers.opening import open_tier
+from kvferry.tiers.movers import open_tier
 from kvferry.tools.cli.output import grid, is_stdout, json_option, options, put
 from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.model import ModelShape, limit_matrix_threads

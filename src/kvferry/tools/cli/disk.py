@@ -18,7 +18,7 @@ from rich.text import Text
 from kvferry.config import Config
 from kvferry.core.quantities import rounded_size
 from kvferry.errors import ConfigError, KvferryError, StoreError
-from kvferry.settings.disk import DiskSettings
+from kvferry.settings.tiers import DiskSettings
 from kvferry.tiers.disk.quota import StoreFolder, stores_under
 from kvferry.tiers.disk.store import StoreSummary, list_stores, purge_store, verify_store
 from kvferry.tools.cli.output import as_json_option, grid, unbroken

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.config import CONFIG_FILE_ENV, Config, describe, show
+from kvferry.config import CONFIG_FILE_ENV, Config, describe, show, variables
 from kvferry.errors import ConfigError
-from kvferry.settings.sources import variables
 from kvferry.tools.cli.output import as_json_option
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from kvferry.cache.policies import policy_named
 from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.settings.policies import DEFAULT_TIER_POLICY, POLICIES, read_policy
+from kvferry.settings.eviction import DEFAULT_TIER_POLICY, POLICIES, read_policy
 from kvferry.sim.simulation import (
     ALL_KNOWING,
     Score,

@@ -25,8 +25,7 @@ from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry.mailbox import Mailbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tiers.movers import Mover
-from kvferry.tiers.opening import open_tiers
+from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span, require_positive
 from kvferry.transfer.engine.contract import CopyEngine

@@ -10,8 +10,7 @@ from kvferry.connectors.vllm import CONNECTOR_NAME
 from kvferry.connectors.vllm.versions import Standing, refusal, seeds_are_fixed, standing
 from kvferry.core.quantities import GiB, format_size
 from kvferry.errors import ConfigError, DriverError
-from kvferry.hostmem.limits import size_for
-from kvferry.hostmem.numa import find_placement, parse_list
+from kvferry.hostmem.limits import find_placement, parse_list, size_for
 from kvferry.settings.copy_paths import path_names
 from kvferry.settings.kinds import AUTO
 from kvferry.tools.doctor.disk import check_disk, check_tiers

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from kvferry.config import Config
 from kvferry.core.quantities import MiB, rounded_size
 from kvferry.errors import ConfigError
-from kvferry.settings.disk import KEY_ENV, DiskSettings
-from kvferry.settings.tiers import DISK, REMOTE, TierSpec
+from kvferry.settings.tiers import DISK, KEY_ENV, REMOTE, DiskSettings, TierSpec
 from kvferry.tiers.contract import TierSetup
-from kvferry.tiers.opening import open_tier
+from kvferry.tiers.movers import open_tier
 from kvferry.tools.doctor.drive import MOST_BYTES, DriveFacts, file_system, nearest_directory
 from kvferry.tools.doctor.machine import Environment, Finding, fail, ok, warn
 

@@ -7,8 +7,7 @@ import json
 import numpy as np
 
 from kvferry.tiers.ipc import child
-from kvferry.tiers.ipc.channel import FrameKind
-from kvferry.tiers.ipc.messages import pack_text, unpack_text
+from kvferry.tiers.ipc.messages import FrameKind, pack_text, unpack_text
 from kvferry.tiers.ipc.process import ChildProcess
 
 _SECONDS = 20.0

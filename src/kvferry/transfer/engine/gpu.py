@@ -29,7 +29,7 @@ from kvferry.transfer.engine.flags import FlagProbe, FlagWatchdog, HostFlags
 from kvferry.transfer.job import Direction, JobFactory
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
-from kvferry.transfer.paths.host_runs import count_runs
+from kvferry.transfer.paths.direct import count_runs
 from kvferry.transfer.planner.choose import PathChoices, Planner
 from kvferry.types import (
     FIRST_RANK,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.kernels.launch import Grid, Kernels, Launcher, widest
-from kvferry.transfer.kernels.tables import IdBuffers
+from kvferry.transfer.kernels.launch import Grid, IdBuffers, Kernels, Launcher, widest
 from kvferry.transfer.paths.contract import QUICK_BYTES, Means, Path
 
 GRID = Grid(programs=2, warps=32)
