@@ -16,7 +16,7 @@ from tests.fakes.registrar import FakeRegistrar
 from kvferry.core.quantities import GiB, MiB
 from kvferry.errors import ConfigError
 from kvferry.hostmem import growth as growth_module
-from kvferry.hostmem import mapping as mapping_module
+from kvferry.hostmem import slots as slots_module
 from kvferry.hostmem.growth import Growth, GrowthState, Pin
 from kvferry.hostmem.limits import Machine
 from kvferry.hostmem.memory import HostMemory
@@ -100,7 +100,7 @@ def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPa
 
     def watched(memory: Bytes) -> None:
         work("touch")
-        mapping_module.populate(memory)
+        slots_module.populate(memory)
 
     monkeypatch.setattr(growth_module, "populate", watched)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
@@ -337,7 +337,7 @@ def test_no_pages_for_the_first_chunk_is_a_refusal(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_old_kernel_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping_module, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(slots_module, "_MADV_POPULATE_WRITE", 9999)
     growth = Growth(tier(40))
     assert growth.wait(LONG)
     assert growth.ready_slots == 40

@@ -197,7 +197,11 @@ def row_shape(layout: GroupLayout, alignment: int) -> RowShape:
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """The rows of one block of a layout, and the tables the kernel finds them by."""
+    """The rows of one block of a layout, and the tables the kernel finds them by.
+
+    A row is at most ``row_bytes`` contiguous bytes of one segment. Rows never cross a segment, so
+    each has one device address and one place in the block.
+    """
 
     layout: GroupLayout
     shape: RowShape
@@ -258,8 +262,6 @@ class RowTable:
         block, within = divmod(row, self.rows_per_block)
         return block * self.layout.block_bytes + int(self.places[within])
 
-
-log = logging.getLogger(__name__)
 
 ARGUMENTS: dict[str, str] = {
     "null_address": "i64",
