@@ -36,8 +36,7 @@ def sides(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> 
 
 def load(sides: Sides, name: str, tag: int) -> None:
     request = request_of(name, hashes_of(tag))
-    assert sides.side.match(request, 0) == (PROMPT, True)
-    sides.side.allocated(request, sides.allocate(name, 5), PROMPT)
+    sides.promise(request)
     sides.step()
     sides.end(request)
     sides.rest()

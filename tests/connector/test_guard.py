@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, hashes_of, request_of
 
-PROMPT = 4 * BLOCK_TOKENS
 LATE = 5
 """Whose conversation is stored, and nobody has asked for it yet."""
 
@@ -34,8 +33,7 @@ def busy(make_sides: Callable[..., Sides]) -> Busy:
     sides.end(ended)
     sides.run(sides.orders())
     waits = request_of("waits", hashes_of(1))
-    assert sides.side.match(waits, 0) == (PROMPT, True)
-    sides.side.allocated(waits, sides.allocate("waits", 5), PROMPT)
+    sides.promise(waits)
     assert sides.side.serving is not None
     assert sides.side.serving.engine.num_held == 8, "those being stored, those to be loaded"
     return Busy(sides, runs, waits)

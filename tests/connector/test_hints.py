@@ -15,19 +15,11 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 PROBES = itertools.count()
 
 
-def serve(sides: Sides, name: str, tag: int, hints: dict[str, Any] | None = None) -> Any:
+def serve(sides: Sides, name: str, tag: int, hints: dict[str, Any] | None = None) -> None:
     """A whole life: it comes, finds nothing, computes its prompt, ends."""
-    request = request_of(name, hashes_of(tag))
-    if hints is not None:
-        request.kv_transfer_params = {"kvferry": hints}
-    sides.side.match(request, 0)
-    sides.side.allocated(request, sides.allocate(name, 5), 0)
-    sides.step({name: request.num_tokens}, new=[name])
-    request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
-    sides.cache(request)
-    sides.end(request)
+    said = {} if hints is None else {"kv_transfer_params": {"kvferry": hints}}
+    sides.end(sides.compute(name, hashes_of(tag), **said))
     sides.rest()
-    return request
 
 
 def num_stored(sides: Sides, tag: int) -> int:

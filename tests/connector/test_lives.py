@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 from tests.fakes.sides import (
     BLOCK_TOKENS,
@@ -25,31 +23,6 @@ def sides(make_sides: Callable[..., Sides]) -> Sides:
     return make_sides(*STAGES[:2])
 
 
-def converse(sides: Sides, tag: int) -> Any:
-    """A conversation computes fresh bytes, ends and is stored; returns the bytes."""
-    request = request_of("writer", hashes_of(tag))
-    assert sides.side.match(request, 0) == (0, False)
-    sides.side.allocated(request, sides.allocate("writer", 5), 0)
-    places = sides.tables["writer"][:4]
-    sides.write(places)
-    wanted = sides.bytes_at(places)
-    sides.step({"writer": request.num_tokens})
-    request.num_computed_tokens = request.num_tokens
-    sides.cache(request)
-    sides.end(request)
-    sides.rest()
-    return wanted
-
-
-def promise(sides: Sides, request: Any) -> list[int]:
-    """It is promised its four blocks and given places for them, which are poisoned."""
-    assert sides.side.match(request, 0) == (PROMPT, True)
-    sides.side.allocated(request, sides.allocate(request.request_id, 5), PROMPT)
-    places = sides.tables[request.request_id][:4]
-    sides.write(places, np.nan)
-    return places
-
-
 def assert_nothing_is_left(sides: Sides) -> None:
     sides.rest()
     sides.step()  # what was given back is freed in a step
@@ -65,9 +38,9 @@ def assert_nothing_is_left(sides: Sides) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_was_stored_comes_back(make_sides, num_ranks):
     sides = make_sides(*STAGES[:num_ranks])
-    wanted = converse(sides, 1)
+    wanted = sides.converse("writer", hashes_of(1))
     reader = request_of("reader", hashes_of(1))
-    places = promise(sides, reader)
+    places = sides.promise(reader)
     orders = sides.orders()
     assert orders.loads.keys() == {"reader"}
     sides.run(orders)
@@ -82,10 +55,10 @@ def test_what_was_stored_comes_back(make_sides, num_ranks):
 
 
 def test_one_that_is_preempted_loads_again(sides):
-    wanted = converse(sides, 1)
+    wanted = sides.converse("writer", hashes_of(1))
     request = request_of("r", hashes_of(1))
     for preemptions in range(3):
-        places = promise(sides, request)
+        places = sides.promise(request)
         assert sides.step().finished_recving == {"r"}
         assert_same(sides.bytes_at(places), wanted)
         request.num_computed_tokens = PROMPT
@@ -114,14 +87,14 @@ def test_one_that_is_preempted_and_resumed_before_we_hear_of_it_is_known_by_its_
     sides.end(request)
     sides.rest()
     reader = request_of("reader", hashes_of(1))
-    promise(sides, reader)
+    sides.promise(reader)
     assert sides.step().finished_recving == {"reader"}
     sides.end(reader)
     assert_nothing_is_left(sides)
 
 
 def test_one_that_is_aborted_between_match_and_allocation_keeps_no_pin(sides):
-    converse(sides, 1)
+    sides.converse("writer", hashes_of(1))
     request = request_of("r", hashes_of(1))
     assert sides.side.match(request, 0) == (PROMPT, True)
     assert sides.side.serving.scheduler.pool.num_leases > 0
@@ -131,9 +104,9 @@ def test_one_that_is_aborted_between_match_and_allocation_keeps_no_pin(sides):
 
 
 def test_one_that_is_aborted_before_its_load_is_sent_is_not_loaded(sides):
-    converse(sides, 1)
+    sides.converse("writer", hashes_of(1))
     request = request_of("r", hashes_of(1))
-    promise(sides, request)
+    sides.promise(request)
     sides.end(request)
     orders = sides.orders()
     assert not orders.loads
@@ -146,9 +119,9 @@ def test_one_that_is_aborted_before_its_load_is_sent_is_not_loaded(sides):
 
 def test_one_that_is_aborted_while_it_loads_leaves_its_blocks_to_the_copy(sides):
     """Or vLLM would give away what a rank still writes."""
-    converse(sides, 1)
+    sides.converse("writer", hashes_of(1))
     request = request_of("r", hashes_of(1))
-    places = promise(sides, request)
+    places = sides.promise(request)
     sides.run(sides.orders())
     sides.end(request)
     free = sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
@@ -163,9 +136,9 @@ def test_one_that_is_aborted_while_it_loads_leaves_its_blocks_to_the_copy(sides)
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_reset_lets_nobody_wait(sides, is_sent):
     """vLLM waits for the load all the same: it comes, or is said not to."""
-    converse(sides, 1)
+    sides.converse("writer", hashes_of(1))
     request = request_of("r", hashes_of(1))
-    promise(sides, request)
+    sides.promise(request)
     if is_sent:
         sides.run(sides.orders())
     sides.side.reset()

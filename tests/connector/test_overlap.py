@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
+from tests.fakes.sides import Sides, assert_same, request_of
 
 from kvferry.cache.policies.load_or_compute import Overlapping
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -71,31 +71,11 @@ def forward(sides: Sides, mode: str = "NONE", looks: Callable[[str], None] | Non
         rank.after_forward()
 
 
-def store(sides: Sides, name: str = "writer", hashes: Sequence[bytes] = HASHES) -> Any:
-    """Four blocks of fresh bytes, stored and known; returns them."""
-    request = request_of(name, hashes)
-    sides.side.match(request, 0)
-    sides.side.allocated(request, sides.allocate(name, 5), 0)
-    sides.write(slice(None))
-    wanted = sides.bytes_at(sides.tables[name][:4])
-    sides.step({name: request.num_tokens})
-    request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
-    sides.cache(request)
-    sides.end(request)
-    sides.rest()
-    return wanted
-
-
 def order(
     sides: Sides, name: str = "reader", hashes: Sequence[bytes] = HASHES
 ) -> tuple[list[int], Any]:
     """Ask for the four blocks and order their load; returns where to, and the orders."""
-    request = request_of(name, hashes)
-    assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
-    sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
-    places = sides.tables[name][:4]
-    sides.write(places, np.nan)
-    return places, sides.orders()
+    return sides.promise(request_of(name, hashes)), sides.orders()
 
 
 def begin(sides: Sides, orders: Any) -> None:
@@ -106,7 +86,7 @@ def begin(sides: Sides, orders: Any) -> None:
 
 def test_a_request_runs_while_its_load_lands(make, gate):
     sides = make()
-    wanted = store(sides)
+    wanted = sides.converse("writer", HASHES)
     places, orders = order(sides)
     assert orders.early == {"reader"}
     begin(sides, orders)
@@ -134,7 +114,7 @@ def test_a_request_runs_while_its_load_lands(make, gate):
 
 def test_one_graph_of_all_layers_waits_for_all_of_it(make, gate):
     sides = make(["layer0", "layer1", "layer2"])
-    wanted = store(sides)
+    wanted = sides.converse("writer", HASHES)
     places, orders = order(sides)
     begin(sides, orders)
     assert sides.answer(0).finished_recving == {"reader"}
@@ -151,7 +131,7 @@ def test_one_graph_of_all_layers_waits_for_all_of_it(make, gate):
 
 def test_layers_that_never_called_are_waited_for_before_the_step(make, gate):
     sides = make(["layer0", "layer1", "layer2"])
-    wanted = store(sides)
+    wanted = sides.converse("writer", HASHES)
     places, orders = order(sides)
     begin(sides, orders)
     sides.answer(0)
@@ -164,7 +144,7 @@ def test_layers_that_never_called_are_waited_for_before_the_step(make, gate):
 
 def test_in_a_step_that_computes_for_others_it_lands_first(make, gate):
     sides = make(["layer0", "layer1", "layer2"])
-    store(sides)
+    sides.converse("writer", HASHES)
     (rank,) = sides.ranks
     _, orders = order(sides)
     begin(sides, orders)
@@ -179,8 +159,8 @@ def test_by_default_it_lands_first_beside_whoever_is_there(make):
     """One that loads, too, will run soon. Seen red with those alone counted that run already."""
     sides = make(["layer0", "layer1", "layer2"])
     other = [bytes([number]) * 32 for number in range(11, 15)]
-    store(sides)
-    store(sides, "another", other)
+    sides.converse("writer", HASHES)
+    sides.converse("another", other)
     _, orders = order(sides)
     assert orders.early == {"reader"}
     _, orders = order(sides, "second", other)
@@ -191,7 +171,7 @@ def test_by_default_it_lands_first_beside_whoever_is_there(make):
 def test_the_model_will_run_beside_a_load_that_may_be_read_early(make, gate):
     """So its path is picked as for one that the model runs beside already."""
     sides = make()
-    store(sides)
+    sides.converse("writer", HASHES)
     (activity, *_) = [rank._memory._activity for rank in sides.ranks]
     assert not activity.runs_beside
     _, orders = order(sides)
@@ -203,7 +183,7 @@ def test_the_model_will_run_beside_a_load_that_may_be_read_early(make, gate):
 def test_a_load_that_fails_on_one_rank_is_not_read(make):
     """vLLM waits for the other rank: it says that the blocks are not there."""
     sides = make()
-    store(sides)
+    sides.converse("writer", HASHES)
     places, orders = order(sides)
     mover = sides.ranks[1]._worker._routes["host", DEVICE]
     failed: list[Receipt] = []
@@ -220,7 +200,7 @@ def test_a_load_that_fails_on_one_rank_is_not_read(make):
 
 def test_weights_that_changed_are_seen_before_anybody_is_told(make, monkeypatch):
     sides = make(["layer0", "layer1"])
-    store(sides)
+    sides.converse("writer", HASHES)
     places, orders = order(sides)
     (rank,) = sides.ranks
     begin(sides, orders)
@@ -233,7 +213,7 @@ def test_weights_that_changed_are_seen_before_anybody_is_told(make, monkeypatch)
 
 def test_blocks_of_who_is_gone_are_held_until_its_load_has_landed(make, gate):
     sides = make(["layer0", "layer1"])
-    store(sides)
+    sides.converse("writer", HASHES)
     places, orders = order(sides)
     begin(sides, orders)
     assert sides.answer(0).finished_recving == {"reader"}
@@ -253,7 +233,7 @@ def test_blocks_of_who_is_gone_are_held_until_its_load_has_landed(make, gate):
 def test_one_after_the_other(make, gate):
     """Who ran with the second would wait for the first as well, and so would all others."""
     sides = make(["layer0", "layer1", "layer2"])
-    store(sides)
+    sides.converse("writer", HASHES)
     first, orders = order(sides, "first")
     begin(sides, orders)
     sides.side.finished(request_of("first", HASHES))  # or the second would wait for its blocks
@@ -272,7 +252,7 @@ def test_one_after_the_other(make, gate):
 
 def test_off_is_as_before(make, gate, make_sides):
     sides = make_sides(["layer0", "layer1"], overlap_loads="off")
-    store(sides)
+    sides.converse("writer", HASHES)
     _, orders = order(sides)
     assert not orders.early
     assert not any(transfer.in_parts for transfer in orders.plan.transfers)

@@ -46,10 +46,7 @@ def load(
     sides: Sides, name: str = "reader", hashes: Sequence[bytes] = HASHES
 ) -> tuple[list[int], Any]:
     """Ask for the four blocks and order their load; returns where to, and the orders."""
-    request = request_of(name, hashes)
-    assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
-    sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
-    return sides.tables[name][:4], sides.orders()
+    return sides.promise(request_of(name, hashes)), sides.orders()
 
 
 @pytest.mark.parametrize("computes", [False, True])

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tests.fakes.vllm_hooks import VllmHooks
-from tests.fakes.vllm_parts import VllmParts, parts_here
+from tests.fakes.vllm_parts import BLOCK_TOKENS as BLOCK_TOKENS
+from tests.fakes.vllm_parts import VllmParts, parts_here, step_of
+from tests.fakes.vllm_parts import request_of as request_of
 
 from kvferry.config import Config
 from kvferry.connectors.common.messages import StepOrders
@@ -25,7 +27,6 @@ from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.setup import contents_of, namespace_of, setup_of, support_of
 from kvferry.types import Rank
 
-BLOCK_TOKENS = 16
 NUM_BLOCKS = 32
 SPEC = type("FullAttentionSpec", (SimpleNamespace,), {})(block_size=BLOCK_TOKENS)
 _random = np.random.default_rng(7)
@@ -35,20 +36,6 @@ SETTINGS = {
     "store_deadline": "5min",
     "overlap_loads": "off",  # what was told to have landed is looked at by the test itself
 }
-
-
-def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> Any:
-    tokens = len(block_hashes) * BLOCK_TOKENS + 1
-    return SimpleNamespace(
-        request_id=name,
-        block_hashes=list(block_hashes),
-        num_preemptions=0,
-        num_tokens=tokens,
-        num_prompt_tokens=tokens,
-        num_computed_tokens=computed,
-        num_output_tokens=0,
-        all_token_ids=list(range(tokens)),
-    )
 
 
 def hashes_of(tag: int, count: int = 4) -> list[bytes]:
@@ -130,17 +117,8 @@ class Sides:
         preempted: Sequence[str] = (),
     ) -> StepOrders:
         """A step of vLLM's; ``new`` are those of the scheduled that never ran before."""
-        return self.side.orders(
-            SimpleNamespace(
-                total_num_scheduled_tokens=sum((scheduled or {}).values()),
-                num_scheduled_tokens=scheduled or {},
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=name, block_ids=(self.tables[name],)) for name in new
-                ],
-                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-                preempted_req_ids=set(preempted) or None,
-            )
-        )
+        tables = {name: (ids,) for name, ids in self.tables.items()}
+        return self.side.orders(step_of(tables, scheduled or {}, new, preempted))
 
     def answer(self, *numbers: int) -> Any:
         """What these ranks have to say now, summed up and heard; the others are silent."""
@@ -169,15 +147,37 @@ class Sides:
         self.run(self.orders(scheduled, **more))
         return self.answer(*range(len(self.ranks)))
 
-    def compute(self, name: str, hashes: Sequence[bytes], num_blocks: int = 5) -> Any:
+    def compute(
+        self, name: str, hashes: Sequence[bytes], num_blocks: int = 5, **attributes: Any
+    ) -> Any:
         """A request that finds nothing here computes its prompt, and is in the prefix cache."""
         request = request_of(name, hashes)
+        vars(request).update(attributes)
         self.side.match(request, 0)
         self.side.allocated(request, self.allocate(name, num_blocks), 0)
-        self.step({name: request.num_tokens})
+        self.write(self.tables[name])
+        self.step({name: request.num_tokens}, new=[name])
         request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
         self.cache(request)
         return request
+
+    def converse(self, name: str, hashes: Sequence[bytes]) -> list[dict[str, Any]]:
+        """A request computes its prompt, ends and is stored; returns the bytes of its blocks."""
+        request = self.compute(name, hashes)
+        wanted = self.bytes_at(self.tables[name][: len(hashes)])
+        self.end(request)
+        self.rest()
+        return wanted
+
+    def promise(self, request: Any) -> list[int]:
+        """Match all blocks of a request and give it places for them, which are poisoned."""
+        num_blocks = len(request.block_hashes)
+        num_tokens = num_blocks * BLOCK_TOKENS
+        assert self.side.match(request, 0) == (num_tokens, True)
+        self.side.allocated(request, self.allocate(request.request_id, num_blocks + 1), num_tokens)
+        places = self.tables[request.request_id][:num_blocks]
+        self.write(places, np.nan)
+        return places
 
     def rest(self) -> None:
         """Step for as long as the connector says that there is something to step for."""

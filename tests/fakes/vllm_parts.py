@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import util
 from types import SimpleNamespace
@@ -23,6 +23,39 @@ class VllmParts:
     output: Callable[[], Any]
     total: Callable[[int], Any]
     tensor: Callable[[Any], Any]
+
+
+BLOCK_TOKENS = 16
+
+
+def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> Any:
+    tokens = len(block_hashes) * BLOCK_TOKENS + 1
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=list(block_hashes),
+        num_preemptions=0,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=computed,
+        num_output_tokens=0,
+        all_token_ids=list(range(tokens)),
+    )
+
+
+def step_of(
+    tables: Mapping[str, tuple[list[int], ...]],
+    scheduled: Mapping[str, int],
+    new: Sequence[str] = (),
+    preempted: Sequence[str] = (),
+) -> Any:
+    """What vLLM's scheduler says of a step."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=tables[name]) for name in new],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+        preempted_req_ids=set(preempted) or None,
+    )
 
 
 @dataclass

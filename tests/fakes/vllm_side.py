@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.vllm_hooks import VllmHooks
+from tests.fakes.vllm_parts import BLOCK_TOKENS as BLOCK_TOKENS
+from tests.fakes.vllm_parts import request_of, step_of
 from tests.fakes.vllm_pool import BlockPool
 
 from kvferry.cache.reach import FullAttention, Group, RecurrentState
@@ -20,8 +22,6 @@ from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceipts
 from kvferry.core.identity import Namespace
 from kvferry.types import Outcome, Rank, Receipt
-
-BLOCK_TOKENS = 16
 
 
 class FakeVllm:
@@ -65,17 +65,7 @@ class FakeVllm:
         return self.side.serving
 
     def request(self, name: str, hashes: Sequence[bytes], computed: int = 0) -> Any:
-        tokens = len(hashes) * BLOCK_TOKENS + 1
-        return SimpleNamespace(
-            request_id=name,
-            block_hashes=list(hashes),
-            all_token_ids=list(range(tokens)),
-            num_preemptions=0,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            num_computed_tokens=computed,
-            num_output_tokens=0,
-        )
+        return request_of(name, hashes, computed)
 
     def allocate(self, request: Any, num_external_tokens: int = 0) -> None:
         """Give a request blocks for all of its tokens, and say so."""
@@ -112,17 +102,7 @@ class FakeVllm:
     def orders(
         self, scheduled: dict[str, int] | None = None, *, new: Sequence[str] = ()
     ) -> StepOrders:
-        orders = self.side.orders(
-            SimpleNamespace(
-                total_num_scheduled_tokens=sum((scheduled or {}).values()),
-                num_scheduled_tokens=scheduled or {},
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=name, block_ids=self.tables[name]) for name in new
-                ],
-                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-                preempted_req_ids=None,
-            )
-        )
+        orders = self.side.orders(step_of(self.tables, scheduled or {}, new))
         copied: StepOrders = pickle.loads(pickle.dumps(orders))  # ranks are other processes
         return copied
 
