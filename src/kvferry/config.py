@@ -246,7 +246,7 @@ class Config:
         None, optional(SIZE), "The most bytes to write to disk in 24 hours; none: no bound."
     )
     disk_deadline: float = setting(
-        10.0, SECONDS, "A drive without an answer for so long counts as away until it answers."
+        10.0, SECONDS, "A drive without an answer for so long is unavailable until it answers."
     )
     disk_key_file: str | None = setting(
         None,
@@ -372,7 +372,7 @@ class Config:
         "127.0.0.1", ADDRESS, "The address to serve them on; the network reaches all but loopback."
     )
     pin_share: float = setting(
-        0.25, SHARE, "The part of each tier that pins, keeps and priorities may hold, at most."
+        0.25, SHARE, "The part of each tier that pins, TTLs and priorities may hold, at most."
     )
     tenants: tuple[TenantShare, ...] = setting(
         (),

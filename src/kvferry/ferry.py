@@ -510,7 +510,7 @@ class Ferry(Closing):
         return self._scheduler.control.pin(self._own_keys(keys), _seconds(seconds))
 
     def unpin(self, keys: Keys) -> Acted:
-        """Forget pins, keeps and priorities of these blocks: they may be evicted as all others."""
+        """Forget pins, TTLs and priorities of these blocks: they may be evicted as all others."""
         return self._scheduler.control.unpin(self._own_keys(keys))
 
     def prefetch(self, keys: Keys, *, keep: float | str | None = None) -> Acted:

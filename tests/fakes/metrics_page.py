@@ -12,7 +12,11 @@ def page() -> str:
         f"| {m.help} |"
         for m in catalog()
     ]
-    labels = {label.name: label.values for m in catalog() for label in m.labels}
+    labels: dict[tuple[str, str], list[str]] = {}
+    for metric in catalog():
+        for label in metric.labels:
+            labels.setdefault((label.name, label.values), []).append(metric.name)
+    names = [name for name, _ in labels]
     return "\n".join(
         [
             "# Metrics",
@@ -30,7 +34,10 @@ def page() -> str:
             "",
             "| label | values |",
             "|---|---|",
-            *(f"| `{name}` | {values} |" for name, values in labels.items()),
+            *(
+                f"| `{name}`{_of(metrics) if names.count(name) > 1 else ''} | {values} |"
+                for (name, values), metrics in labels.items()
+            ),
             "",
             "Useful figures made of them:",
             "",
@@ -40,6 +47,11 @@ def page() -> str:
             "",
         ]
     )
+
+
+def _of(metrics: list[str]) -> str:
+    """The metrics of a label that has other values with other metrics."""
+    return f" of {', '.join(f'`{name}`' for name in metrics)}"
 
 
 FIGURES = {

@@ -108,7 +108,7 @@ class Chains:
         going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
         stays = going != children
         # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
-        # in a few rounds; one tier a round would take as many rounds as the chain is long.
+        # in a few rounds; one level a round would take as many rounds as the chain is long.
         for _ in range(len(slots).bit_length()):
             linked = np.flatnonzero(above != NO_SLOT)
             if not len(linked) or not stays.any():

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvferry.cache.policies.load_or_compute import OverlapVerdict, Verdict
 from kvferry.scheduler.journal import Copy, Reason
@@ -14,9 +13,6 @@ from kvferry.telemetry.memory_curve import TIMES
 from kvferry.transfer.job import Direction
 from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import DEVICE, HOST
-
-if TYPE_CHECKING:
-    pass
 
 PREFIX = "kvferry_"
 

@@ -78,7 +78,7 @@ def given_up(
 def _down_to_level(count: int, surplus: list[float]) -> list[int]:
     """How many each gives up, the highest first, until ``count`` are: they end about level.
 
-    Whole ones that are surely above the tier go at once, and only the last few one by one.
+    Whole ones that are surely above that level go at once, and only the last few one by one.
     """
     if not surplus:
         return []
