@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from _copy_report import plot, report
+from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
 from kvferry.transfer.driver.base import Priority
@@ -34,7 +35,7 @@ from kvferry.transfer.paths.contract import Means, open_paths
 from kvferry.transfer.paths.contract import Path as CopyPath
 from kvferry.transfer.paths.direct import count_runs
 from kvferry.transfer.planner.choose import Planner
-from kvferry.transfer.planner.measure import GB, Call, CopyRig, MiB, calibrate, provenance
+from kvferry.transfer.planner.measure import GB, Call, CopyRig, calibrate, provenance
 from kvferry.transfer.planner.profile import profile_file, save_profile
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 

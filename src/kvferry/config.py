@@ -28,7 +28,7 @@ else:
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar, cast
 
 from kvferry.core.quantities import GiB, nearest
@@ -93,8 +93,11 @@ def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     ConfigError where it cannot be read, is too large, is not of its kind, or says a name twice.
     """
     path = Path(path)
-    where, suffix = _file_name(path), path.suffix.lower()
-    parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
+    where, suffix = _plain(str(path), _LONGEST_PATH), path.suffix.lower()
+    parsers: dict[str, Callable[[str], object]] = {
+        ".toml": tomllib.loads,
+        ".json": partial(json.loads, object_pairs_hook=_once_each),
+    }
     if suffix not in parsers:
         raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
     content = read_file(path, f"{where}:", _MOST_FILE_BYTES)
@@ -111,18 +114,13 @@ def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     return where, data
 
 
-def _file_name(path: Path) -> str:
-    """A file's name in a message, as it is, unless it is made of something else."""
-    name = str(path)
-    return name if name.isprintable() and len(name) <= _LONGEST_PATH else quoted(name)
-
-
-def _parse_json(text: str) -> object:
-    """As TOML does it: a name that is there twice is an error, not the last one's."""
-    return json.loads(text, object_pairs_hook=_once_each)
+def _plain(name: str, most: int) -> str:
+    """A name in a message, as it is, unless it is long or made of something else."""
+    return name if name.isprintable() and len(name) <= most else quoted(name)
 
 
 def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """As TOML does it: a name that is there twice is an error, not the last one's."""
     names = Counter(name for name, _ in pairs)
     for name, count in names.items():
         if count > 1:
@@ -572,12 +570,8 @@ def _unknown(source: str, what: str, name: object, known: Sequence[str]) -> Unkn
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for name, variable in variables(env).items():
-        read |= _read({name: env[variable]}, f"environment variable {_plain(variable)}")
+        read |= _read({name: env[variable]}, f"environment variable {_plain(variable, 64)}")
     return read
-
-
-def _plain(text: str) -> str:
-    return text if text.isprintable() and len(text) <= 64 else quoted(text)
 
 
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -140,7 +140,10 @@ def chain(
         require_key("parent", parent)
         if salt:
             raise InputError("salt belongs to a whole chain: the parent key covers the one it has")
-    ids = _as_tokens(tokens)
+    ids = integers(tokens, "tokens")
+    if ids.size and int(ids.min()) < 0:
+        raise InputError(f"token ids must not be negative, got {int(ids.min())}")
+    ids = ids.astype("<i8", copy=False)
     width = namespace.block_tokens * ids.itemsize
     data = ids[: len(ids) // namespace.block_tokens * namespace.block_tokens].tobytes()
     fresh = blake2b(digest_size=KEY_BYTES, person=_CHAIN).copy  # half the cost of a new one
@@ -153,7 +156,7 @@ def chain(
         digest.update(above + data[at : at + width])
         above = digest.digest()
         keys.append(above)
-    return _joined(keys)
+    return Keys(np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, KEY_WORDS))
 
 
 def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
@@ -244,18 +247,6 @@ def new_epoch(before: int) -> int:
     while (epoch := randbits(_EPOCH_BITS)) in (0, before):
         pass
     return epoch
-
-
-def _joined(keys: list[bytes]) -> Keys:
-    return Keys(np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, KEY_WORDS))
-
-
-def _as_tokens(tokens: Integers) -> npt.NDArray[np.int64]:
-    """Token ids as a little-endian int64 vector; InputError for anything else."""
-    ids = integers(tokens, "tokens")
-    if ids.size and int(ids.min()) < 0:
-        raise InputError(f"token ids must not be negative, got {int(ids.min())}")
-    return ids.astype("<i8", copy=False)
 
 
 def _with_length(data: bytes) -> bytes:

@@ -62,7 +62,7 @@ class OneThread:
         self._what = what
         self._process = Process(what)
         self._made_in = _process[0]
-        self._is_closed = False
+        self.is_closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -70,13 +70,9 @@ class OneThread:
     def is_forked(self) -> bool:
         return self._process.is_another
 
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
     def close(self) -> None:
         """It must not be used any more."""
-        self._is_closed = True
+        self.is_closed = True
         self._thread = None
 
     def require(self) -> None:
@@ -87,7 +83,7 @@ class OneThread:
         # Not by thread numbers: the next thread has that of one that ended.
         if current_thread() is not self._thread or self._made_in is not _process[0]:
             self._process.require()
-            if self._is_closed:
+            if self.is_closed:
                 raise ClosedError(f"{self._what} is closed")
             self._take()
 

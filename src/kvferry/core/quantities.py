@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, InputError
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+_BINARY_UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB))
 
 _SIZE_UNITS = {
     "": 1,
@@ -48,7 +49,7 @@ _QUANTITY = re.compile(
 _COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
 _RATE = re.compile(r"\s*[+-]?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?\s*", re.ASCII | re.I)
 _SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
-_MOST_BYTES = 2**63 - 1
+_MOST_INT64 = _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e15
 
@@ -146,7 +147,7 @@ def show_share(share: float) -> str:
 
 def format_size(size: int) -> str:
     """A size as :func:`parse_size` reads it back exactly, in the largest unit that divides it."""
-    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+    for unit, factor in _BINARY_UNITS:
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
     return f"{size}B"
@@ -154,7 +155,7 @@ def format_size(size: int) -> str:
 
 def rounded_size(size: int) -> str:
     """A size for people to read, in the largest unit it has one of: 63.9GiB."""
-    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+    for unit, factor in _BINARY_UNITS:
         if size >= factor:
             return f"{size / factor:.1f}".removesuffix(".0") + unit
     return f"{size}B"
@@ -206,7 +207,6 @@ def _between(name: str, given: object, value: int, least: int, most: int, unit: 
 Integers = Sequence[int] | npt.NDArray[np.integer]
 """A vector of integers: a sequence, a numpy array, or a torch tensor."""
 
-_MOST_INT64 = 2**63 - 1
 _NO_VECTORS = (str, bytes, bytearray, memoryview, Set, Mapping)
 """Iterable, but as characters, as bytes, or in no order of the caller's."""
 
@@ -219,7 +219,11 @@ def integers(values: Integers, what: str) -> npt.NDArray[np.int64]:
     if isinstance(values, np.ndarray):
         array: npt.NDArray[Any] = values
     elif hasattr(values, "data_ptr"):
-        array = _of_torch(values, what)
+        try:
+            array = cast(Any, values).detach().cpu().numpy()
+        except (RuntimeError, TypeError, NotImplementedError) as error:  # meta, sparse
+            words = f"{what} must be a vector of integers, got a tensor: {error}"
+            raise InputError(words) from error
     else:
         array = _of_items(values, what)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -252,14 +256,6 @@ def _of_items(values: Any, what: str) -> npt.NDArray[np.int64]:
     except OverflowError:
         worst = max(items, key=abs)
         raise InputError(f"{what} must fit 64 signed bits, got {written(worst)}") from None
-
-
-def _of_torch(tensor: Any, what: str) -> npt.NDArray[Any]:
-    try:
-        array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # meta, sparse, no numpy dtype
-        raise InputError(f"{what} must be a vector of integers, got a tensor: {error}") from error
-    return array
 
 
 def written(value: int) -> str:

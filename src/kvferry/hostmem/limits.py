@@ -13,7 +13,7 @@ import platform
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.core.quantities import GiB, MiB, format_size
 from kvferry.errors import ConfigError
@@ -240,7 +240,9 @@ def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placem
         return Placement("this machine has one memory node")
     if not pci_bus_id:
         return Placement(f"{len(nodes)} memory nodes, no GPU to be near to")
-    text = (read(f"/sys/bus/pci/devices/{_sysfs_name(pci_bus_id)}/numa_node") or "").strip()
+    # sysfs writes four digits of domain where some drivers write eight.
+    domain, _, rest = pci_bus_id.lower().partition(":")
+    text = (read(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node") or "").strip()
     node = int(text) if text.isdigit() else None  # -1: the firmware does not say
     if node is None or node not in nodes:
         return Placement(f"{len(nodes)} memory nodes, the GPU's ({pci_bus_id}) is not known")
@@ -267,13 +269,10 @@ def prefer(memory: Bytes, placement: Placement) -> Placement:
             ctypes.c_long(number), *(ctypes.c_ulong(a) for a in (*arguments, most, 0))
         )
         if code == 0:
-            return Placement(f"{placement.words}: preferred", placement.node, placement.cpus)
+            return replace(placement, words=f"{placement.words}: preferred")
         error = f"mbind: {os.strerror(ctypes.get_errno())}"
-    return Placement(
-        f"{placement.words}: by the processors that touch it ({error})",
-        placement.node,
-        placement.cpus,
-    )
+    done = f"{placement.words}: by the processors that touch it ({error})"
+    return replace(placement, words=done)
 
 
 def run_near(placement: Placement) -> None:
@@ -292,9 +291,3 @@ def parse_list(text: str) -> list[int]:
         if first.strip().isdigit():
             numbers.extend(range(int(first), int(last or first) + 1))
     return numbers
-
-
-def _sysfs_name(pci_bus_id: str) -> str:
-    """sysfs writes four digits of domain where some drivers write eight."""
-    domain, _, rest = pci_bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"

@@ -207,8 +207,10 @@ class HostMemory(Closing):
             size = size_for(asked, machine, num_ranks=ranks)
         else:
             size = shared.bytes.nbytes
-        num_slots = _slots_in(size, slot_bytes)
-        chunks = Chunks.lay_out(num_slots, slot_bytes, chunk_bytes, spare_bytes)
+        if size < slot_bytes:
+            words = f"host: {format_size(size)} hold no block of {slot_bytes} bytes; give it more"
+            raise ConfigError(words)
+        chunks = Chunks.lay_out(size // slot_bytes, slot_bytes, chunk_bytes, spare_bytes)
         if chunks.num_bytes > size:  # what the pitch adds, or the last page
             fits = max(1, size // chunks.pitch)
             chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes, spare_bytes)
@@ -280,11 +282,3 @@ class HostMemory(Closing):
         self.tier.close()
         if self._shared is not None:
             self._shared.close()
-
-
-def _slots_in(size: int, slot_bytes: int) -> int:
-    if size < slot_bytes:
-        raise ConfigError(
-            f"host: {format_size(size)} hold no block of {slot_bytes} bytes; give it more"
-        )
-    return size // slot_bytes

@@ -251,20 +251,11 @@ REMOTE = TierName("remote")
 """The tier that the setting ``remote`` makes, and its kind."""
 
 
-@dataclass(frozen=True)
-class TierKind:
-    """A short name for the factory of a tier, whose option is its size."""
-
-    name: str
-    factory: str
-
-
-KINDS = (
-    TierKind("memory", "kvferry.tiers.memory:open_placed"),
-    TierKind("memory-by-key", "kvferry.tiers.memory:open_keyed"),
-)
-"""A new kind adds a line here."""
-_BY_NAME = {kind.name: kind for kind in KINDS}
+_KINDS = {
+    "memory": "kvferry.tiers.memory:open_placed",
+    "memory-by-key": "kvferry.tiers.memory:open_keyed",
+}
+"""Factories of tiers whose option is their size. A new kind adds a line here."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +270,7 @@ class TierSpec:
     @property
     def outlives_us(self) -> bool:
         """Whether its blocks may be there after the process ended: not in our own memory."""
-        return self.kind not in _BY_NAME
+        return self.kind not in _KINDS
 
     def __str__(self) -> str:
         """As a setting would write it."""
@@ -289,7 +280,7 @@ class TierSpec:
 
 def _default_name(kind: str) -> str:
     """The name of a tier that was given none: its kind, or the module of its factory."""
-    return kind if kind in _BY_NAME else kind.split(":")[0].rpartition(".")[2].lower()
+    return kind if kind in _KINDS else kind.split(":")[0].rpartition(".")[2].lower()
 
 
 def join_tiers(
@@ -338,15 +329,15 @@ def _read_tier(setting: str, value: object) -> TierSpec:
     named = _NAMED.fullmatch(value.strip())
     own_name, told = (named[1].strip(), named[2].strip()) if named else ("", value.strip())
     word, _, options = told.partition(":")
-    kind = _BY_NAME.get(word.strip().lower())
-    if kind is None:
+    kind = word.strip().lower()
+    if kind not in _KINDS:
         spec = _read_own(setting, told, own_name)
     else:
-        what = f"{setting}: {kind.name}"
+        what = f"{setting}: {kind}"
         if not options.strip():
-            raise ConfigError(f"{what} needs SIZE: {kind.name}:SIZE")
+            raise ConfigError(f"{what} needs SIZE: {kind}:SIZE")
         size = format_size(parse_size(options.strip(), name=what))
-        spec = TierSpec(TierName(own_name or kind.name), kind.name, size, kind.factory)
+        spec = TierSpec(TierName(own_name or kind), kind, size, _KINDS[kind])
     if not _NAME.fullmatch(spec.name) or spec.name in _TAKEN:
         raise ConfigError(
             f"{setting}: a tier cannot be called {quoted(spec.name)}; names are small letters, "
@@ -361,14 +352,14 @@ def _read_own(setting: str, told: str, own_name: str) -> TierSpec:
     own = _OWN.fullmatch(told)
     if own is None:
         word = told.partition(":")[0].strip().lower()
-        hint = nearest(word, tuple(_BY_NAME))
+        hint = nearest(word, tuple(_KINDS))
         if word == DISK:
             hint = "; a disk has a setting of its own, disk = PATH"
         if word == REMOTE or word in STORE_KINDS:
             hint = "; a shared store has a setting of its own, remote = URL"
         raise ConfigError(
             f"{setting}: there is no kind of tier {quoted(told)}{hint}; kinds: "
-            f"{', '.join(f'{name}:SIZE' for name in _BY_NAME)}; or a factory of your own: "
+            f"{', '.join(f'{name}:SIZE' for name in _KINDS)}; or a factory of your own: "
             "package.module:function"
         )
     factory, options = own[1], (own[2] or "").strip()

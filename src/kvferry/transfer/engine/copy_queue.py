@@ -121,7 +121,8 @@ class CopyQueue:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # there is something for the thread
         self._queued = threading.Condition(lock)  # there is less to queue: the thread sleeps on
-        self._num_unqueued = 0
+        self.num_unqueued = 0
+        """Transfers submitted that are not queued to their end."""
         self._turn = threading.Lock()  # to take and queue the next copy: so they stay in order
         self._waiting: deque[PendingCopy] = deque()  # the first may be begun
         self._is_held = False
@@ -134,11 +135,6 @@ class CopyQueue:
         return len(self._open)
 
     @property
-    def num_unqueued(self) -> int:
-        """Transfers submitted that are not queued to their end."""
-        return self._num_unqueued
-
-    @property
     def is_stuck(self) -> bool:
         """Whether the thread is still inside a driver call after ``close``."""
         return self._thread is not None and self._thread.is_alive()
@@ -148,9 +144,9 @@ class CopyQueue:
     def submit(self, copy: PendingCopy, *, quick: bool) -> None:
         """Queue it now if that is quick and nothing waits before it, else on the thread."""
         with self._changed:
-            here = quick and not self._num_unqueued and copy.is_free
+            here = quick and not self.num_unqueued and copy.is_free
             self._open.append(copy)
-            self._num_unqueued += 1
+            self.num_unqueued += 1
             if not here:
                 self._waiting.append(copy)
                 if not self._is_held:
@@ -192,7 +188,7 @@ class CopyQueue:
         over: list[PendingCopy] = []
         if self._is_held:
             self.release()
-        if self._num_unqueued:
+        if self.num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
         with self._changed:
@@ -225,7 +221,7 @@ class CopyQueue:
             pass
         with self._changed:
             left = max(0.0, end - time.monotonic())
-            return self._queued.wait_for(lambda: not self._num_unqueued, left)
+            return self._queued.wait_for(lambda: not self.num_unqueued, left)
 
     def hold_behind_flag(self, stream: int) -> PendingCopy | None:
         """Keep ``stream`` behind a flag that is set when all submitted so far has ended.
@@ -234,7 +230,7 @@ class CopyQueue:
         load a kernel (which may wait for the very compute we hold), or where the driver refuses.
         """
         with self._changed:
-            if not self._num_unqueued or not self._can_queue_unaided():
+            if not self.num_unqueued or not self._can_queue_unaided():
                 return None
             last = self._open[-1]
             flag = last.flag if last.flag is not None else self._flags.make()
@@ -429,7 +425,7 @@ class CopyQueue:
         if self._waiting and self._waiting[0] is copy:
             self._waiting.popleft()
         copy.queued = True
-        self._num_unqueued -= 1
+        self.num_unqueued -= 1
         self._queued.notify_all()
 
     def _set_flag(self, copy: PendingCopy, flag: HostFlag) -> None:

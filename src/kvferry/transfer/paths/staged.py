@@ -28,9 +28,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
+from typing import NamedTuple
 
+from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
 from kvferry.transfer.driver.base import Driver, EventPool, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
@@ -46,6 +48,8 @@ from kvferry.transfer.kernels.launch import (
 from kvferry.transfer.paths.contract import Means, Path
 from kvferry.transfer.paths.direct import HostRuns
 from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 NUM_LARGE, NUM_SMALL = 4, 2
@@ -90,16 +94,11 @@ class RingSlot:
             part.freed_by = event
 
 
-@dataclass(eq=False)
-class Slots:
+class Slots(NamedTuple):
     """The slots of one direction: large ones used in turn, and a small one."""
 
-    large: tuple[RingSlot, ...]
+    large: cycle[RingSlot]
     small: RingSlot
-    in_turn: Iterator[RingSlot] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.in_turn = cycle(self.large)
 
 
 class Ring:
@@ -133,36 +132,31 @@ class Ring:
         self._shared: dict[Direction, Slots] = {}
         self._latest: dict[Direction, int] = {}
         self._handles = Handles()
-        self._streams: list[int] = []
+        self.streams: list[int] = []
+        """All its streams; empty before it is open."""
 
     @property
     def is_open(self) -> bool:
         return self._alone is not None
 
-    @property
-    def streams(self) -> list[int]:
-        """All its streams; empty before it is open."""
-        return self._streams
-
     def open(self) -> None:
         """Take the ring's memory, once; DriverError leaves nothing taken."""
-        if self._alone:
+        if self.is_open:
             return
         with self.lock:
-            if self._alone:
-                return
-            try:
-                self._take_all()
-            except DriverError:
-                self.close()
-                raise
+            if self._alone is None:  # the other direction may have been first
+                try:
+                    self._take_all()
+                except DriverError:
+                    self.close()
+                    raise
 
     def next(self, direction: Direction, num_bytes: int | None = None) -> RingSlot:
         """The slot to use next, the small one if ``num_bytes`` fit it; hold ``lock`` meanwhile."""
         slots = self._shared[direction] if self._is_other_at_work(direction) else self._alone
         assert slots is not None, "a ring is opened before it is used"
         is_small = num_bytes is not None and num_bytes <= slots.small.num_bytes
-        slot = slots.small if is_small else next(slots.in_turn)
+        slot = slots.small if is_small else next(slots.large)
         store = direction is Direction.STORE
         self._latest[direction] = slot.copied_out if store else slot.scattered
         return slot
@@ -170,7 +164,7 @@ class Ring:
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         self._alone, self._shared, self._latest = None, {}, {}
-        self._streams = []
+        self.streams = []
         self._handles.close()
 
     def _is_other_at_work(self, direction: Direction) -> bool:
@@ -194,16 +188,16 @@ class Ring:
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
         slot = self._slot
         alone = Slots(
-            (slot((a, b), 2 * large, streams[0]), slot((c, d), 2 * large, streams[2])),
+            cycle((slot((a, b), 2 * large, streams[0]), slot((c, d), 2 * large, streams[2]))),
             slot((s, t), 2 * small, streams[4]),
         )
         self._shared = {
             Direction.STORE: Slots(
-                (slot((a,), large, streams[0]), slot((b,), large, streams[1])),
+                cycle((slot((a,), large, streams[0]), slot((b,), large, streams[1]))),
                 slot((s,), small, streams[4]),
             ),
             Direction.LOAD: Slots(
-                (slot((c,), large, streams[2]), slot((d,), large, streams[3])),
+                cycle((slot((c,), large, streams[2]), slot((d,), large, streams[3]))),
                 slot((t,), small, streams[5]),
             ),
         }
@@ -220,17 +214,13 @@ class Ring:
     def _stream(self) -> int:
         driver = self._driver
         stream = driver.create_stream(Priority.HIGH)
-        self._streams.append(self._handles.take(stream, driver.destroy_stream))
+        self.streams.append(self._handles.take(stream, driver.destroy_stream))
         return stream
 
 
 def _whole_pages(num_bytes: int) -> int:
     return max(ALIGNMENT, num_bytes // ALIGNMENT * ALIGNMENT)
 
-
-log = logging.getLogger(__name__)
-
-MiB = 1 << 20
 
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""

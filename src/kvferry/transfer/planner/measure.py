@@ -22,6 +22,7 @@ from importlib import import_module, metadata, util
 
 import numpy as np
 
+from kvferry.core.quantities import KiB, MiB
 from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS
 from kvferry.transfer.driver.base import BatchForm, Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
@@ -29,7 +30,8 @@ from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.planner.profile import LEAST_GBPS, MOST_LOST_MS, BusyCell, Cell, Profile
 
-MiB = 1 << 20
+log = logging.getLogger(__name__)
+
 GB = 1e9
 
 NOISE_BYTES = 16 * MiB
@@ -204,11 +206,7 @@ class CopyRig:
         self.driver.synchronize_stream(stream)
 
 
-log = logging.getLogger(__name__)
-
 MODULE_VERSION = pathlib.Path("/sys/module/nvidia/version")
-
-KiB = 1 << 10
 
 SEGMENT_BYTES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 2 * MiB)
 NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvferry.core.quantities import KiB, MiB
 from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS, Cost
 from kvferry.transfer.driver.base import DeviceIdentity
 from kvferry.transfer.job import Direction
@@ -237,8 +238,6 @@ def load_profile(file: Path, paths: Collection[str]) -> Profile | None:
         return None
     return profile
 
-
-KiB, MiB = 1 << 10, 1 << 20
 
 SEGMENT_BYTES = (1 * KiB, 16 * KiB, 256 * KiB, 4 * MiB)
 NUM_BYTES = (1 * MiB, 1024 * MiB)
