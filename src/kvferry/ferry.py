@@ -471,7 +471,7 @@ class Ferry(Closing):
 
     def _send_now(self, *, compute_waits: bool = False) -> None:
         """Send off what was just ordered; the copies begin on this thread."""
-        plan = self._scheduler.plan(counts=False)
+        plan = self._scheduler.plan()
         if plan.transfers or plan:
             with self._rank.engine.starting_here(compute_waits=compute_waits):
                 self._worker.execute(plan)

@@ -246,7 +246,7 @@ class Scheduler:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        if len(self.book.events) > _MANY_EVENTS:
+        if self.many_events_wait:
             self.drain_events()
         for pool in self._pools:
             pool.raise_failure()
@@ -270,6 +270,11 @@ class Scheduler:
     def requests(self) -> tuple[Request, ...]:
         """Those that have not ended, and those that have and left something to be stored."""
         return tuple(self._requests.live)
+
+    @property
+    def many_events_wait(self) -> bool:
+        """Whether so many records wait that their readers must catch up in a busy engine too."""
+        return len(self.book.events) > _MANY_EVENTS
 
     def drain_events(self) -> None:
         """Let all readers of the event log catch up, while the engine waits for nothing of them."""
@@ -355,11 +360,10 @@ class Scheduler:
 
     # -- plan and settle --------------------------------------------------------------------------
 
-    def plan(self, *, counts: bool = True) -> Plan:
+    def plan(self) -> Plan:
         """Everything ordered since the last plan, loads first; hand it to every rank's worker.
 
-        The event log is drained if nothing was ordered, or if many records wait; not by an engine
-        in a hurry, which does not let it ``counts`` and calls :meth:`drain_events` afterwards.
+        The readers of the event log wait until an engine has time for :meth:`drain_events`.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -370,8 +374,6 @@ class Scheduler:
         plan = self.transfers.launch(self._clock())
         if self._requests.answered:
             self._requests.forget_answered()
-        if counts and (not plan.transfers or len(self.book.events) > _MANY_EVENTS):
-            self.drain_events()
         return plan
 
     def settle(self, receipts: Iterable[Receipt] = (), *, looks: bool = True) -> Settled:

@@ -341,7 +341,10 @@ class Serving:
             self._offer(step)
         if not (step.scheduled or self._requests):
             scheduler.writeback.flush()
-        return scheduler.plan()
+        plan = scheduler.plan()
+        if not step.scheduled or scheduler.many_events_wait:
+            scheduler.drain_events()
+        return plan
 
     def _store_running(self, scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may compute unobserved."""
