@@ -101,7 +101,7 @@ def test_what_fails_is_not_told(sides):
     assert not sides.side.serving.reports.events._ordered
 
 
-def test_nobody_listens_nothing_is_kept(make_sides):
+def test_without_a_listener_no_event_is_kept(make_sides):
     sides = make_sides(["layer0"])
     sides.end(sides.compute("a", hashes_of(1)))
     sides.rest()

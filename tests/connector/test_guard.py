@@ -188,7 +188,7 @@ def test_a_start_that_fails_is_no_service(make_sides, monkeypatch):
     assert_is_out_of_service(sides)
 
 
-def test_a_rank_that_fails_lets_nobody_wait(busy):
+def test_a_rank_that_fails_ends_every_wait(busy):
     """Its part of the load will not come: so the load has failed, on all."""
     sides = busy.sides
 

@@ -70,7 +70,7 @@ def test_two_that_end_in_one_step_where_vllm_evicts_are_both_held(make):
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, held):
+def test_a_bound_below_one_block_ends_every_wait(make, monkeypatch, held):
     sides = make(max_bytes_in_flight="512B")
     request = sides.compute("a", hashes_of(1))
     if held:

@@ -134,7 +134,7 @@ def test_one_that_is_aborted_while_it_loads_leaves_its_blocks_to_the_copy(sides)
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
-def test_a_reset_lets_nobody_wait(sides, is_sent):
+def test_a_reset_ends_every_wait(sides, is_sent):
     """vLLM waits for the load all the same: it comes, or is said not to."""
     sides.converse("writer", hashes_of(1))
     request = request_of("r", hashes_of(1))

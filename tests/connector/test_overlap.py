@@ -155,7 +155,7 @@ def test_in_a_step_that_computes_for_others_it_lands_first(make, gate):
     assert sides.answer(0).finished_recving == {"reader"}
 
 
-def test_by_default_it_lands_first_beside_whoever_is_there(make):
+def test_by_default_a_load_lands_first_beside_other_requests(make):
     """One that loads, too, will run soon. Seen red with those alone counted that run already."""
     sides = make(["layer0", "layer1", "layer2"])
     other = [bytes([number]) * 32 for number in range(11, 15)]
@@ -198,7 +198,7 @@ def test_a_load_that_fails_on_one_rank_is_not_read(make):
     assert told.invalid_block_ids == set(places)
 
 
-def test_weights_that_changed_are_seen_before_anybody_is_told(make, monkeypatch):
+def test_changed_weights_are_seen_before_vllm_is_told(make, monkeypatch):
     sides = make(["layer0", "layer1"])
     sides.converse("writer", HASHES)
     places, orders = order(sides)
@@ -211,7 +211,7 @@ def test_weights_that_changed_are_seen_before_anybody_is_told(make, monkeypatch)
     assert told.invalid_block_ids == set(places)
 
 
-def test_blocks_of_who_is_gone_are_held_until_its_load_has_landed(make, gate):
+def test_blocks_of_an_aborted_request_are_held_until_its_load_has_landed(make, gate):
     sides = make(["layer0", "layer1"])
     sides.converse("writer", HASHES)
     places, orders = order(sides)

@@ -152,7 +152,7 @@ def test_one_rank_in_reach_is_enough_and_the_others_forget_with_the_first_step(
     assert plans[0].forget == ("disk",), "what rank 1 still has must not come back either"
 
 
-def test_a_drive_that_hangs_when_the_ranks_are_heard_holds_nobody(
+def test_a_drive_that_hangs_when_the_ranks_are_heard_delays_no_caller(
     live: Callable[..., Sides], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sides = live()

@@ -107,7 +107,7 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     assert not sides.side.has_work
 
 
-def test_a_pool_that_takes_nothing_back_stops_nobody(make, monkeypatch):
+def test_a_pool_that_takes_nothing_back_stops_no_step(make, monkeypatch):
     sides = make()
     store(sides)
     sides.side._trip("test", RuntimeError("a mistake"))
@@ -226,7 +226,7 @@ def pause_until(sides, monkeypatch, later):
 
 
 @pytest.mark.parametrize("hears_old_news", [False, True])
-def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch, hears_old_news):
+def test_a_store_that_ended_during_a_pause_is_kept(make, monkeypatch, hears_old_news):
     """Though its time is long up: the rank could not say so before this step.
 
     Nor can what it said before the pause, and is heard only now. Seen red with deadlines looked at

@@ -232,7 +232,7 @@ def test_busy_is_whether_compute_has_work(large: bool) -> None:
     assert planner.seen == [(Direction.STORE, 2, False), (Direction.LOAD, 1, True)]
 
 
-def test_busy_is_also_what_whoever_submits_knows_of_the_steps_to_come(large: bool) -> None:
+def test_busy_is_also_what_the_caller_knows_of_the_steps_to_come(large: bool) -> None:
     """Between two steps of a busy server the compute stream has nothing to do."""
     rig = Rig()
     planner = rig.engine._planner = AskedPlanner()

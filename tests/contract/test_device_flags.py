@@ -264,7 +264,7 @@ def test_a_flag_that_stays_unset_is_set_and_its_load_has_failed() -> None:
     assert "was not queued within" in receipt.reason
 
 
-def test_who_watches_wakes_by_itself() -> None:
+def test_the_watchdog_wakes_by_itself() -> None:
     watch = FlagWatchdog(patience=0.0, timeout=0.0, every=0.0)
     word = ctypes.c_uint32(0)
     load = pending(1)
@@ -290,7 +290,7 @@ def test_who_watches_wakes_by_itself() -> None:
     assert driver.leaks() == {}
 
 
-def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = FlagWatchdog(patience=60.0, timeout=60.0)
     loads = [pending(number) for number in range(2)]
     watch.watch(loads[0])

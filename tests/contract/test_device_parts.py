@@ -68,7 +68,7 @@ def test_the_last_part_is_the_shortest() -> None:
     assert [part.layout.num_segments for part in LayerParts.of(layout, 3).parts] == [11, 11, 6]
 
 
-def test_bytes_that_nobody_named_are_one_part() -> None:
+def test_bytes_without_a_name_are_one_part() -> None:
     layout = GroupLayout(np.array([100]), np.array([8]), np.array([8]), 3)
     assert len(LayerParts.of(layout)) == 1
 
@@ -149,17 +149,17 @@ def outcomes(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_who_waits_for_its_part_reads_it(path: str) -> None:
+def test_compute_that_waits_for_its_part_reads_it(path: str) -> None:
     assert all(outcomes(path))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_who_does_not_wait_is_seen(path: str) -> None:
+def test_compute_that_does_not_wait_is_seen(path: str) -> None:
     assert not all(outcomes(path, mutate=compute_does_not_wait))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_who_waits_for_the_wrong_part_is_seen(path: str) -> None:
+def test_compute_that_waits_for_the_wrong_part_is_seen(path: str) -> None:
     assert not all(outcomes(path, order=for_the_part_before))
 
 
@@ -198,7 +198,7 @@ def test_the_first_layer_does_not_wait_for_the_last(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_until_all_of_it_is_queued_nobody_may_count_on_it(path: str) -> None:
+def test_a_load_counts_as_landing_only_when_all_of_it_is_queued(path: str) -> None:
     """Whatever is refused while it is queued: it never looks as if it would land."""
     for nth in range(1, 40):
         rig = Rig(make_kv("layers", page=200, seed=nth), path=path, seed=nth)
@@ -224,7 +224,7 @@ def test_a_driver_that_will_not_say_is_not_counted_on() -> None:
     rig.drain_ok()
 
 
-def test_a_load_that_is_over_holds_nobody_up() -> None:
+def test_a_load_that_is_over_delays_no_compute() -> None:
     rig = Rig(path="dma")
     load = rig.load([4], [2], in_parts=True)
     rig.drain_ok()

@@ -186,7 +186,7 @@ def test_a_receipt_waits_even_when_the_fence_is_refused_too() -> None:
     assert "copy_async" in receipt.reason  # the first fault, not the last
 
 
-def test_a_dead_device_fails_everything_and_holds_nobody() -> None:
+def test_a_dead_device_fails_everything_and_delays_no_caller() -> None:
     rig = Rig(patience=0.02)
     transfers = [rig.store([i], [i]) for i in range(3)] + [rig.load([5], [5])]
     rig.wait_until_queued()

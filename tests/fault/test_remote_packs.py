@@ -146,7 +146,7 @@ def test_a_chain_that_leaves_a_pack_in_its_midst_finds_what_comes_before(fleet: 
 
 @pytest.mark.parametrize("kind", ["moto"])
 @pytest.mark.parametrize("pack", [None, 1, 16])
-def test_whoever_asks_is_told_how_long_objects_may_be(fleet: Fleet, pack: int | None) -> None:
+def test_a_lookup_says_how_long_objects_may_be(fleet: Fleet, pack: int | None) -> None:
     """Whatever our own setting is: others may write longer ones."""
     tier = fleet.join(pack).tier
     host = HostTier(1, SIZE)

@@ -78,7 +78,7 @@ def layers_read(card: Card) -> bool:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_who_waits_for_its_part_reads_it(
+def test_compute_that_waits_for_its_part_reads_it(
     path: str, driver: LeakyDriver, make_card: Callable[..., Card]
 ) -> None:
     card = make_card(path, RACE_BYTES, RACE_LAYOUT)

@@ -175,7 +175,7 @@ def test_whatever_is_posted_with_the_token_is_answered_in_short_words(polled, ra
     assert order(polled.url, "lookup", {"tokens": TOKENS})[1]["host_tokens"] == 64
 
 
-def test_a_crowd_without_the_token_keeps_nobody_with_it_waiting(polled):
+def test_clients_without_the_token_do_not_delay_clients_with_it(polled):
     """Half of them never say anything; half say much, and are refused before it is read."""
     parts = urlsplit(polled.url)
     crowd = [socket.create_connection((parts.hostname, parts.port), timeout=30) for _ in range(60)]
@@ -270,7 +270,7 @@ def test_a_busy_engine_says_so_and_answers_others_meanwhile(polled, monkeypatch)
     assert order(polled.url, "lookup", {"tokens": TOKENS})[1]["host_tokens"] == 64  # none was done
 
 
-def test_an_engine_that_closes_tells_who_waits(polled, monkeypatch):
+def test_an_engine_that_closes_answers_waiting_clients(polled, monkeypatch):
     monkeypatch.setattr(inboxes.Mailbox.order, "__defaults__", (60.0,))
     polled.keep_busy()
     told: list[tuple[int, dict]] = []

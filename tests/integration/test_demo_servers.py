@@ -244,7 +244,7 @@ def test_a_server_whose_store_does_not_come_ends_and_says_so(
         server.serve_lines(sharing(door), source)
 
 
-def test_a_server_that_nobody_speaks_to_waits_for_no_store(door: s3_servers.Door) -> None:
+def test_a_server_without_a_client_waits_for_no_store(door: s3_servers.Door) -> None:
     door.clock = refusing(door)
     near, far = os.pipe()
     os.close(far)

@@ -47,7 +47,7 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_hundreds_of_clients_that_say_nothing_cost_little_and_block_nobody(server):
+def test_hundreds_of_silent_clients_cost_little_and_block_no_other(server):
     ask(server.url, "/")  # threads that answer begin with the first request
     threads, files = threading.active_count(), num_files()
     silent = []
@@ -256,7 +256,7 @@ def test_close_ends_every_connection():
             assert connection.recv(1) == b""
 
 
-def test_who_asks_the_same_at_the_same_time_gets_the_same_answer():
+def test_equal_requests_at_the_same_time_get_the_same_answer():
     go, calls = threading.Event(), []
 
     def answer(path):

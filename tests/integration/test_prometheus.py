@@ -149,7 +149,7 @@ def test_no_alert_fires_twice_where_both_endpoints_are_scraped(story: str, tmp_p
 
 
 @needs_promtool
-def test_another_hosts_vllm_silences_nobody(tmp_path: Path) -> None:
+def test_another_hosts_vllm_silences_no_alert(tmp_path: Path) -> None:
     run_story(tmp_path, "fails", {"kvferry_": "a:9475"}, "kvferry")
     others = {"kvferry_": "a:9475", "vllm:kvferry_": "b:8000"}
     with pytest.raises(AssertionError, match="b:8000"):  # both fire: they are two servers

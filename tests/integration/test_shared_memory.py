@@ -206,7 +206,7 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
         SharedMover(Recorder(), rank=Rank(2), num_ranks=2)
 
 
-def test_nobody_can_cut_the_memory_short() -> None:
+def test_no_process_can_cut_the_memory_short() -> None:
     """A page of it that is gone is a SIGBUS in every rank that touches it."""
     memory = SharedMemory.create(MiB, SLOTS)
     again = SharedMemory.open(memory.handle, SLOTS)

@@ -63,7 +63,7 @@ def test_top_once_as_json(endpoint):
     assert [tier["name"] for tier in view["tiers"]] == ["host", "disk"]
 
 
-def test_top_says_where_nobody_answers(endpoint):
+def test_top_says_where_no_endpoint_answers(endpoint):
     endpoint.close()
     result = invoke("top", endpoint.url, "--once")
     assert result.exit_code == 1

@@ -65,7 +65,7 @@ def test_a_pin_stays_within_its_bound_until_it_is_let_go():
     desk.check_empty()
 
 
-def test_a_prefetch_brings_all_of_it_to_the_host_before_anybody_asks():
+def test_a_prefetch_brings_all_of_it_to_the_host_before_a_request_asks():
     desk = below(desk_slots=16)
     desk.keep("a", story(1, 10), 40)
     let_all_land(desk)
@@ -133,7 +133,7 @@ def test_no_more_prefetches_than_the_bound():
     assert "under way already" in control.prefetch(story(99, 2)).refused[0]
 
 
-def test_a_drop_forgets_what_nobody_else_goes_on_from():
+def test_a_drop_forgets_what_no_other_request_goes_on_from():
     desk = below(desk_slots=32)
     shared = story(1, 2)
     desk.keep("a", shared + story(2, 3), 20)
@@ -178,7 +178,7 @@ def test_a_block_that_is_named_twice_is_refused_and_nothing_is_done(action):
     assert desk.pool.match(story(1, 4)) == 4
 
 
-def test_a_chain_that_repeats_is_not_kept_and_harms_nobody():
+def test_a_chain_that_repeats_is_not_kept_and_does_no_harm():
     """An engine's mistake: what it calls a request has a block twice."""
     desk = Desk(slots=16)
     desk.keep("a", story(1, 4), 16)

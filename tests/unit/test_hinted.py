@@ -80,7 +80,7 @@ def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
     assert kept(desk, 5, 6) == {5: 4, 6: 8}
 
 
-def test_priorities_order_who_goes():
+def test_priorities_order_evictions():
     desk = Desk(slots=16)
     for number, priority in ((1, 30), (2, 10), (3, 90), (4, 35)):
         say(desk, f"r{number}", number, 4, priorities=[{"priority": priority}])
@@ -209,7 +209,7 @@ def test_stale_entries_of_what_is_evicted_first_do_not_pile_up() -> None:
     assert sorted(taken.tolist()) == list(range(8))
 
 
-def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
+def test_the_evict_first_queue_stops_after_so_many_leased_slots():
     first, chains = EvictFirstQueue(1000), Chains(1000)
     for slot in range(500):
         first.add(np.array([slot]), slot % 30)

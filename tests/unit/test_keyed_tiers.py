@@ -96,7 +96,7 @@ def test_requests_of_one_step_share_a_question_and_later_ones_join_it() -> None:
         assert desk.match(request, told).num_tokens == 16
 
 
-def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
+def test_no_request_waits_for_an_answer_past_its_deadline() -> None:
     desk = Desk(tiers=[keyed()], lookup_deadline=1)
     told = story(1, 4)
     desk.match("b", told)

@@ -83,7 +83,7 @@ def test_others_stores_do_not_make_it_look_again_for_its_window_either() -> None
     assert len(looks) == 2
 
 
-def test_who_was_away_too_long_to_know_what_is_new_looks_again() -> None:
+def test_a_request_that_paused_too_long_to_know_what_is_new_looks_again() -> None:
     desk = Desk(FULL, WINDOW, slots=64, match_deadline=1e6)
     told = story(1, 4)
     desk.scheduler.store("a", told, [list(range(4)), [-1] * 4], 16)
@@ -115,7 +115,7 @@ def test_other_tokens_of_its_own_or_another_cap_make_it_look_again() -> None:
     assert desk.pool.num_leases == 1
 
 
-def test_a_hit_nobody_asks_for_any_more_is_let_go() -> None:
+def test_a_hit_that_is_not_asked_for_any_more_is_let_go() -> None:
     desk = Desk(match_deadline=5)
     told = story(1, 4)
     desk.keep("a", told, 16)

@@ -56,7 +56,7 @@ def num_asked(desk: Desk, store: PackedStore, chain: Keys) -> int:
     return store.num_heads - before
 
 
-def test_who_goes_on_differently_asks_nothing_where_no_object_could_have_a_name_of_his() -> None:
+def test_a_chain_that_parts_asks_nothing_where_no_object_could_have_its_names() -> None:
     desk, store = Desk(tiers=[packing()], slots=512), PackedStore()
     assert num_asked(desk, store, A) == len(A)
     assert num_asked(desk, store, A[:MOST] + B[10:]) == 0, "the first block can be in none"
@@ -154,7 +154,7 @@ def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
         assert not tier.lookup(A[:4], 1.0).unknown.any()
 
 
-def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
+def test_what_a_server_did_not_find_it_writes_for_requests_of_that_chain() -> None:
     """Though this very server wrote it once, in an object that ends on another's way."""
     store = PackedStore()
     one = Desk(tiers=[packing()], slots=128)

@@ -30,7 +30,7 @@ def busy() -> Iterator[Busy]:
         yield made
 
 
-def test_a_busy_store_is_not_left_alone_for_who_had_his_turn_too_late(busy: Busy) -> None:
+def test_a_busy_store_is_not_left_alone_for_a_batch_whose_turn_came_too_late(busy: Busy) -> None:
     """Seen red without a look at when the store last answered: it was left alone."""
 
     async def story() -> None:

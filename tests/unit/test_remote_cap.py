@@ -28,7 +28,7 @@ def test_a_cap_is_kept_over_any_stretch(moves: list[tuple[int, float]]) -> None:
             assert passed <= rate * (sent[last][0] - sent[first][0] + 0.05) + 1
 
 
-def test_who_is_told_to_wait_has_taken_nothing() -> None:
+def test_a_caller_that_is_told_to_wait_has_taken_nothing() -> None:
     cap = Bandwidth(100)
     assert cap.take(100, 10.0) == 0.0
     waits = [cap.take(100, 10.0) for _ in range(50)]
@@ -58,7 +58,7 @@ def test_orders_given_up_while_they_wait_do_not_stop_the_line(capped: Busy) -> N
     run(capped, story)
 
 
-def test_an_order_that_nobody_wants_takes_nothing(capped: Busy) -> None:
+def test_a_cancelled_order_takes_nothing(capped: Busy) -> None:
     """Seen red where the cap was asked first."""
 
     async def story() -> None:
@@ -97,7 +97,7 @@ def test_one_cancelled_while_it_waits_takes_nothing(capped: Busy) -> None:
     run(capped, story)
 
 
-def test_who_would_wait_past_his_deadline_is_told_at_once(capped: Busy) -> None:
+def test_an_order_that_would_wait_past_its_deadline_fails_at_once(capped: Busy) -> None:
     async def story() -> None:
         first = capped.order(1, within=1.0, way=Way.READ)
         await capped.settle()

@@ -19,7 +19,7 @@ def lane() -> Iterator[SerialExecutor[int]]:
     made.close()
 
 
-def test_a_call_that_was_left_stands_in_nobodys_way(lane: SerialExecutor[int]) -> None:
+def test_an_abandoned_call_does_not_block_the_next(lane: SerialExecutor[int]) -> None:
     gate, has_begun = threading.Event(), threading.Event()
 
     def hang() -> int:

@@ -120,7 +120,7 @@ def test_a_failed_load_names_what_to_compute_and_its_blocks_are_no_hit_again() -
     assert scheduler.match("c", chain).num_tokens == 4
 
 
-def test_a_window_that_lands_later_is_seen_by_those_who_wait() -> None:
+def test_a_window_that_lands_later_is_seen_by_waiting_requests() -> None:
     scheduler = scheduler_of(*HYBRID)
     chain = keys(range(4))
     scheduler.store("a", chain[:3], [[0, 1, 2], [0, 1, 2]], 12)

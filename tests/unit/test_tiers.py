@@ -274,7 +274,7 @@ def test_a_longer_request_joins_and_brings_up_the_rest() -> None:
     assert desk.match("c", told).num_tokens == 24
 
 
-def test_nobody_joins_a_promotion_whose_time_is_up() -> None:
+def test_no_request_joins_a_promotion_whose_time_is_up() -> None:
     told = story(1, 4)
     desk = below_only(told, slots=64, promote_deadline=3)
     desk.match("b", told)

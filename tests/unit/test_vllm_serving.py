@@ -70,7 +70,7 @@ def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends(
     ]
 
 
-def test_whoever_asks_from_another_thread_changes_nothing(serve: Serve) -> None:
+def test_a_question_from_another_thread_changes_nothing(serve: Serve) -> None:
     """Seen red: a scrape counted misses, and went on with rests, beside the engine's thread."""
     vllm = serve(metrics_port=free_port())
     serving = vllm.serving

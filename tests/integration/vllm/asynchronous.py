@@ -7,7 +7,11 @@ and events of a GPU, which order nothing on a CPU, are replaced.
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
+
+import pytest
+from tests.integration.vllm.engine import FERRY, Engine, make_prompts
 
 
 class _Nothing:
@@ -43,6 +47,29 @@ def allow() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
 
 
-def is_asynchronous(engine: Any) -> bool:
+def is_asynchronous(engine: Engine) -> bool:
     core = engine.llm.llm_engine.engine_core.engine_core
     return type(core.scheduler).__name__ == "AsyncScheduler" and core.batch_queue is not None
+
+
+def crowd(
+    model: Path, prompts: list[list[int]], num_blocks: int, is_async: bool = True
+) -> tuple[list[list[int]], int, int]:
+    """More requests than the device holds, twice; answers, preemptions and blocks loaded."""
+    allow()
+    engine = Engine(
+        model,
+        ferry=FERRY,
+        async_scheduling=is_async,
+        num_gpu_blocks_override=num_blocks,
+        max_model_len=256,
+    )
+    assert is_asynchronous(engine) is is_async
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        preempted = engine.note_preemptions(monkeypatch)
+        answers = engine.generate(prompts, max_tokens=120)
+    # A preempted request found its first blocks still on the device; others take them now.
+    engine.generate(make_prompts(84, 200, 200), max_tokens=2)
+    assert engine.generate(prompts, max_tokens=120) == answers
+    engine.check_idle()
+    return answers, len(preempted), engine.loaded_blocks

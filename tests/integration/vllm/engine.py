@@ -20,6 +20,25 @@ BLOCK_TOKENS = 32
 LONG = 200.0
 """Seconds: far more than anything here takes, and less than a test may."""
 
+FERRY = {
+    "host": "64MiB",
+    "max_storing_blocks": 1000,
+    "load_policy": "always",
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
+"""A machine under load must not turn into failed copies."""
+SHARED = {
+    "host": "8MiB",
+    "tier_write": "through",
+    "load_policy": "always",
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+    "promote_deadline": "5min",
+    "lookup_deadline": "5min",
+}
+"""For engines that share a store."""
+
 Tokens = list[int]
 
 
@@ -127,6 +146,12 @@ class Engine:
         if self.connector is not None:
             self.settle()
         assert self.llm.reset_prefix_cache(), "vLLM still holds blocks"
+
+    def check_round_trip(self, prompts: Sequence[Tokens], expected: list[Tokens]) -> None:
+        """The answers are these, computed and then with what kvferry brings back."""
+        assert self.generate(prompts) == expected
+        self.forget_device()
+        assert self.generate(prompts) == expected
 
     def note_preemptions(self, monkeypatch: Any) -> list[str]:
         """The names of requests that vLLM preempts from now on."""

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from tests.integration.vllm import asynchronous
-from tests.integration.vllm.engine import Engine, make_prompts
+from tests.integration.vllm.engine import FERRY, Engine, make_prompts
 from tests.integration.vllm.reference import in_a_process
-
-# A machine under load must not turn into failed copies.
-FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-}
 
 
 def start(model, **options):
@@ -49,22 +39,10 @@ def two_turns(model, prompts, turns):
 
 def test_preempted_requests_go_on_where_they_were(expect, llama):
     prompts = make_prompts(83, 60, 70, 80, 90)
-    answers, num_preempted, loaded_blocks = in_a_process(crowd, llama, prompts)
+    answers, num_preempted, loaded_blocks = in_a_process(asynchronous.crowd, llama, prompts, 18)
     assert answers == expect(llama, prompts, 120)
     assert num_preempted > 0
     assert loaded_blocks > 0
-
-
-def crowd(model, prompts):
-    engine = start(model, num_gpu_blocks_override=18, max_model_len=256)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        preempted = engine.note_preemptions(monkeypatch)
-        answers = engine.generate(prompts, max_tokens=120)
-    # Whoever was preempted found its first blocks still on the device; others take them now.
-    engine.generate(make_prompts(84, 200, 200), max_tokens=2)
-    assert engine.generate(prompts, max_tokens=120) == answers
-    engine.check_idle()
-    return answers, len(preempted), engine.loaded_blocks
 
 
 def test_aborts_and_resets_at_random_moments(expect, llama):

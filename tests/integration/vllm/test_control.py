@@ -232,7 +232,7 @@ def test_a_low_priority_goes_first(server, prompt):
     assert server.order("lookup", request_id=low.id)["host_tokens"] == 0
 
 
-def test_hints_that_are_not_understood_cost_nobody_an_answer(server, prompt):
+def test_hints_that_are_not_understood_cost_no_answer(server, prompt):
     first = server.ask(prompt)
     for params in ({"kvferry": {"pin_second": 3}}, {"kvferry": "keep"}, {"kvferry": {"ended": 1}}):
         asked = server.ask(prompt, kv_transfer_params=params)
@@ -287,7 +287,7 @@ def test_hints_after_the_answer(server, prompt):
     assert server.order("lookup", request_id=asked.id)["host_tokens"] == 0
 
 
-def test_an_answers_id_is_all_of_its_requests_and_nobody_elses(server):
+def test_an_answers_id_is_all_of_its_requests_and_no_others(server):
     prompts = make_prompts(next(SEEDS), 200, 200)
     asked = server.ask(prompts, n=2, temperature=0.5)
     server.rest()
@@ -383,7 +383,7 @@ def test_tenants_by_hint_and_by_salt(server, prompt):
     assert server.why(hinted)["hints"] == {"tenant": "agents"}
 
 
-def test_the_command_line_and_who_may_not(server, prompt):
+def test_the_command_line_and_a_wrong_token(server, prompt):
     asked = server.ask(prompt)
     server.rest()
     command = [sys.executable, "-m", "kvferry", "control", "pin", "--request", asked.id]

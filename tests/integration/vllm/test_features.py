@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.integration.vllm.engine import BLOCK_TOKENS, Engine, make_prompts
+from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, Engine, make_prompts
 from tests.integration.vllm.reference import in_a_process
-
-# A machine under load must not turn into failed copies.
-FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-}
 
 
 def test_lazy_stores_keep_what_is_about_to_go(start, expect, llama):
@@ -147,9 +138,7 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
     prompts = make_prompts(64, 300, 200)
     engine = start(llama, ferry=FERRY)
     expected = expect(llama, prompts)
-    assert engine.generate(prompts) == expected
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
+    engine.check_round_trip(prompts, expected)
     first, second = [part._session for part in engine.connector._connectors]
     assert first.serving.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
     assert second.serving.scheduler.stats().hit_tokens == 0

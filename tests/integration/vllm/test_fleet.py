@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.engine import SHARED, make_prompts
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed beside this vLLM")
 
 from tests.fakes import remote, s3_servers
-
-FERRY = {
-    "host": "8MiB",
-    "tier_write": "through",
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-    "promote_deadline": "5min",
-    "lookup_deadline": "5min",
-}
 
 
 @pytest.fixture
@@ -33,7 +23,7 @@ def test_what_one_engine_computed_another_loads(start, expect, llama, store):
     prompts = make_prompts(31, *[200] * 4)
     expected = expect(llama, prompts)
     address = f"s3://{s3_servers.BUCKET}/vllm?endpoint={store.endpoint}"
-    ferry = {**FERRY, "remote": address}
+    ferry = {**SHARED, "remote": address}
     first = start(llama, ferry=ferry)
     first.await_tiers()
     assert first.generate(prompts) == expected

@@ -6,23 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.engine import SHARED, make_prompts
 from tests.integration.vllm.server import Server
 from tests.integration.vllm.test_parallel import run_two_ranks
 
 pytest.importorskip("obstore", reason="the extra s3 is not installed beside this vLLM")
 
 from tests.fakes import remote, s3_servers
-
-FERRY = {
-    "host": "8MiB",
-    "tier_write": "through",
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-    "promote_deadline": "5min",
-    "lookup_deadline": "5min",
-}
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,7 +24,7 @@ def ferry() -> Iterator[dict[str, str]]:
     server.start()
     with remote.environment(remote.CREDENTIALS):
         yield {
-            **FERRY,
+            **SHARED,
             "remote": f"s3://{s3_servers.BUCKET}/vllm?endpoint={server.endpoint}",
         }
     server.close()

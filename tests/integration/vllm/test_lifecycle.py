@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
+from tests.integration.vllm.engine import FERRY as COPIES
 
 from kvferry.scheduler.request import Progress, Request
 from kvferry.scheduler.scheduler import Scheduler
 
-# A machine under load must not turn into failed copies.
 FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
+    **COPIES,
     "overlap_loads": "off",  # requests here wait for their loads; others are in test_overlap.py
 }
 
@@ -129,7 +125,9 @@ def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama, monkey
     engine.check_idle()
 
 
-def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, llama, monkeypatch):
+def test_no_request_is_preempted_for_blocks_that_a_store_gives_back(
+    start, expect, llama, monkeypatch
+):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     if not hasattr(KVConnectorBase_V1, "has_pending_block_frees"):
@@ -188,7 +186,9 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     assert engine.generate(prompts) == expected
 
 
-def test_a_mistake_while_copies_are_polled_leaves_nobody_waiting(start, expect, llama, monkeypatch):
+def test_a_mistake_while_copies_are_polled_leaves_no_request_waiting(
+    start, expect, llama, monkeypatch
+):
     from kvferry.worker import Worker
 
     prompts = make_prompts(28, 300, 200, 250)

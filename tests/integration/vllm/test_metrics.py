@@ -148,7 +148,7 @@ def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeyp
     assert total == pytest.approx(expected)
 
 
-def test_the_planners_reason_reaches_whoever_explains(start, llama, monkeypatch):
+def test_the_planners_reason_reaches_the_explanation(start, llama, monkeypatch):
     """A CPU has no paths to choose from: this rank tells of a card's, and says that it took one."""
     real = ranks.open_rank
 

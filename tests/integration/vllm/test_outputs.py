@@ -5,16 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
+from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, make_prompts, tampering
 
-# A machine under load must not turn into failed copies.
-FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-}
 MODELS = ["llama", "gemma_hits", "granite_hits"]
 
 
@@ -102,9 +94,7 @@ def test_a_prompt_in_chunks_is_stored_whole(start, expect, model):
     options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 64}
     expected = expect(model, prompts)
     engine = start(model, ferry=FERRY, **options)
-    assert engine.generate(prompts) == expected
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
+    engine.check_round_trip(prompts, expected)
     assert engine.stats.hit_tokens == (12 + 7) * BLOCK_TOKENS
     engine.check_idle()
 
@@ -159,9 +149,7 @@ def test_a_failed_store_is_only_a_miss(start, expect, llama, monkeypatch):
     expected = expect(llama, prompts)
     with tampering(monkeypatch, fails=lambda transfer: transfer.src == "device"):
         engine = start(llama, ferry=FERRY)
-    assert engine.generate(prompts) == expected
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
+    engine.check_round_trip(prompts, expected)
     assert engine.stats.hit_tokens == 0
     assert engine.stats.pool.cached == 0
     engine.check_idle()
@@ -174,9 +162,7 @@ def test_a_store_is_submitted_after_the_forward_that_writes_it(start, expect, mo
     expected = expect(model, prompts)
     with tampering(monkeypatch, copies_at_once=True):
         engine = start(model, ferry=FERRY, **options)
-    assert engine.generate(prompts) == expected
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
+    engine.check_round_trip(prompts, expected)
     assert engine.stats.hit_tokens == (9 + 6) * BLOCK_TOKENS
     engine.check_idle()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.fakes.overlap import overlap_every_load
 from tests.integration.vllm import asynchronous
+from tests.integration.vllm.engine import FERRY as COPIES
 from tests.integration.vllm.engine import Engine, make_prompts, tampering
 from tests.integration.vllm.reference import in_a_process
 
@@ -17,11 +18,7 @@ from kvferry.connectors.common.overlap import LayerwiseLoads
 from kvferry.transfer.engine.cpu import CpuEngine
 
 FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
+    **COPIES,
     "overlap_loads": "auto",
 }
 PART_SECONDS = 0.03

@@ -19,7 +19,6 @@ from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, pr
 from kvferry.tools.top.scrape import explain
 from kvferry.tools.top.view import Watch
 
-# A machine under load must not turn into failed copies.
 FERRY = {
     "host": "64MiB",
     "load_policy": "always",

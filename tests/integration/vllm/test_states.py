@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.integration.vllm import asynchronous
-from tests.integration.vllm.engine import BLOCK_TOKENS, Engine, make_prompts, tampering
+from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, make_prompts, tampering
 from tests.integration.vllm.reference import in_a_process
-
-# A machine under load must not turn into failed copies.
-FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-}
 
 
 @pytest.fixture
@@ -30,9 +21,7 @@ def test_a_model_of_states_alone(start, expect, mamba_hits):
     prompts = make_prompts(101, 100, 200, 300, 33, 31)
     expected = expect(mamba_hits, prompts)
     engine = start(mamba_hits, ferry=FERRY, **STATES_ALONE)
-    assert engine.generate(prompts) == expected
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
+    engine.check_round_trip(prompts, expected)
     assert engine.stats.hit_tokens == (3 + 6 + 9 + 1) * BLOCK_TOKENS
     assert engine.loaded_blocks == 4, "of each prompt, one state"
     engine.check_idle()
@@ -80,29 +69,12 @@ def test_states_of_generated_tokens_come_back(start, expect, granite_hits):
 @pytest.mark.parametrize("is_async", [False, True], ids=["in step", "asynchronous"])
 def test_preempted_requests_go_on_where_they_were(expect, granite_hits, is_async):
     prompts = make_prompts(106, 60, 70, 80, 90)
-    answers, num_preempted, loaded_blocks = in_a_process(crowd, granite_hits, prompts, is_async)
+    answers, num_preempted, loaded_blocks = in_a_process(
+        asynchronous.crowd, granite_hits, prompts, 26, is_async
+    )
     assert answers == expect(granite_hits, prompts, 120)
     assert num_preempted > 0
     assert loaded_blocks > 0
-
-
-def crowd(model, prompts, is_async):
-    asynchronous.allow()
-    engine = Engine(
-        model,
-        ferry=FERRY,
-        async_scheduling=is_async,
-        num_gpu_blocks_override=26,
-        max_model_len=256,
-    )
-    assert asynchronous.is_asynchronous(engine) is is_async
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        preempted = engine.note_preemptions(monkeypatch)
-        answers = engine.generate(prompts, max_tokens=120)
-    engine.generate(make_prompts(107, 200, 200), max_tokens=2)
-    assert engine.generate(prompts, max_tokens=120) == answers
-    engine.check_idle()
-    return answers, len(preempted), engine.loaded_blocks
 
 
 def test_on_an_older_vllm_kvferry_is_idle(start, granite, monkeypatch):

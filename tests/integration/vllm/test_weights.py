@@ -7,20 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.integration.vllm import models
-from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts
+from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, make_prompts
 from tests.integration.vllm.server import Server
 
 from kvferry.connectors.common.weights import Freshness, Weights
 from kvferry.connectors.vllm.control import weights_of_caller
-
-# A machine under load must not turn into failed copies.
-FERRY = {
-    "host": "64MiB",
-    "max_storing_blocks": 1000,
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-}
 
 
 @pytest.fixture(scope="session")
