@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -229,3 +230,17 @@ def test_ordering_and_that_it_is_needed(
 
 
 # -- streams -----------------------------------------------------------------------------------
+
+
+def test_a_stream_keeps_order_and_its_faults(compute: Stream) -> None:
+    done: list[int] = []
+    for number in range(50):
+        compute.run(partial(done.append, number))
+    compute.synchronize()
+    assert done == list(range(50))
+    compute.run(lambda: 1 / 0)
+    compute.run(lambda: done.append(50))
+    with pytest.raises(ZeroDivisionError):
+        compute.synchronize()
+    assert done[-1] == 50, "work after a fault is done all the same"
+    compute.synchronize()

@@ -22,7 +22,7 @@ from kvferry.tools.top.answers import (
     RecentRequest,
 )
 from kvferry.tools.top.scrape import parse
-from kvferry.tools.top.view import View, Watch
+from kvferry.tools.top.view import DrivesView, View, Watch
 
 
 def look(**changes: object) -> View:
@@ -111,3 +111,59 @@ def test_an_explanation_keeps_its_numbers_whole(width):
     assert "…" not in words
     assert "1 blocks" not in words
     assert "Decision: load: expected to be faster, 257 µs to load" in words
+
+
+def test_drives_have_a_line_and_their_troubles_another():
+    view = look()
+    drives = DrivesView(10, 20, 3.5e9, 1.2e9, {"damaged": 2, "late": 1}, 5, 0.4, 1, 0)
+    tiers = [*view.tiers[:-1], replace(view.tiers[-1], drives=drives, restored=1200)]
+    said = "\n".join(lines(replace(view, tiers=tiers), 200))
+    assert (
+        "Drives of disk: 3.5 GB/s read, 1.2 GB/s written, 5 blocks not durable yet (the oldest for "
+        "0.4 s), began with 1,200 blocks" in said
+    )
+    assert "failed blocks: 2 damaged, 1 late; 1 drive away" in said
+    well = replace(drives, failed={}, num_away=0, pending=0)
+    said = "\n".join(lines(replace(view, tiers=[replace(view.tiers[-1], drives=well)]), 200))
+    assert "0 blocks not durable yet\n" in said
+    assert "failed blocks" not in said
+
+
+@pytest.mark.parametrize("width", [30, 200])
+@pytest.mark.parametrize(
+    ("idle", "words"),
+    [
+        ("refused", "idle: this model or these settings are not served; vLLM's log has the reason"),
+        ("a newer \x1b[2J one", "idle: a newer"),
+    ],
+)
+def test_an_idle_server_says_so_before_any_number(width, idle, words):
+    shown = lines(look(idle=idle), width)
+    assert max(map(cell_len, shown)) <= width
+    said = re.sub(r"\s+", " ", " ".join(shown))
+    assert words in said
+    assert said.index(words) < said.index("hit rate")
+    assert "\x1b" not in said
+
+
+def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
+    away = ("disk: rank 0: \x1b[2J gone",)
+    why = AnswerExplanation(100, 0, 0, "tier_unavailable", asked_blocks=1, tiers_away=away)
+    console = Console(width=200, highlight=False, color_system=None)
+    with console.capture() as capture:
+        cli_explain.put_explained(Explained("r", why), console)
+    assert "It was on a tier that could not be used" in capture.get()
+    assert "Tiers were asked for 1 block." in capture.get()
+    assert "Away: disk: rank 0:" in capture.get()
+    assert "\x1b" not in capture.get()
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
+def test_a_tier_that_knows_keys_shows_what_it_was_asked_for(width):
+    tier = replace(look().tiers[0], name="store", free=0, cached=0, leased=0, asked=4000, found=999)
+    shown = lines(look(tiers=[tier]), width)
+    words = re.sub(r"\s+", " ", " ".join(shown))
+    assert re.search("999 of 4,000 found|asked for 4,000 blocks, 999 found", words)
+    assert "25%" in words
+    assert "0 of 0" not in words
+    assert max(map(cell_len, shown)) <= width

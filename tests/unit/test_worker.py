@@ -192,3 +192,26 @@ def test_a_tier_that_cannot_forget_is_shut_out() -> None:
     assert [receipt.outcome for receipt in worker.poll()] == [Outcome.FAILED] * 2
     assert tier.told == []
     worker.close()
+
+
+def test_health_of_all_tiers_is_passed_on() -> None:
+    first, second = FakeLowerTier(), FakeLowerTier()
+    worker = Worker({}, tiers={DISK: first, TierName("far"): second})
+    second.changes = [Health(Rank(0), TierName("far"), "gone")]
+    assert worker.health() == [Health(Rank(0), TierName("far"), "gone")]
+    assert worker.health() == []
+
+
+def test_a_mover_that_raises_does_not_stop_the_plan() -> None:
+    broken, fine = FakeMover(), FakeMover()
+    broken.fault = OSError("bus error")
+    worker = Worker({(HOST, DEVICE): broken, (DEVICE, HOST): fine})
+    assert not worker.is_stuck
+    broken.is_stuck = True  # type: ignore[attr-defined]
+    assert worker.is_stuck
+    worker.execute(plan(transfer(0, HOST, DEVICE), transfer(1, DEVICE, HOST)))
+    receipts = {receipt.transfer_id: receipt for receipt in worker.drain()}
+    assert receipts[TransferId(0)].outcome is Outcome.FAILED
+    assert receipts[TransferId(0)].reason == "OSError: bus error"
+    assert receipts[TransferId(1)].outcome is Outcome.OK
+    assert worker.drain() == []
