@@ -51,8 +51,8 @@ from kvferry.tiers.contract import Batch, BatchId, LastingTier, Result, Tier, Ti
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover, TierMover
 from kvferry.tiers.queued import Task, ThreadedTier
-from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
+from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import GroupLayout, describe
 from kvferry.types import (
     DEVICE,

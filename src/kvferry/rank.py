@@ -29,8 +29,8 @@ from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import TierMover, open_tiers
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
-from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
+from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import FIRST_RANK, HOST, Plan, Rank, TierName
 

@@ -78,7 +78,7 @@ class Machine:
 
     def limits(self) -> list[Limit]:
         """Every bound that can be read, the tightest first."""
-        found = [*self._ram(), *self._cgroup_v2(), *self._cgroup_v1()]
+        found = [*self._ram(), *self._cgroups()]
         return sorted(found, key=lambda limit: limit.usable)
 
     def num_ranks_here(self) -> int:
@@ -93,12 +93,11 @@ class Machine:
             remedy = "ask for less, or end what else uses the machine's memory"
             yield Limit("the machine's memory", total, left, remedy)
 
-    def _cgroup_v2(self) -> Iterator[Limit]:
+    def _cgroups(self) -> Iterator[Limit]:
+        """Of version 2 and of version 1."""
         for path in self._cgroup_paths("", "/sys/fs/cgroup"):
             for file in ("memory.max", "memory.high"):
                 yield from self._cgroup(path, file, "memory.current", "inactive_file")
-
-    def _cgroup_v1(self) -> Iterator[Limit]:
         for path in self._cgroup_paths("memory", "/sys/fs/cgroup/memory"):
             yield from self._cgroup(
                 path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"

@@ -1,17 +1,19 @@
-"""One transfer as the addresses to copy: what a copy path is asked to do."""
+"""One transfer as the addresses to copy, and the engine that a device offers to copy them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from kvferry.errors import InputError, LayoutError
 from kvferry.transfer.layout import GroupLayout, Int64s, LayerParts
-from kvferry.types import DEVICE, HOST, SlotArray, Transfer
+from kvferry.types import DEVICE, HOST, Receipt, SlotArray, Transfer, TransferId
 
 
 class Direction(Enum):
@@ -139,3 +141,53 @@ def _require_within(what: str, slots: SlotArray, count: int) -> None:
     worst = int(slots.view(np.uint64).argmax())
     if not 0 <= slots[worst] < count:
         raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")
+
+
+class CopyEngine(Protocol):
+    """Copies blocks between paged device memory and host slots, asynchronously.
+
+    Owns its streams, events and staging memory; leaves slots, keys and requests to the scheduler.
+    A store (device to host) is ordered after everything queued on the compute stream when it was
+    submitted; a load (host to device) too, because its destination may still be read there.
+    """
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
+
+    def poll(self) -> list[Receipt]:
+        """Receipts of transfers that ended since the last call; never blocks."""
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Return when a transfer has ended that ``poll`` has not returned, or after ``seconds``.
+
+        From any thread, and without the interpreter meanwhile; it may return early.
+        """
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+
+    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
+        """Begin transfers submitted inside on this thread, at the end of the ``with`` block.
+
+        For a caller that would only wait: no other thread has to wake up before the first bytes
+        move. ``compute_waits`` orders compute as ``order_compute_after_loads`` does.
+        """
+
+    def order_compute_after_loads(self) -> None:
+        """Make compute queued from now on wait for every load submitted so far."""
+
+    def num_landed(self, transfer_id: TransferId) -> int | None:
+        """How many parts of a load ``in_parts`` have landed; None while it may still fail.
+
+        Also None once ``poll`` has returned its receipt. In between only the loss of the device can
+        keep the other parts from landing.
+        """
+
+    def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
+        """Make compute queued from now on wait for that part of these loads, and those before.
+
+        Ignores loads that are over; where a load has fewer parts, the last one counts.
+        """
+
+    def close(self) -> None:
+        """Drain, then give back streams, events and memory. Safe to call twice."""

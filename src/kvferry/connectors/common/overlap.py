@@ -20,7 +20,7 @@ from kvferry.cache.policies.load_or_compute import LoadOrCompute, OverlapDecisio
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.loads import AwaitedLoad
 from kvferry.connectors.common.messages import RankShape
-from kvferry.transfer.engine.contract import CopyEngine
+from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.types import HOST, TransferId
 

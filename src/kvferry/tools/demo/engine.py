@@ -28,8 +28,8 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span, require_positive
-from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
+from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import describe
 from kvferry.types import DEVICE, HOST, MatchState, RequestId
 from kvferry.worker import Route, Worker

@@ -344,7 +344,6 @@ class Launcher(Protocol):
         """Unload what was loaded. Safe to call twice."""
 
 
-WARP = 32
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
@@ -403,7 +402,7 @@ class CudaLauncher:
         self._modules.append(module.value or 0)
         find = self._driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
         self._driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
-        self._launches[variant] = self._launch_of(function.value or 0, variant.warps * WARP)
+        self._launches[variant] = self._launch_of(function.value or 0, variant.warps * LANES)
 
     def _capability(self) -> int:
         device, value, version = c_int(), c_int(), 0
@@ -441,7 +440,7 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
     try:
         return triton.compile(
             ASTSource(triton_copy.copy_rows, signature, constexprs=constants),
-            target=GPUTarget("cuda", capability, WARP),
+            target=GPUTarget("cuda", capability, LANES),
             options={"num_warps": variant.warps, "num_stages": 1},
         )
     except Exception as error:

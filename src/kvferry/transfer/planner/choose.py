@@ -353,18 +353,13 @@ def open_planner(
     """
     if copy_path != AUTO_PATH:
         return Planner(builtin_profile(), paths, pinned=copy_path)
-    return Planner(_profile(driver, paths), paths)
-
-
-def _profile(driver: Driver, paths: Mapping[str, Path]) -> Profile:
     file = profile_file(driver.identity(), paths)
     profile = load_profile(file, paths)
-    if profile is not None:
-        return profile
-    try:
-        profile = calibrate(driver, paths)
-        save_profile(profile, file)
-    except (KvferryError, OSError, RuntimeError) as error:
-        log.warning("this machine could not be measured: %s", error)
-        return profile or builtin_profile(f"measuring failed: {error}")
-    return profile
+    if profile is None:
+        try:
+            profile = calibrate(driver, paths)
+            save_profile(profile, file)
+        except (KvferryError, OSError, RuntimeError) as error:
+            log.warning("this machine could not be measured: %s", error)
+            profile = profile or builtin_profile(f"measuring failed: {error}")
+    return Planner(profile, paths)
