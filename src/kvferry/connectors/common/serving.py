@@ -342,7 +342,8 @@ class Serving:
         if not (step.scheduled or self._requests):
             scheduler.writeback.flush()
         plan = scheduler.plan()
-        if not step.scheduled or scheduler.many_events_wait:
+        is_waiting = not (step.scheduled or plan.transfers)  # first, copies begin
+        if is_waiting or scheduler.many_events_wait:
             scheduler.drain_events()
         return plan
 
