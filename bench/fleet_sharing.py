@@ -25,7 +25,7 @@ import numpy as np
 from kvferry.cache.policies import policy_named
 from kvferry.cache.replay import PoolReplay
 from kvferry.settings.eviction import DEFAULT_POLICY
-from kvferry.sim.bounds import Future
+from kvferry.sim.simulation import Future
 from kvferry.telemetry.traces import TraceReader, TraceRequest
 
 SKIPPED = 77

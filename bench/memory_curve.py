@@ -26,8 +26,7 @@ from kvferry.cache.reach import FullAttention
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.config import Config
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
-from kvferry.telemetry.recorder import ObservedRequest
+from kvferry.telemetry.observer import TIMES, MemoryCurve, ObservedRequest, TierSizes
 from kvferry.telemetry.traces import TraceReader, TraceRequest
 from kvferry.types import FIRST_RANK, Outcome, Receipt
 from simulate_speed import write

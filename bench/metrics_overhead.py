@@ -32,8 +32,7 @@ import numpy as np
 import kvferry
 from kvferry.scheduler.journal import Bookkeeper
 from kvferry.telemetry.endpoint import Endpoint
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import Source
+from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import TrafficCounts
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads

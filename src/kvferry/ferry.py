@@ -32,8 +32,7 @@ from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK, Ordered
 from kvferry.telemetry import DEFAULT_PORT
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import Source
+from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tickets import Awaited, Done, Hit, PendingHits, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout

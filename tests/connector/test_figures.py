@@ -22,7 +22,7 @@ from kvferry.connectors.common.reports import (
 )
 from kvferry.hints import Hints
 from kvferry.telemetry import catalog as names
-from kvferry.telemetry.source import Snapshot
+from kvferry.telemetry.catalog import Snapshot
 
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 PROMPT = 4 * BLOCK_TOKENS

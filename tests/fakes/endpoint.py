@@ -5,8 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from kvferry.cache.leases import PoolCounts
+from kvferry.telemetry.catalog import CONTENT_TYPE, Snapshot, exposition
 from kvferry.telemetry.http import HttpServer, Reply
-from kvferry.telemetry.source import CONTENT_TYPE, Snapshot, exposition
 from kvferry.telemetry.stats import SchedulerStats, TrafficCounts
 
 

@@ -24,7 +24,7 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import tier as tier_module
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
-from kvferry.tools.doctor.disk import check_tiers
+from kvferry.tools.doctor.checks import check_tiers
 from kvferry.tools.doctor.machine import Grade
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import kvferry
-from kvferry.telemetry import mailbox as inboxes
+from kvferry.telemetry import source as inboxes
 from kvferry.telemetry.http import MAX_BODY_BYTES
 from kvferry.tools.cli.commands import kvferry as cli
-from kvferry.tools.cli.screen import Screen
-from kvferry.tools.top.answers import Explained, read_as
+from kvferry.tools.cli.top import Screen
+from kvferry.tools.top.scrape import Explained, read_as
 from kvferry.tools.top.view import Watch
 
 TOKEN = "a-token-of-sixteen-or-more"

@@ -12,10 +12,9 @@ from tests.fakes.endpoint import stats
 from tests.fakes.hostile import HostileEndpoint, drip, reply
 from tests.integration.test_endpoint import ask
 
-from kvferry.telemetry.source import Snapshot, exposition
+from kvferry.telemetry.catalog import Snapshot, exposition
 from kvferry.tools.cli.commands import kvferry as cli
-from kvferry.tools.top.server import PageServer
-from kvferry.tools.top.view import Watch
+from kvferry.tools.top.view import PageServer, Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
 RAW = {"\x1b", "\x07", "\x9b", "\u202e", "\r"}

@@ -15,10 +15,9 @@ import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.integration.test_endpoint import ask
 
-from kvferry.telemetry.source import Snapshot
+from kvferry.telemetry.catalog import Snapshot
 from kvferry.tiers.disk.protocol import DiskFigures
-from kvferry.tools.top.server import PageServer
-from kvferry.tools.top.view import Watch
+from kvferry.tools.top.view import PageServer, Watch
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")

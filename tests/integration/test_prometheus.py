@@ -24,7 +24,7 @@ from tests.fakes.metrics_page import FIGURES
 from tests.fakes.ports import free_port
 from tests.unit.test_deploy import DEPLOY, board, filled, rules
 
-from kvferry.telemetry.source import Snapshot
+from kvferry.telemetry.catalog import Snapshot
 
 RULES = DEPLOY / "prometheus" / "kvferry-alerts.yml"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")

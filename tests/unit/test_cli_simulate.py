@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from kvferry.settings.policies import POLICIES
 
 from kvferry.errors import ConfigError
-from kvferry.settings.eviction import POLICIES
-from kvferry.tools.cli.simulate import read_capacities, read_point, read_policies, simulate_command
+from kvferry.tools.cli.commands import kvferry
+from kvferry.tools.cli.simulate import read_capacities, read_point, read_policies
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(simulate_command, [*map(str, arguments), "--jobs", "1"])
+    return CliRunner().invoke(kvferry, ["simulate", *map(str, arguments), "--jobs", "1"])
 
 
 def test_json_and_a_picture(trace: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
 from kvferry.telemetry.endpoint import ControlApi
-from kvferry.telemetry.mailbox import Mailbox
+from kvferry.telemetry.source import Mailbox
 
 FIRST, SECOND, CHAT = numbered([1, 2, 3]), numbered([1, 2, 4]), numbered([7, 8])
 

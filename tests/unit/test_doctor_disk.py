@@ -17,11 +17,9 @@ from kvferry.core.quantities import GiB, MiB
 from kvferry.hostmem.limits import Machine
 from kvferry.settings.tiers import KEY_ENV
 from kvferry.tools.doctor import drive
-from kvferry.tools.doctor.checks import check_vllm
-from kvferry.tools.doctor.disk import check_disk
+from kvferry.tools.doctor.checks import check_disk, check_vllm
 from kvferry.tools.doctor.drive import DriveFacts, file_system, look_at_drive, measure
-from kvferry.tools.doctor.machine import Environment, Finding, Grade
-from kvferry.tools.doctor.reach import look_at_reach
+from kvferry.tools.doctor.machine import Environment, Finding, Grade, look_at_reach
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - {root} /dev/vda rw

@@ -332,7 +332,7 @@ def growth(work: Callable[[int], object], rounds: int = 50) -> int:
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal and observer have bounds, to be reached before anything can be counted."""
     monkeypatch.setattr("kvferry.scheduler.journal.MOST_REQUESTS", 4)
-    monkeypatch.setattr("kvferry.telemetry.recorder._MOST_WAITING", 4)
+    monkeypatch.setattr("kvferry.telemetry.observer._MOST_WAITING", 4)
 
 
 @pytest.mark.usefixtures("short_memory")

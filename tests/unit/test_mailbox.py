@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 
 from kvferry.scheduler.journal import Copy, Entry
-from kvferry.telemetry.mailbox import Mailbox, _Question
-from kvferry.telemetry.source import Source
+from kvferry.telemetry.source import Mailbox, Source, _Question
 
 
 class Askers:

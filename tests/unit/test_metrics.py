@@ -22,10 +22,15 @@ from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import Copy, Reason
 from kvferry.scheduler.tier import SlotTier
 from kvferry.telemetry import catalog as names
-from kvferry.telemetry.catalog import catalog, why_path
-from kvferry.telemetry.collector import FerryCollector
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import Snapshot, Source, exposition, samples
+from kvferry.telemetry.catalog import (
+    FerryCollector,
+    Snapshot,
+    catalog,
+    exposition,
+    samples,
+    why_path,
+)
+from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.transfer.job import Direction

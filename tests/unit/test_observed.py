@@ -21,8 +21,14 @@ from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
 from kvferry.sim.simulation import Simulation, Trial, simulate
-from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
-from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder
+from kvferry.telemetry.observer import (
+    TIMES,
+    MemoryCurve,
+    ObservedRequest,
+    Observer,
+    Recorder,
+    TierSizes,
+)
 from kvferry.telemetry.traces import TraceReader, TraceWriter, keys_of_numbers
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
@@ -136,7 +142,7 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
         rests.append(seconds)
         looked.append(len(pupil.learned))
 
-    monkeypatch.setattr("kvferry.telemetry.recorder.time.thread_time", lambda: now[0])
+    monkeypatch.setattr("kvferry.telemetry.observer.time.thread_time", lambda: now[0])
     pupil = Slow()
     observer = Observer([pupil], pause=rest)
     observer._waiting.extend(observed([n]) for n in range(8))
@@ -354,7 +360,7 @@ def test_the_curve_is_bounded_and_can_make_do_with_less() -> None:
 
 
 def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.telemetry.recorder._REST", 0)
+    monkeypatch.setattr("kvferry.telemetry.observer._REST", 0)
     kv = [np.zeros((64, 4096), dtype=np.float32)]
     settings: dict[str, Any] = {"block_tokens": 16, "memory_curve": "on"}
     with kvferry.attach(kv, model="m", host="4MiB", tiers="memory:2MiB", **settings) as ferry:

@@ -12,7 +12,7 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
 from kvferry.telemetry.source import plain
 from kvferry.tools.cli.explain import put_explained
-from kvferry.tools.top.answers import Explained, read_as, read_json
+from kvferry.tools.top.scrape import Explained, read_as, read_json
 
 
 def loaded(overlap: OverlapDecision | None) -> Desk:

@@ -10,18 +10,18 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
-from kvferry.telemetry.source import Snapshot, exposition
+from kvferry.telemetry.catalog import Snapshot, exposition
 from kvferry.tools.cli import explain as cli_explain
-from kvferry.tools.cli.screen import Screen
-from kvferry.tools.top.answers import (
+from kvferry.tools.cli.top import Screen
+from kvferry.tools.top.scrape import (
     AnswerDecision,
     AnswerExplanation,
     Copied,
     Explained,
     Recent,
     RecentRequest,
+    parse,
 )
-from kvferry.tools.top.scrape import parse
 from kvferry.tools.top.view import DrivesView, View, Watch
 
 

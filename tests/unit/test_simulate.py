@@ -21,9 +21,15 @@ from kvferry.cache.policies.contract import Evidence, Residents
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError, InputError
-from kvferry.sim.bounds import Future, all_knowing
-from kvferry.sim.replay import SchedulerReplay
-from kvferry.sim.simulation import Simulation, TracePart, Trial, simulate
+from kvferry.sim.simulation import (
+    Future,
+    SchedulerReplay,
+    Simulation,
+    TracePart,
+    Trial,
+    all_knowing,
+    simulate,
+)
 from kvferry.telemetry.traces import TraceRequest
 from kvferry.types import SlotArray
 

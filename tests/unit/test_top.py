@@ -9,9 +9,8 @@ from tests.fakes.endpoint import FakeEndpoint, stats
 
 from kvferry.connectors.common.reports import SEPARATOR, idle_figures
 from kvferry.errors import UnreachableError
-from kvferry.telemetry.catalog import INFO
+from kvferry.telemetry.catalog import INFO, Snapshot, exposition, installed_version
 from kvferry.telemetry.http import HttpServer
-from kvferry.telemetry.source import Snapshot, exposition, installed_version
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.tools.top.scrape import explain, parse, read
 from kvferry.tools.top.view import Watch

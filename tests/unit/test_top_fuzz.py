@@ -15,13 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
-from kvferry.telemetry.catalog import catalog
-from kvferry.telemetry.source import Snapshot, exposition
+from kvferry.telemetry.catalog import Snapshot, catalog, exposition
 from kvferry.telemetry.stats import TrafficCounts
 from kvferry.tools.cli import explain as cli_explain
-from kvferry.tools.cli.screen import Screen
-from kvferry.tools.top.answers import Explained, Recent, read_as, read_json
-from kvferry.tools.top.scrape import lines, parse
+from kvferry.tools.cli.top import Screen
+from kvferry.tools.top.scrape import Explained, Recent, lines, parse, read_as, read_json
 from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()

@@ -32,8 +32,16 @@ from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
 from kvferry.scheduler.writeback import Writeback
-from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, Points, TierSizes
-from kvferry.telemetry.recorder import ObservedRequest, Observer, Recorder, Student
+from kvferry.telemetry.observer import (
+    TIMES,
+    MemoryCurve,
+    ObservedRequest,
+    Observer,
+    Points,
+    Recorder,
+    Student,
+    TierSizes,
+)
 from kvferry.telemetry.stats import MatchCounts
 from kvferry.types import HOST, Key, RequestId, Transfer
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future as Promise
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -19,14 +20,228 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.policies import policy_named
-from kvferry.cache.policies.contract import Evidence
-from kvferry.cache.replay import PoolReplay, Tokens
+from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.cache.replay import NO_TOKENS, PoolReplay, TierHits, Tokens
+from kvferry.config import Config
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY
-from kvferry.sim.bounds import Future, all_knowing
-from kvferry.sim.replay import SchedulerReplay
+from kvferry.telemetry.observer import evidence_of
 from kvferry.telemetry.traces import TraceReader, TraceRequest
+from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
+
+Ints = npt.NDArray[np.int64]
+
+_MOSTLY = 0.5
+"""A request continues an earlier one if it has more than this share of that one's blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Future:
+    """The previous use of each block, in arrays of about 55 bytes for each block of the trace.
+
+    ``starts`` has the first block of each request, and the end. ``before`` is the last earlier
+    request with the same block, or -1. It never grows along a request.
+    """
+
+    starts: Ints
+    before: npt.NDArray[np.int32]
+    times: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> Future:
+        """Read every request once."""
+        numbers, counts, times = [], [], []
+        for request in requests:
+            stored = len(request.numbers) if keep_partial else request.num_full
+            numbers.append(request.numbers[:stored])
+            counts.append(stored)
+            times.append(request.at)
+        starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        flat = np.concatenate([np.empty(0, dtype=np.uint64), *numbers])
+        del numbers
+        order = np.argsort(flat, kind="stable")
+        same = flat[order[1:]] == flat[order[:-1]]
+        del flat
+        owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        before = np.full(len(owner), -1, dtype=np.int32)
+        before[order[1:][same]] = owner[order[:-1][same]]
+        return cls(starts, before, np.array(times))
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.times)
+
+    def later_uses(self) -> tuple[Ints, Ints, Ints]:
+        """The number of blocks of each request that a later one uses next.
+
+        Returns:
+            ``(starts, later, counts)``. The entries of request r are at ``starts[r]`` to
+            ``starts[r + 1]``.
+        """
+        owner = np.repeat(np.arange(self.num_requests), np.diff(self.starts))
+        known = np.flatnonzero(self.before >= 0)
+        earlier, later = self.before[known].astype(np.int64), owner[known]
+        # Along a request these lie in runs, because deeper blocks were never used later.
+        edges = np.flatnonzero((np.diff(earlier) != 0) | (np.diff(later) != 0)) + 1
+        firsts = np.concatenate(([0], edges)) if len(known) else edges
+        counts = np.diff(np.concatenate((firsts, [len(known)])))
+        earlier, later = earlier[firsts], later[firsts]
+        order = np.lexsort((later, earlier))
+        starts = np.searchsorted(earlier[order], np.arange(self.num_requests + 1))
+        return starts, later[order], counts[order]
+
+    def continuations(self) -> tuple[Ints, Ints]:
+        """For each request, its conversation's number and the request that continues it, or -1.
+
+        A request continues the last one with its deepest known block, if it has most of that one's
+        blocks. Otherwise it begins a conversation.
+        """
+        conversation = np.arange(self.num_requests)
+        continues = np.full(self.num_requests, -1, dtype=np.int64)
+        starts = self.starts.tolist()
+        for request in range(self.num_requests):
+            first, end = starts[request], starts[request + 1]
+            known = int(np.count_nonzero(self.before[first:end] >= 0))
+            if not known:
+                continue
+            earlier = int(self.before[first + known - 1])
+            size = starts[earlier + 1] - starts[earlier]
+            if known > _MOSTLY * size:
+                conversation[request] = conversation[earlier]
+                if continues[earlier] < 0:
+                    continues[earlier] = request
+        return conversation, continues
+
+
+def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
+    """The number of leading blocks that each request finds."""
+    starts, later, counts = (each.tolist() for each in future.later_uses())
+    kept = [0] * future.num_requests
+    hits = np.zeros(future.num_requests, dtype=np.int64)
+    farthest: list[int] = []  # negated requests that blocks are kept for; some more than once
+    used = 0
+    for request in range(future.num_requests):
+        hits[request] = kept[request]
+        used -= kept[request]
+        kept[request] = 0
+        for at in range(starts[request], starts[request + 1]):
+            if not kept[later[at]]:
+                heapq.heappush(farthest, -later[at])
+            kept[later[at]] += counts[at]
+            used += counts[at]
+        while used > capacity:
+            last = -farthest[0]
+            going = min(kept[last], used - capacity)
+            kept[last] -= going
+            used -= going
+            if not kept[last]:
+                heapq.heappop(farthest)
+    return hits
+
+
+_MOST_STEPS = 1000
+"""A request computes its blocks if their promotion takes more steps."""
+
+
+class SchedulerReplay:
+    """Host memory and the tiers below it. Owns a scheduler, its pools and their clock.
+
+    Transfers take no time: a block spilled in one step is on its tier in the next, and a promotion
+    brings as many blocks as the host has room for.
+    """
+
+    def __init__(
+        self,
+        capacity: TierHits,
+        policy: EvictionPolicyMaker,
+        tier_policy: EvictionPolicyMaker,
+        *,
+        write: str,
+        block_tokens: int,
+    ) -> None:
+        self._now = 0.0
+        self._block_tokens = block_tokens
+
+        def clock() -> float:
+            return self._now
+
+        self.host = Pool(capacity[0], policy, clock=clock)
+        self.tiers = [
+            SlotTier(
+                TierName(f"tier{at}"),
+                Pool(num_places, tier_policy, clock=clock),
+                WriteMode(write),
+            )
+            for at, num_places in enumerate(capacity[1:], 1)
+        ]
+        self.scheduler = Scheduler(
+            self.host,
+            (FullAttention(block_tokens),),
+            config=Config(load_policy="always", memory_curve="off"),
+            tiers=self.tiers,
+            clock=clock,
+        )
+
+    @property
+    def evicted(self) -> int:
+        pools = [self.host, *(tier.pool for tier in self.tiers)]
+        return sum(pool.counts.evicted for pool in pools)
+
+    @property
+    def stored(self) -> int:
+        return self.host.num_reserved
+
+    def serve(
+        self,
+        keys: Keys,
+        num_storable: int,
+        at: float,
+        evidence: Evidence | None,
+        tokens: Tokens = NO_TOKENS,
+    ) -> TierHits:
+        self._now = at
+        where = self._where(keys)
+        hints = None if evidence is None else Hints(**evidence._asdict())
+        request = self.scheduler.open("", keys, hints)
+        match = request.match()
+        for _ in range(_MOST_STEPS):
+            if match.state is not MatchState.WAIT:
+                break
+            self._step()
+            match = request.match()
+        hit = match.num_tokens // self._block_tokens if match.state is MatchState.HIT else 0
+        table = np.arange(len(keys))
+        if hit:
+            request.load([table])
+            self._step()
+        request.store([table], num_storable * self._block_tokens)
+        request.end()
+        self._step()
+        found = np.bincount(where[:hit], minlength=len(self.tiers) + 1)
+        return tuple(found.tolist())
+
+    def _where(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The nearest tier of each block. 0 is the host, and stands for missing blocks too."""
+        where = np.zeros(len(keys), dtype=np.int64)
+        missing = ~self.host.cached(keys)
+        for at, tier in enumerate(self.tiers, 1):
+            here = missing & tier.pool.cached(keys)
+            where[here] = at
+            missing &= ~here
+        return where
+
+    def _step(self) -> None:
+        plan = self.scheduler.plan()
+        self.scheduler.settle(
+            Receipt(transfer.id, FIRST_RANK, Outcome.OK) for transfer in plan.transfers
+        )
+
 
 Progress = Callable[[float], None]
 """Receives the share of the work that is done, 0 to 1."""
@@ -145,6 +360,10 @@ class Score:
     evicted: int = 0
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, trial: Trial, asked: Simulation) -> Score:
+        return cls(trial, parts={name: Tally() for name in (HALVES if asked.halves else ())})
+
     def add(
         self, share: float, blocks: int, tokens: int, hits: Capacity, block_tokens: int
     ) -> None:
@@ -183,8 +402,8 @@ class Counted:
     complaints: tuple[str, ...]
 
 
-Foretold = tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]
-"""For each request no hint (0), it ended (1) or it continues (2), and the seconds until then."""
+Foretold = list[Evidence | None]
+"""For each request, a hint from the trace's future or none."""
 
 
 def _reader(asked: Simulation) -> TraceReader:
@@ -228,11 +447,13 @@ def foretell(asked: Simulation, counted: Counted) -> Foretold:
     """Hints for a random share of the conversations."""
     future = Future.of(_chosen(_reader(asked), asked.span, counted.num_all))
     conversation, next_request = future.continuations()
-    hinted = np.array([_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()])
-    continues = next_request >= 0
-    kinds = np.where(hinted, np.where(continues, 2, 1), 0).astype(np.int8)
-    within = np.where(continues, future.times[next_request] - future.times, 0)
-    return kinds, within.astype(np.float32)
+    within = future.times[next_request] - future.times
+    told: Foretold = [
+        Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
+        for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
+    ]
+    is_hinted = [_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()]
+    return [each if hinted else None for each, hinted in zip(told, is_hinted, strict=True)]
 
 
 def _drawn(seed: int, conversation: int) -> float:
@@ -263,12 +484,12 @@ def run_trials(
 ) -> list[Score]:
     """Serve every request of the trace to each trial. ``report`` receives the number served."""
     replays = [_replay(trial, counted.block_tokens) for trial in trials]
-    scores = _scores(asked, trials)
+    scores = [Score.of(trial, asked) for trial in trials]
     at = -1
     for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
-        evidence = _evidence(request, at, foretold)
+        evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
         tokens = Tokens(request.input_tokens, request.output_tokens)
         share = at / counted.num_requests
         for replay, score in zip(replays, scores, strict=True):
@@ -284,23 +505,6 @@ def run_trials(
     return scores
 
 
-def _scores(asked: Simulation, trials: Sequence[Trial]) -> list[Score]:
-    halves = HALVES if asked.halves else ()
-    return [Score(trial, parts={name: Tally() for name in halves}) for trial in trials]
-
-
-def _evidence(request: TraceRequest, at: int, foretold: Foretold | None) -> Evidence | None:
-    """The hints of a request: from the trace's future, else from the trace itself."""
-    if foretold is not None and foretold[0].item(at):
-        continues = foretold[0].item(at) == 2
-        within = foretold[1].item(at) if continues else None
-        return Evidence(ended=not continues, continues=continues, within=within)
-    hints: Hints | None = request.hints
-    if hints is None or not (hints.ended or hints.continues):
-        return None
-    return Evidence(ended=hints.ended, continues=hints.continues, within=hints.within)
-
-
 def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:
     """The hits of a policy that knows the future, at each capacity."""
     sizes: list[tuple[int, int]] = []
@@ -311,7 +515,7 @@ def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> l
             yield request
 
     future = Future.of(noted(), keep_partial=asked.keep_partial)
-    scores = _scores(asked, bounds)
+    scores = [Score.of(trial, asked) for trial in bounds]
     for score in scores:
         began = time.perf_counter()
         for at, hits in enumerate(all_knowing(future, sum(score.trial.capacity)).tolist()):
@@ -339,7 +543,8 @@ def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simu
         first = f" ({counted.complaints[0]})" if counted.complaints else ""
         raise InputError(f"there is no request to simulate in {asked.paths[0]}{first}")
     foretold = foretell(asked, counted) if asked.hints else None
-    bounds = _bounds(asked.trials) if asked.bound else ()
+    sums = dict.fromkeys(sum(trial.capacity) for trial in asked.trials if asked.bound)
+    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # all tiers as one
     jobs = min(asked.jobs or os.cpu_count() or 1, len(asked.trials) + bool(bounds))
     if jobs > 1:
         scores, best = _together(asked, counted, foretold, bounds, jobs, progress)
@@ -350,12 +555,6 @@ def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simu
     order = {trial: at for at, trial in enumerate(asked.trials)}
     scores.sort(key=lambda score: order[score.trial])
     return Simulated(counted, tuple(scores), tuple(best))
-
-
-def _bounds(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """One trial for each capacity, with all tiers as one."""
-    sums = dict.fromkeys(sum(trial.capacity) for trial in trials)
-    return tuple(Trial(ALL_KNOWING, (capacity,)) for capacity in sums)
 
 
 def _together(

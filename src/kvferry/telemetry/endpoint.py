@@ -15,7 +15,7 @@ import hmac
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -26,9 +26,9 @@ from kvferry.errors import ConfigError, DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
 from kvferry.scheduler.control import Acted, Control
 from kvferry.telemetry import DEFAULT_PORT
+from kvferry.telemetry.catalog import CONTENT_TYPE, exposition
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Orders, Reply
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import CONTENT_TYPE, Source, exposition, requests_of
+from kvferry.telemetry.source import Mailbox, Source, requests_of
 from kvferry.types import KEY_BYTES, RequestId
 
 _WELCOME = """kvferry
@@ -101,12 +101,8 @@ _MAX_TOKEN = 2**63 - 1
 _KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 
 
-@dataclass(frozen=True)
-class NamedChains:
-    """The chains that an order is for, and their requests where it named one."""
-
-    chains: list[Keys]
-    request_ids: list[RequestId] | None = None
+NamedChains = tuple[list[Keys], list[RequestId] | None]
+"""The chains that an order is for, and their requests where it named one."""
 
 
 class ControlApi:
@@ -203,7 +199,7 @@ class ControlApi:
             keys = self._keys_of_tokens(_tokens(said["tokens"]), salt)
         else:
             keys = _keys(said["keys"])
-        return lambda: NamedChains([keys])
+        return lambda: ([keys], None)
 
     def _of_request(self, name: str) -> NamedChains:
         """On the engine's thread: the one its engine calls so, or all of the answer with this id.
@@ -213,25 +209,24 @@ class ControlApi:
         control = self._control
         keys = control.keys_of(name)
         if keys is not None:
-            return NamedChains([keys], [name])
+            return [keys], [name]
         found = {each: control.keys_of(each) for each in requests_of(name, control.request_ids())}
         known = {each: keys for each, keys in found.items() if keys is not None}
         if not known:
             raise LookupError(f"request {quoted(name)} is not remembered; name its tokens or keys")
-        return NamedChains(list(known.values()), list(known))
+        return list(known.values()), list(known)
 
 
 def _carried_out(
     action: str, act: Callable[[Keys], Acted], found: NamedChains
 ) -> dict[str, object]:
     """Act on every chain; returns what was done with all of them together."""
-    told = _together([act(keys) for keys in found.chains])
-    if action in _DONE_TWICE and len(found.chains) > 1:
-        again = _together([act(keys) for keys in found.chains])
+    chains, request_ids = found
+    told = _together([act(keys) for keys in chains])
+    if action in _DONE_TWICE and len(chains) > 1:
+        again = _together([act(keys) for keys in chains])
         told = replace(again, blocks=told.blocks + again.blocks)
-    if found.request_ids is None:
-        return told.as_dict()
-    return {**told.as_dict(), "request_ids": found.request_ids}
+    return told.as_dict() | ({} if request_ids is None else {"request_ids": request_ids})
 
 
 def _together(done: Sequence[Acted]) -> Acted:

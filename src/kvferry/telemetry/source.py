@@ -1,262 +1,212 @@
-"""From a scheduler's counts to the values of every metric, as text; and what requests did."""
+"""Questions and orders from other threads to a scheduler on the engine's thread."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, lru_cache
-from importlib import metadata
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from kvferry.core.quantities import quoted
-from kvferry.errors import InputError
-from kvferry.scheduler.journal import Copy, Entry, Explanation, Reason
-from kvferry.telemetry import catalog as names
-from kvferry.telemetry.catalog import Metric, catalog, why_path
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.stats import Distribution, SchedulerStats, Traffic
-from kvferry.types import HOST, RequestId
+from kvferry.errors import DeadlineError, InputError, StateError
+from kvferry.scheduler.journal import Copy, Entry, Explanation
+from kvferry.telemetry.catalog import Snapshot, installed_version, why_path
+from kvferry.telemetry.stats import SchedulerStats
+from kvferry.types import RequestId
 
 if TYPE_CHECKING:
     from kvferry.tiers.disk.protocol import DiskFigures
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Snapshot:
-    """All that one process knows of itself: what the scheduler counted, and its memory.
+PATIENCE_SECONDS = 0.25
+"""An engine that has not come by for so long is idle, or in a long step that changes nothing."""
 
-    None is what this process does not know: in a server the workers pin memory, not the scheduler.
-    ``idle`` is one of ``IDLE_REASONS``, empty while it serves. ``disks`` has the drives' figures by
-    tier, of all ranks together.
+PAUSE_SECONDS = 0.05
+"""However many questions come, the engine is left alone for so long between two answers."""
+
+MAX_A_STEP = 4
+"""Questions that one step answers; each of them only picks up facts, and takes microseconds."""
+
+ORDER_SECONDS = 5.0
+"""So long an order waits for the engine; a step of a busy one takes less."""
+
+ORDER_PAUSE_SECONDS = 0.01
+MAX_ORDERS = 16
+
+_LOOKS = 10
+
+
+class _Question:
+    """One piece of work, and the gate at which all threads wait that want its result."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._claim = threading.Lock()
+        # A lock and no Event: to open it, the engine's thread must not need a lock of the waiting.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.is_engines = False
+
+    def settle(self, *, on_engine: bool = False) -> None:
+        """Do the work, unless another thread already does."""
+        if not self.cancel():
+            return
+        self.is_engines = on_engine
+        try:
+            self.answer = self._work()
+        except Exception as error:  # it is raised in the thread that asked
+            self.error = error
+        finally:
+            self._gate.release()
+
+    def cancel(self) -> bool:
+        """Whether no thread has begun with it, and now none will."""
+        return self._claim.acquire(blocking=False)
+
+    def fail(self, error: Exception) -> None:
+        """Let it fail, unless a thread has begun with it."""
+        if self.cancel():
+            self.error = error
+            self._gate.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Whether it is settled, by then."""
+        if not self._gate.acquire(timeout=seconds):
+            return False
+        self._gate.release()  # let the next one through
+        return True
+
+
+class Mailbox:
+    """Takes questions from any thread; the engine's own thread answers them as it comes by.
+
+    Equal questions that wait share one answer. A step answers a few questions that waited when it
+    came by, and never waits for another thread. An idle engine never comes by: then the thread that
+    asked does the work itself. It may do so in the very moment the engine wakes up, so a question
+    must only read, and may mix numbers of two neighbouring steps; if it fails over that, it is
+    tried again.
     """
 
-    stats: SchedulerStats
-    version: str
-    slot_bytes: Mapping[str, int] = field(default_factory=dict)
-    pinned_bytes: int | None = None
-    held_blocks: int | None = None
-    idle: str | None = None
-    disks: Mapping[str, DiskFigures] = field(default_factory=dict)
+    def __init__(
+        self,
+        *,
+        pause: float = PAUSE_SECONDS,
+        most: int = MAX_A_STEP,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pause = pause
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, _Question] = {}  # the longest waiting first
+        self._next_at = float("-inf")
+        self._orders: deque[_Question] = deque()
+        self._next_order_at = float("-inf")
+        self._ended = ""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when an order was given, so that an idle engine comes by."""
+        self.before_answers: Callable[[], object] = lambda: None
+        """Called on the engine's thread before questions are answered there."""
 
+    # -- orders ---------------------------------------------------------------------------------
 
-Value = float | Distribution
-Values = Value | None | Mapping[Any, Value]
-"""One value, none while it is unknown, or one for each label or combination of labels."""
+    @property
+    def has_orders(self) -> bool:
+        """Whether an order waits for the engine."""
+        return bool(self._orders)
 
+    def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
+        """The result of ``work()``, done on the engine's thread and on no other.
 
-class Sample(NamedTuple):
-    """One value of one metric; ``labels`` are in the order the metric has them."""
+        StateError if too many orders wait, DeadlineError if the engine did not come by: then
+        nothing was done, nor will it be.
+        """
+        order = _Question(work)
+        with self._lock:
+            if self._ended:
+                raise StateError(self._ended)
+            if len(self._orders) >= MAX_ORDERS:
+                raise StateError(f"{MAX_ORDERS} orders wait for the engine already")
+            self._orders.append(order)
+        self.wake()
+        if not order.wait(patience):
+            with self._lock, suppress(ValueError):
+                self._orders.remove(order)
+            if order.cancel():
+                raise DeadlineError(f"the engine did not come by within {patience:g} s")
+            order.wait()
+        if order.error is not None:
+            raise order.error
+        done: T = order.answer
+        return done
 
-    metric: Metric
-    labels: tuple[str, ...]
-    value: Value
+    def abandon(self, reason: str) -> None:
+        """The engine will not come by any more: orders fail, now and later."""
+        with self._lock:
+            self._ended = reason
+            orders = list(self._orders)
+            self._orders.clear()
+        for order in orders:
+            order.fail(StateError(reason))
 
+    def _obey(self) -> None:
+        """Carry out one order, then pause: orders must not keep the engine."""
+        if self._clock() < self._next_order_at or not self._lock.acquire(blocking=False):
+            return
+        try:
+            order = self._orders.popleft() if self._orders else None
+        finally:
+            self._lock.release()
+        if order is not None:
+            order.settle(on_engine=True)
+            self._next_order_at = self._clock() + ORDER_PAUSE_SECONDS
 
-def samples(snapshot: Snapshot) -> Iterator[Sample]:
-    """Every metric's values, in the catalog's order; known labels begin at zero."""
-    for metric, read in _READS.items():
-        found = read(snapshot)
-        if isinstance(found, Mapping):
-            for labels, value in found.items():
-                yield Sample(metric, (labels,) if isinstance(labels, str) else labels, value)
-        elif found is not None:
-            yield Sample(metric, (), found)
+    # -- questions ------------------------------------------------------------------------------
 
+    def ask(self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS) -> T:
+        """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
+        key = (work, args)
+        for left in reversed(range(_LOOKS)):
+            with self._lock:
+                question = self._open.setdefault(key, _Question(lambda: work(*args)))
+            if not question.wait(patience):
+                with self._lock:  # first: later questions must not get this older answer
+                    if self._open.get(key) is question:
+                        del self._open[key]
+                question.settle()
+                question.wait()
+            if question.error is None:
+                break
+            if question.is_engines or not left or not isinstance(question.error, RuntimeError):
+                raise question.error
+            # What was looked at changed meanwhile: the engine is awake, and may answer by itself.
+        answer: T = question.answer
+        return answer
 
-def idle(reason: str) -> Iterator[Sample]:
-    """Whether nothing is served, and why, where there is no scheduler to count anything."""
-    return (Sample(names.IDLE, (each,), float(each == reason)) for each in names.IDLE_REASONS)
-
-
-def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
-    return {label: counts.get(label, 0) for label in labels}
-
-
-def _traffic(read: Callable[[Traffic], Value]) -> Callable[[Snapshot], Values]:
-    return lambda s: {route: read(traffic) for route, traffic in s.stats.traffic.items()}
-
-
-def _pools(name: str) -> Callable[[Snapshot], Values]:
-    """One of a pool's counts, for the host and every tier with places."""
-    return lambda s: {
-        tier: getattr(pool, name) for tier, pool in ((HOST, s.stats.pool), *s.stats.tiers.items())
-    }
-
-
-def _slots(s: Snapshot) -> Values:
-    pools = ((HOST, s.stats.pool), *s.stats.tiers.items())
-    return {(tier, state): getattr(pool, state) for tier, pool in pools for state in names.STATES}
-
-
-def _disks(*fields: str) -> Callable[[Snapshot], Values]:
-    """One of the drives' figures by tier; two of them as ``read`` and ``write``."""
-    if len(fields) == 1:
-        return lambda s: {tier: getattr(disk, fields[0]) for tier, disk in s.disks.items()}
-    return lambda s: {
-        (tier, operation): getattr(disk, name)
-        for tier, disk in s.disks.items()
-        for operation, name in zip(("read", "write"), fields, strict=True)
-    }
-
-
-def _tenants(name: str) -> Callable[[Snapshot], Values]:
-    return lambda s: {tenant: getattr(each, name) for tenant, each in s.stats.tenants.items()}
-
-
-def _tenant_tiers(name: str) -> Callable[[Snapshot], Values]:
-    return lambda s: {
-        (tenant, tier): count
-        for tenant, each in s.stats.tenants.items()
-        for tier, count in getattr(each, name).items()
-    }
-
-
-_READS: dict[Metric, Callable[[Snapshot], Values]] = {
-    names.INFO: lambda s: {s.version: 1},
-    names.IDLE: lambda s: (
-        None if s.idle is None else {each: float(each == s.idle) for each in names.IDLE_REASONS}
-    ),
-    names.LOOKUPS: lambda s: s.stats.queries,
-    names.LOOKUP_TOKENS: lambda s: s.stats.asked_tokens,
-    names.HIT_TOKENS: lambda s: s.stats.hit_tokens,
-    names.PROMOTED_TOKENS: lambda s: s.stats.promoted_tokens,
-    names.FULL_HITS: lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
-    names.MISSED: lambda s: _each(names.MISSES, s.stats.missed),
-    names.DECISIONS: lambda s: _each(names.VERDICTS, s.stats.verdicts),
-    names.OVERLAPPED: lambda s: _each(names.OVERLAPS, s.stats.overlaps),
-    names.MOVED_BYTES: _traffic(lambda traffic: traffic.sizes.total),
-    names.MOVED_SECONDS: _traffic(lambda traffic: traffic.seconds.total),
-    names.TRANSFER_BYTES: _traffic(lambda traffic: traffic.sizes),
-    names.TRANSFER_SECONDS: _traffic(lambda traffic: traffic.seconds),
-    names.COMPLETED: lambda s: s.stats.landed,
-    names.FAILED: lambda s: s.stats.failed,
-    names.OVERDUE: lambda s: s.stats.overdue,
-    names.EXPIRED_HITS: lambda s: s.stats.expired_hits,
-    names.PIPELINED_LOADS: lambda s: s.stats.pipelined_loads,
-    names.STALE_RECEIPTS: lambda s: s.stats.stale_receipts,
-    names.DEFERRED_STORES: lambda s: s.stats.shed_stores,
-    names.EVICTED: _pools("evicted"),
-    names.REFUSED_PINS: _pools("refused_pins"),
-    names.LOOKUP_BLOCKS: lambda s: {tier: asked for tier, (asked, _) in s.stats.asked.items()},
-    names.FOUND_BLOCKS: lambda s: {tier: found for tier, (_, found) in s.stats.asked.items()},
-    names.LOST_BLOCKS: lambda s: s.stats.lost_blocks,
-    names.RESTORED_BLOCKS: lambda s: s.stats.restored,
-    names.DRIVE_BYTES: _disks("read_bytes", "written_bytes"),
-    names.DRIVE_SECONDS: _disks("read_seconds", "write_seconds"),
-    names.DRIVE_FAILED: lambda s: {
-        (tier, reason): disk.failed.get(reason, 0)
-        for tier, disk in s.disks.items()
-        for reason in names.DRIVE_ERRORS
-    },
-    names.DRIVE_RESTARTS: _disks("restarts"),
-    names.DRIVES_UNAVAILABLE: _disks("drives_away"),
-    names.PENDING_BLOCKS: _disks("pending"),
-    names.DURABLE_LAG: _disks("durable_lag"),
-    names.RESETS: lambda s: s.stats.resets,
-    names.TENANT_LOOKUPS: _tenants("queries"),
-    names.TENANT_TOKENS: _tenants("asked_tokens"),
-    names.TENANT_HITS: _tenants("hit_tokens"),
-    names.TENANT_SLOTS: _tenant_tiers("slots"),
-    names.TENANT_EVICTED: _tenant_tiers("evicted"),
-    names.SLOTS: _slots,
-    names.PINNED_SLOTS: _pools("pinned"),
-    names.SLOT_BYTES: lambda s: s.slot_bytes,
-    names.LEASES: lambda s: s.stats.leases,
-    names.TIER_UNAVAILABLE: lambda s: {
-        tier: int(bool(reason)) for tier, reason in s.stats.ailments.items()
-    },
-    names.PINNED_BYTES: lambda s: s.pinned_bytes,
-    names.HELD_BLOCKS: lambda s: s.held_blocks,
-    names.IN_FLIGHT: lambda s: s.stats.in_flight,
-    names.QUEUED: lambda s: s.stats.queued,
-    names.BYTES_IN_FLIGHT: lambda s: s.stats.bytes_in_flight,
-    names.MEMORY_CURVE: lambda s: {
-        (tier, f"{times:g}"): ratio
-        for tier, points in s.stats.memory_curve.items()
-        for times, ratio in points.items()
-    },
-    names.LOAD_RATE: lambda s: s.stats.bandwidth,
-    names.TIER_RATE: lambda s: {
-        tier: rate for tier, rate in s.stats.tier_bandwidth.items() if rate is not None
-    },
-    names.PREFILL_RATE: lambda s: s.stats.prefill_rate,
-}
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_NOT_NUMBERS = {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}
-_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
-
-
-def exposition(snapshot: Snapshot) -> bytes:
-    """The text that Prometheus scrapes: every metric that has a value, in the catalog's order.
-
-    It is what prometheus_client would write, in a small part of its time: while the text is made,
-    the interpreter is not the engine's.
-    """
-    found: dict[str, list[str]] = {}
-    for sample in samples(snapshot):
-        found.setdefault(sample.metric.name, []).extend(_lines(sample))
-    parts = []
-    for name, head in _HEADS.items():
-        if name in found:
-            parts.append(head)
-            parts += found[name]
-    return "".join(parts).encode()
-
-
-def _lines(sample: Sample) -> Iterator[str]:
-    name, value = sample.metric.name, sample.value
-    braces, before, after = _places(name, sample.labels)
-    if not isinstance(value, Distribution):
-        yield f"{name}{braces} {shown(value)}\n"
-        return
-    bounds = (*_shown_bounds(value.bounds), "+Inf")
-    for bound, count in zip(bounds, accumulate(value.counts), strict=True):
-        yield f"{name}_bucket{{{before}{bound}{after}}} {shown(count)}\n"
-    yield f"{name}_count{braces} {shown(sum(value.counts))}\n"
-    yield f"{name}_sum{braces} {shown(value.total)}\n"
-
-
-@lru_cache(maxsize=1024)
-def _places(name: str, labels: tuple[str, ...]) -> tuple[str, str, str]:
-    """The labels in their braces; and what stands before and after a bucket's bound in its own."""
-    pairs = {
-        label: f'{label}="{text.translate(_ESCAPES)}"'
-        for label, text in sorted(zip(_LABELS[name], labels, strict=True))
-    }
-    before = [*(pair for label, pair in pairs.items() if label < "le"), 'le="']
-    after = ['"', *(pair for label, pair in pairs.items() if label > "le")]
-    return f"{{{','.join(pairs.values())}}}" if pairs else "", ",".join(before), ",".join(after)
-
-
-@lru_cache(maxsize=8)
-def _shown_bounds(bounds: tuple[float, ...]) -> tuple[str, ...]:
-    return tuple(map(shown, bounds))
-
-
-def shown(value: float) -> str:
-    """A number as Go writes it, which turns to exponents sooner than Python."""
-    text = repr(float(value))
-    if text in _NOT_NUMBERS:
-        return _NOT_NUMBERS[text]
-    dot = text.find(".")
-    if value > 0 and dot > 6:
-        digits = f"{text[0]}.{text[1:dot]}{text[dot + 1 :]}".rstrip("0.")
-        return f"{digits}e+{dot - 1:02d}"
-    return text
-
-
-def _head(metric: Metric) -> str:
-    words = metric.help.replace("\\", r"\\").replace("\n", r"\n")
-    return f"# HELP {metric.name} {words}\n# TYPE {metric.name} {metric.kind.value}\n"
-
-
-_HEADS = {metric.name: _head(metric) for metric in catalog()}
-_LABELS = {metric.name: tuple(label.name for label in metric.labels) for metric in catalog()}
+    def answer(self) -> None:
+        """Once a step, on the engine's thread: a look at an empty dictionary, nearly always."""
+        if self._orders:
+            self._obey()
+        if not self._open or self._clock() < self._next_at:
+            return
+        if not self._lock.acquire(blocking=False):
+            return  # a thread is just asking; the next step will do
+        try:
+            waiting = [self._open.pop(key) for key in list(islice(self._open, self._most))]
+        finally:
+            self._lock.release()
+        self.before_answers()
+        for question in waiting:
+            question.settle(on_engine=True)
+        self._next_at = self._clock() + self._pause
 
 
 MOST_REQUESTS = 256
@@ -400,15 +350,12 @@ class Source:
 
     def recent(self, most: int = 50) -> list[dict[str, Any]]:
         """The latest requests and what each of them missed, the latest first."""
-        return [
-            {
-                "request_id": request_id,
-                "reason": why.reason.value if why is not None else None,
-                "asked_tokens": why.asked_tokens if why is not None else None,
-                "host_tokens": why.host_tokens if why is not None else None,
-            }
-            for request_id, why in self._mailbox.ask(self._latest, most)
-        ]
+        rows: list[dict[str, Any]] = []
+        for request_id, why in self._mailbox.ask(self._latest, most):
+            told = why.as_dict() if why is not None else {}
+            names = ("reason", "asked_tokens", "host_tokens")
+            rows.append({"request_id": request_id, **{name: told.get(name) for name in names}})
+        return rows
 
     def away(self) -> dict[str, str]:
         """The tiers that cannot be used now, and why."""
@@ -441,11 +388,3 @@ def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, A
         "overlap": entry.overlap,
         "copies": [{**asdict(copy), "why": why_path(copy)} for copy in entry.copies],
     }
-
-
-@cache
-def installed_version() -> str:
-    try:
-        return metadata.version("kvferry")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
-from io import BufferedReader, FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
@@ -83,7 +82,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 VERSION = 1
 MARK = "kvferry_trace"
 NUMBER_BYTES = 8
-_HINTS = ("ended", "continues", "pin_seconds", "tenant")
+_RECORDED = ("ended", "continues", "pin_seconds")
+_HINTS = (*_RECORDED, "tenant")
 _MOST_TOKENS = 1 << 40
 _MOST_SECONDS = 1e10
 _MOST_NUMBER = (1 << 64) - 1
@@ -115,7 +115,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadLineError(f"no JSON: {_short(error)}") from None
+        raise BadLineError(f"no JSON: {str(error)[:100]}") from None
     if not isinstance(found, dict):
         raise BadLineError(f"a JSON {type(found).__name__}, not an object")
     return found
@@ -132,12 +132,8 @@ def read_header(first: dict[str, Any], block_tokens: int | None) -> TraceHeader:
         if block_tokens is not None and block_tokens != own:
             raise BadLineError(f"its blocks have {own} tokens, not the {block_tokens} you say")
         recording = first.get("recording")
-        return TraceHeader(
-            TraceFormat.OURS,
-            own,
-            recording if isinstance(recording, str) else "",
-            _count(first, "part", default=0),
-        )
+        name = recording if isinstance(recording, str) else ""
+        return TraceHeader(TraceFormat.OURS, own, name, _count(first, "part", default=0))
     if "hash_ids" in first:
         return TraceHeader(TraceFormat.MOONCAKE, block_tokens or MOONCAKE_BLOCK_TOKENS)
     raise BadLineError(
@@ -172,7 +168,7 @@ def _read_ours(found: dict[str, Any], block_tokens: int) -> TraceRequest:
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadLineError(f"keys is no base64: {_short(error)}") from None
+        raise BadLineError(f"keys is no base64: {str(error)[:100]}") from None
     if len(raw) % NUMBER_BYTES:
         raise BadLineError(f"keys has {len(raw)} bytes, which are no blocks of {NUMBER_BYTES}")
     return _request(
@@ -237,16 +233,10 @@ def _count(found: dict[str, Any], name: str, *, default: int | None = None, leas
 
 def _hints(found: dict[str, Any]) -> Hints | None:
     said = {name: found[name] for name in _HINTS if name in found}
-    if not said:
-        return None
     try:
-        return Hints.read(said)
+        return Hints.read(said) if said else None
     except (ConfigError, InputError) as error:
         raise BadLineError(str(error)) from None
-
-
-def _short(error: Exception) -> str:
-    return str(error)[:100]
 
 
 _MOST_LINE = 32 << 20
@@ -370,24 +360,11 @@ class TraceReader:
 
 def _open(path: Path) -> IO[bytes]:
     try:
-        file = BufferedReader(FileIO(path), 1 << 20)
+        with path.open("rb") as file:
+            is_zipped = file.read(2) == _GZIP
+        return cast("IO[bytes]", gzip.open(path)) if is_zipped else path.open("rb", 1 << 20)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
-    if file.peek(2)[:2] == _GZIP:
-        return cast("IO[bytes]", _Unzipped(file))
-    return file
-
-
-class _Unzipped(gzip.GzipFile):
-    """A gzipped file that closes what it reads from."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        super().__init__(fileobj=raw, mode="rb")
-        self._raw = raw
-
-    def close(self) -> None:
-        super().close()
-        self._raw.close()
 
 
 log = logging.getLogger("kvferry")
@@ -448,7 +425,11 @@ class TraceWriter:
             line["output"] = output_tokens
         if hit_tokens is not None:
             line["hit"] = hit_tokens
-        line |= _said(hints)
+        if hints is not None:
+            said = hints.as_dict()
+            if hints.continues and hints.within is not None:
+                said["continues"] = hints.within
+            line |= {name: said[name] for name in _RECORDED if name in said}
         self._put(line)
         if self._file is not None and self._written > self._most_bytes:
             try:
@@ -551,17 +532,3 @@ class TraceWriter:
         log.warning("recording to %s ends: %s", self.path, error.strerror or error)
         self._file = self._raw = None
         self._unlock()
-
-
-def _said(hints: Hints | None) -> dict[str, Any]:
-    """The hints that a trace has; not the tenant."""
-    if hints is None:
-        return {}
-    said: dict[str, Any] = {}
-    if hints.ended:
-        said["ended"] = True
-    if hints.continues:
-        said["continues"] = hints.within if hints.within is not None else True
-    if hints.pin_seconds is not None:
-        said["pin_seconds"] = hints.pin_seconds
-    return said

@@ -14,16 +14,17 @@ from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.messages import RankShape, StepReceipts
 from kvferry.scheduler.control import Control
 from kvferry.telemetry import catalog as names
-from kvferry.telemetry.catalog import Metric, MetricKind, catalog, why_path
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import (
-    AskedScheduler,
+from kvferry.telemetry.catalog import (
+    Metric,
+    MetricKind,
     Snapshot,
-    Source,
+    catalog,
     idle,
     installed_version,
     samples,
+    why_path,
 )
+from kvferry.telemetry.source import AskedScheduler, Mailbox, Source
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution, SchedulerStats
 from kvferry.tiers.disk.protocol import DiskFigures, add_up
 from kvferry.types import DEVICE, HOST, Rank

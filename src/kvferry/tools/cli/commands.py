@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 from importlib import import_module
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
 
 from kvferry import __version__
+from kvferry.errors import KvferryError
 
 COMMANDS = {
     "demo": ("demo:demo", "See KV blocks leave a small device and come back."),
@@ -18,9 +20,9 @@ COMMANDS = {
     "doctor": ("doctor:doctor", "Check whether this machine is fit."),
     "top": ("top:top", "Watch a running kvferry."),
     "explain": ("explain:explain", "Say why a request hit or missed."),
-    "control": ("control:control", "Pin, prefetch and drop blocks of a running server."),
+    "control": ("explain:control", "Pin, prefetch and drop blocks of a running server."),
     "simulate": ("simulate:simulate_command", "Predict the hits of a policy or a size."),
-    "config": ("settings:config", "Show every setting and its source."),
+    "config": ("doctor:config", "Show every setting and its source."),
     "completion": ("commands:completion", "Make your shell complete commands."),
 }
 """Module and function of each command, and its summary."""
@@ -55,6 +57,15 @@ class LazyGroup(click.Group):
             mean = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
             ctx.fail(f"No such command {args[0]!r}.{mean}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. An error that says what to do becomes one line."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click ends quietly
+        except (KvferryError, OSError) as error:
+            raise click.ClickException(str(error)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the summaries without importing a command."""

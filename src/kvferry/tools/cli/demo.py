@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.core.quantities import parse_size
-from kvferry.errors import ConfigError, InputError, KvferryError
+from kvferry.errors import ConfigError, InputError
 from kvferry.settings.tiers import read_tiers
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
@@ -99,8 +99,6 @@ def demo(ctx: click.Context, /, html: Path, json_file: Path | None, **given: Any
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
-    except KvferryError as error:
-        raise click.ClickException(str(error)) from error
     html.write_text(
         render(scenario.describe(), ways, list(parts.values()), policies), encoding="utf-8"
     )

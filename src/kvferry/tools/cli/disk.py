@@ -52,10 +52,9 @@ def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
     kvferry disk ls                 the stores of the setting disk
     kvferry disk ls /mnt/nvme       the stores in a directory
     """
-    with _one_line_errors():
-        roots, wanted = _roots(paths), {folder.path for folder in _stores(paths)}
-        found = [each for root in roots for each in list_stores(root)]
-        found = [each for each in found if each.folder.path in wanted]
+    roots, wanted = _roots(paths), {folder.path for folder in _stores(paths)}
+    found = [each for root in roots for each in list_stores(root)]
+    found = [each for each in found if each.folder.path in wanted]
     if as_json:
         click.echo(json.dumps({"stores": [_plain(each) for each in found]}))
     elif found:
@@ -83,8 +82,7 @@ def verify(
 
     The exit code is 0 if every block of every store is as it was written, else 1.
     """
-    with _one_line_errors():
-        stores, key = _stores(paths), _key(key_file)
+    stores, key = _stores(paths), _key(key_file)
     rows = []
     for store in stores:
         rows.append(_verified(store.path, key, is_quiet=as_json))
@@ -120,8 +118,7 @@ def purge(
     """
     if not paths and not everything:
         raise click.UsageError("name stores, or give --all", ctx)
-    with _one_line_errors():
-        stores = _stores(paths)
+    stores = _stores(paths)
     if not stores:
         click.echo(json.dumps({"stores": []}) if as_json else "There is no store to remove.")
         return
@@ -180,15 +177,6 @@ def _key(file: Path | None) -> bytes | None:
     if file is not None:
         return DiskSettings((), 1, key_file=str(file.absolute())).read_key()
     return (Config.load().disk_settings or DiskSettings((), 1)).read_key()
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn an error into one line."""
-    try:
-        yield
-    except (KvferryError, OSError) as error:
-        raise click.ClickException(str(error)) from error
 
 
 def _plain(summary: StoreSummary) -> dict[str, Any]:

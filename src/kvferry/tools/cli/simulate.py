@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvferry.cache.policies import policy_named
 from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY, POLICIES, read_policy
 from kvferry.sim.simulation import (
     ALL_KNOWING,
@@ -105,24 +105,18 @@ def read_point(name: str, text: str | None, share: float, seconds: float) -> tup
     return share, parse_seconds(text, name=name)
 
 
-def drawer(file: Path) -> Callable[[dict[str, Any], Rows], str]:
+def _drawer(file: Path) -> Callable[[dict[str, Any], Rows], str]:
     """The function that draws a file of this name. Raises ConfigError for other names."""
-    kinds = {".svg": picture, ".html": report, ".htm": report}
-    found = kinds.get(file.suffix.lower())
-    if found is None:
+    ending = file.suffix.lower()
+    if ending not in (".svg", ".html", ".htm"):
         raise ConfigError(
             f"--plot: {quoted(file.name)} must end in .svg, for a picture, or "
             ".html, for a page with tables"
         )
-    return found
+    return _report if ending != ".svg" else lambda data, rows: plots.picture(*_drawn(data))
 
 
-def picture(data: dict[str, Any], rows: Rows) -> str:
-    """One SVG file."""
-    return plots.picture(*_drawn(data))
-
-
-def report(data: dict[str, Any], rows: Rows) -> str:
+def _report(data: dict[str, Any], rows: Rows) -> str:
     """One page with the picture and all figures."""
     plot, lines = _drawn(data)
     title = f"kvferry simulate: {', '.join(path.rsplit('/', 1)[-1] for path in data['trace'])}"
@@ -243,17 +237,14 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
     console = Console(stderr=True, highlight=False) if is_stdout(json_file) else unbroken()
     plot_file = given["plot_file"]
     try:
-        draw = drawer(plot_file) if plot_file is not None else None
+        draw = _drawer(plot_file) if plot_file is not None else None
         asked, names = _asked(given)
         began = time.monotonic()
         simulated = simulate(asked, _show(began))
-    except KvferryError as error:
-        progress.show("")
-        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        progress.show("")
         ctx.exit(_INTERRUPTED)
-    progress.show("")
+    finally:
+        progress.show("")
     seconds = time.monotonic() - began
     data = as_data(asked, simulated, names, seconds)
     rows = _rows(simulated, names)

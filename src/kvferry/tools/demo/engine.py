@@ -22,8 +22,7 @@ from kvferry.rank import Contents, tier_setup
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import Ordered
-from kvferry.telemetry.mailbox import Mailbox
-from kvferry.telemetry.source import Source
+from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState

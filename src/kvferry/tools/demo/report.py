@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from kvferry.telemetry.source import installed_version
+from kvferry.telemetry.catalog import installed_version
 from kvferry.tools.demo.policies import Policies
 from kvferry.tools.demo.runs import Part
 from kvferry.tools.plots import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -10,17 +11,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
 
+import numpy as np
+
 from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.hostmem.limits import Machine
+from kvferry.tiers.ipc import child
+from kvferry.tiers.ipc.messages import FrameKind, pack_text, unpack_text
+from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tools.doctor.drive import DriveFacts, look_at_drive
-from kvferry.tools.doctor.reach import look_at_reach
 from kvferry.transfer.driver.base import BatchForm, DeviceIdentity, Driver, Priority
 from kvferry.transfer.driver.opening import open_driver
 from kvferry.transfer.planner.profile import load_profile, profile_file
 
 _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24
+_REACH_SECONDS = 20.0
+_WORD = 0x6B76666572727921
 
 
 class Grade(Enum):
@@ -39,10 +46,6 @@ class Finding:
     grade: Grade
     words: str
     remedy: str = ""
-
-    def __post_init__(self) -> None:
-        if self.grade is not Grade.OK and not self.remedy:
-            raise ValueError(f"finding {self.name!r} is {self.grade.value} and names no remedy")
 
 
 def ok(name: str, words: str) -> Finding:
@@ -68,42 +71,6 @@ class Gpu:
     max_speed: str | None = None
     max_width: str | None = None
     is_cuda: bool = True
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Functions that examine the machine anew at each call.
-
-    ``gpu`` raises OSError or DriverError without a card. ``package`` returns a package's version,
-    ``plugins`` the names under an entry point, ``room`` the total and free bytes of a file system.
-    ``drive`` measures the drive of a directory, ``reach`` names the way from a child process to
-    this one's memory, empty if there is none.
-    """
-
-    machine: Machine = field(default_factory=Machine)
-    python: tuple[int, int] = sys.version_info[:2]
-    gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
-    cards: Callable[[], tuple[str, ...]] = lambda: find_cards()
-    package: Callable[[str], str | None] = lambda name: package_version(name)
-    plugins: Callable[[str], tuple[str, ...]] = lambda group: tuple(
-        sorted({entry.name for entry in metadata.entry_points(group=group)})
-    )
-    room: Callable[[str], tuple[int, int] | None] = lambda path: room_of(path)
-    drive: Callable[[str], DriveFacts] = look_at_drive
-    reach: Callable[[], str] = look_at_reach
-    processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
-    has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
-        load_profile(profile_file(gpu, paths), paths) is not None
-    )
-    config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
-
-    @property
-    def env(self) -> Mapping[str, str]:
-        return self.machine.env
-
-    def read(self, path: str) -> str | None:
-        """A file's text, or None where it cannot be read."""
-        return self.machine.read(path)
 
 
 def look_at_gpu(device: int) -> Gpu:
@@ -186,3 +153,67 @@ def _sysfs_name(bus_id: str) -> str:
     """The driver may write the domain with eight digits, the kernel uses four."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
+
+
+def look_at_reach() -> str:
+    """By which way a child process, such as a drive's, reaches our memory; empty if by none."""
+    word = np.array([_WORD, 0], dtype=np.int64)
+    process = ChildProcess(__name__, json.dumps(int(word.ctypes.data)).encode())
+    try:
+        process.channel.wait(_REACH_SECONDS)
+        said = [unpack_text(body) for kind, body in process.channel.receive()]
+        process.end(1.0)
+    finally:
+        process.kill()
+        process.close()
+    return said[0] if said and word[1] == _WORD else ""
+
+
+def main() -> None:
+    """Run in the child process of :func:`look_at_reach`."""
+    child.main(_copy)
+
+
+def _copy(engine: child.EngineLink) -> None:
+    address = json.loads(engine.hello)
+    here, size = np.zeros(1, dtype=np.int64), np.array([8])
+    place = np.array([here.ctypes.data])
+    engine.memory.fetch(place, np.array([address]), size)
+    engine.memory.deliver(place, np.array([address + 8]), size)
+    engine.channel.send(pack_text(FrameKind.READY, engine.memory.way))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Functions that examine the machine anew at each call.
+
+    ``gpu`` raises OSError or DriverError without a card. ``package`` returns a package's version,
+    ``plugins`` the names under an entry point, ``room`` the total and free bytes of a file system.
+    ``drive`` measures the drive of a directory, ``reach`` names the way from a child process to
+    this one's memory, empty if there is none.
+    """
+
+    machine: Machine = field(default_factory=Machine)
+    python: tuple[int, int] = sys.version_info[:2]
+    gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
+    cards: Callable[[], tuple[str, ...]] = find_cards
+    package: Callable[[str], str | None] = package_version
+    plugins: Callable[[str], tuple[str, ...]] = lambda group: tuple(
+        sorted({entry.name for entry in metadata.entry_points(group=group)})
+    )
+    room: Callable[[str], tuple[int, int] | None] = room_of
+    drive: Callable[[str], DriveFacts] = look_at_drive
+    reach: Callable[[], str] = look_at_reach
+    processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
+    has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
+        load_profile(profile_file(gpu, paths), paths) is not None
+    )
+    config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return self.machine.env
+
+    def read(self, path: str) -> str | None:
+        """A file's text, or None where it cannot be read."""
+        return self.machine.read(path)

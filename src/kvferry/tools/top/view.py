@@ -1,18 +1,26 @@
-"""The view of a running kvferry: rates between readings, and a short history."""
+"""The view of a running kvferry: rates between readings, a short history, and the live page.
+
+The page is read-only and offline: some files of this package and one JSON document. It draws text
+as text, and a content security policy lets it talk to its server alone.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
+from kvferry.core.lifecycle import Closing
 from kvferry.errors import UnreachableError
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
-from kvferry.tools.top.answers import Recent, read_as
-from kvferry.tools.top.scrape import Reading, UnexplainedError, explain, read
+from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
+from kvferry.tools.top.scrape import Reading, Recent, UnexplainedError, explain, read, read_as
 
 HISTORY = 60
 """Readings kept for sparklines."""
@@ -322,3 +330,69 @@ def _tier(name: str, span: _Span, why_away: Mapping[str, str]) -> TierView:
         },
         held=int(now.total(names.PINNED_SLOTS, name)),
     )
+
+
+_FILES = {
+    (): ("index.html", "text/html; charset=utf-8"),
+    ("page.js",): ("page.js", "text/javascript; charset=utf-8"),
+    ("page.css",): ("page.css", "text/css; charset=utf-8"),
+    ("icon.svg",): ("icon.svg", "image/svg+xml"),
+}
+
+
+class PageServer(Closing):
+    """Serves a watch to any number of browsers. Owns its HTTP server.
+
+    It reads the endpoint when a browser asks, at most once an interval.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        interval: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watch = watch
+        self._interval = interval
+        self._clock = clock
+        self._looking = threading.Lock()
+        self._looked_at = float("-inf")
+        self._latest: dict[str, object] = {"interval": interval, "error": ""}
+        folder = files("kvferry.tools.top") / "page"
+        self._pages = {
+            path: Reply((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
+        }
+        self._server = HttpServer(self._answer, host=host, port=port)
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def _answer(self, path: tuple[str, ...]) -> Reply | None:
+        if path == ("view.json",):
+            return Reply.json(self._look())
+        return self._pages.get(path)
+
+    def _look(self) -> dict[str, object]:
+        """The latest view. If it is old, one request reads the endpoint and no other waits."""
+        if not self._looking.acquire(blocking=False):
+            return self._latest  # an endpoint may take seconds to fail
+        try:
+            now = self._clock()
+            if now - self._looked_at < self._interval * 0.9:
+                return self._latest
+            self._looked_at = now
+            view = self._watch.look().as_dict()
+            self._latest = {"interval": self._interval, "error": "", "view": view}
+        except UnreachableError as error:
+            self._latest = {**self._latest, "error": str(error)}
+        finally:
+            self._looking.release()
+        return self._latest
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        self._server.close()
