@@ -90,6 +90,7 @@ check: $(DEV_READY) ## formatting, lint, types, import contracts, documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@PYTHONPATH=src $(BIN)/lint-imports
+	@$(BIN)/python tools/check_structure.py
 	@$(MAKE) --no-print-directory docs
 
 docs: $(DEV_READY) ## build the documentation site into site/; a broken link fails
