@@ -449,6 +449,8 @@ class Ferry(Closing):
             self._serve_tiers(has_landed=bool(settled.landed))
         if not settled.landed:  # while copies run, there is time for it
             self._catch_up()
+        elif not self._scheduler.num_in_flight:  # or the counters of an idle ferry would lag
+            self._scheduler.book.drain()
 
     def _catch_up(self) -> None:
         """Do the deferred bookkeeping while no copy is waited for, or a long one runs."""
