@@ -210,7 +210,8 @@ class Ferry(Closing):
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
                 f"got {len(tables[0]) - hit.on_device}"
             )
-        self._rank.note_step()
+        if self._is_growing:
+            self._rank.note_step()
         ticket = self._tickets.give()
         ordered = request.load(tables) if request in self._scheduler else ()
         if ordered:
@@ -243,17 +244,17 @@ class Ferry(Closing):
             return ticket
         self._tickets.begin(ticket)
         self._promised[request] = (ticket, first, num_blocks)
-        self._send_promised(ordered)
+        if ordered:
+            self._send_promised(ordered)
         return ticket
 
     def _send_promised(self, ordered: Sequence[Ordered]) -> None:
         """Send on what has come up of pending hits that are loaded, ahead of later compute."""
-        if ordered:
-            for part in ordered:
-                self._tickets.add(self._promised[part.request][0], (part,))
-            self._rank.note_step()
-            self._send_plan()
-            self._rank.engine.order_compute_after_loads()
+        for part in ordered:
+            self._tickets.add(self._promised[part.request][0], (part,))
+        self._rank.note_step()
+        self._send_plan()
+        self._rank.engine.order_compute_after_loads()
 
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
@@ -290,8 +291,8 @@ class Ferry(Closing):
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
                 f"{num_keys} keys; there must be one key per block, from the first block on"
             )
-        self._rank.note_step()
         if self._is_growing:
+            self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
         ticket = self._tickets.give()
         request = self._scheduler.open(
@@ -301,7 +302,7 @@ class Ferry(Closing):
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
             reason = ""
             if len(tables) == 1:
-                num_ordered = sum([len(order.blocks) for order in ordered])
+                num_ordered = len(ordered[0].blocks) if ordered else 0
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
             self._tickets.send(ticket, ordered, reason)
@@ -424,13 +425,15 @@ class Ferry(Closing):
         self._owner.require()
         if self._is_growing:
             self._note_ready()
-        self._mailbox.answer()
+        if self._mailbox.has_mail:
+            self._mailbox.answer()
         scheduler = self._scheduler
         if self._has_tiers:
             for change in self._worker.health():
                 scheduler.note_health(change)
         settled = scheduler.settle(self._worker.poll())
-        self._send_promised(settled.ordered)
+        if settled.ordered:
+            self._send_promised(settled.ordered)
         for request in settled.loaded + settled.expired:
             if request in self._promised:
                 ticket, _, num_blocks = self._promised.pop(request)
@@ -653,15 +656,28 @@ class BlockTables:
             InputError: a block does not exist, or tables are missing.
         """
         sizes = self._num_blocks
-        if len(sizes) == 1:
-            blocks = _checked(given, sizes[0], least=0)  # type: ignore[arg-type]  # a vector
-            return [np.concatenate((np.full(before, NO_BLOCK), blocks)) if before else blocks]
-        if not isinstance(given, Sequence) or len(given) != len(sizes):
-            raise InputError(f"there are {len(sizes)} groups: give a block table for each of them")
-        return [
-            _checked(table, size, least=NO_BLOCK)  # type: ignore[arg-type]
-            for size, table in zip(sizes, given, strict=True)
-        ]
+        tables: Sequence[Any] = (given,)
+        least = 0 if len(sizes) == 1 else NO_BLOCK
+        if len(sizes) > 1:
+            if not isinstance(given, Sequence) or len(given) != len(sizes):
+                raise InputError(
+                    f"there are {len(sizes)} groups: give a block table for each of them"
+                )
+            tables = given
+        found = []
+        for most, table in zip(sizes, tables, strict=True):
+            numbers = integers(table, "device blocks")
+            # Counted from the least one, as unsigned numbers, what is too small is too large.
+            counted = numbers if not least else numbers - least
+            if len(numbers) and int(np.maximum.reduce(counted.view(np.uint64))) >= most - least:
+                wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
+                raise InputError(
+                    f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
+                )
+            found.append(numbers)
+        if before and len(sizes) == 1:
+            found[0] = np.concatenate((np.full(before, NO_BLOCK), found[0]))
+        return found
 
     def require_distinct(self, tables: Sequence[SlotArray], needed: Sequence[range]) -> None:
         """Raise InputError where these places of a table name a block twice."""
@@ -671,18 +687,6 @@ class BlockTables:
             self._place[blocks] = at  # of a block that is named twice the last place stays
             if np.count_nonzero(self._place.take(blocks) != at):
                 raise InputError("two blocks of a hit cannot be loaded into one device block")
-
-
-def _checked(blocks: Integers, most: int, *, least: int) -> SlotArray:
-    numbers = integers(blocks, "device blocks")
-    # Counted from the least one, as unsigned numbers, what is too small is too large.
-    counted = numbers if not least else numbers - least
-    if len(numbers) and int(np.maximum.reduce(counted.view(np.uint64))) >= most - least:
-        wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
-        raise InputError(
-            f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
-        )
-    return numbers
 
 
 def _hints(given: HintsGiven) -> Hints | None:

@@ -110,24 +110,25 @@ class Tickets:
 
     def finish(self, ticket: Ticket, num_blocks: int, reason: str = "") -> None:
         """End a ticket that was begun, once the transfers that it waits for have landed."""
-        self._underway[ticket].num_blocks = num_blocks
-        self._land(ticket, reason)
+        self._land(ticket, num_blocks, reason)
 
     def land(self, transfer_id: TransferId, reason: str) -> None:
         """A transfer has ended, with a ``reason`` if it failed; those of others are ignored."""
-        ticket, num_blocks = self._moving.pop(transfer_id, (None, 0))
-        if ticket is None:
-            return
-        self._underway[ticket].num_blocks += 0 if reason else num_blocks
-        self._land(ticket, reason)
+        if transfer_id in self._moving:
+            ticket, num_blocks = self._moving.pop(transfer_id)
+            self._land(ticket, 0 if reason else num_blocks, reason)
 
-    def _land(self, ticket: Ticket, reason: str) -> None:
+    def _land(self, ticket: Ticket, num_blocks: int, reason: str) -> None:
         way = self._underway[ticket]
         way.waiting -= 1
+        way.num_blocks += num_blocks
         way.failure = way.failure or reason
         if not way.waiting:
             del self._underway[ticket]
-            self.end(Done(ticket, way.num_blocks, way.failure or way.note, not way.failure))
+            done = Done(ticket, way.num_blocks, way.failure or way.note, not way.failure)
+            self._ended[ticket] = done
+            if len(self._ended) > self._most_untold:
+                del self._ended[next(iter(self._ended))]
 
     def end(self, done: Done) -> None:
         """Keep the end of a ticket until it is asked for."""

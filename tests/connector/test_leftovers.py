@@ -89,7 +89,7 @@ def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch)
     sides.orders({"o": 1})
     other.num_computed_tokens += 1
     evict(monkeypatch, sides)
-    sides.side.serving._requests["o"].ours.progress._since = 512
+    sides.side.serving._requests["o"].ours.progress.since = 512
     sides.end(ended)
     sides.orders({"o": 1})
     time.sleep(0.05)

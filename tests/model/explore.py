@@ -242,7 +242,7 @@ class World:
             generation, *question = record._missed
             missed = (generation == self.sim.pool.generation, *question)
         return (
-            *(record.state, tuple(record.progress._stored), record.progress.is_outdated),
+            *(record.state, tuple(record.progress.stored), record.progress.is_outdated),
             *(pinned, waiting),
             *(missed, record.progress.past),
         )

@@ -300,7 +300,7 @@ class World:
         below = request.promotion.has_promoted if request.promotion is not None else False
         progress = request.progress
         return (
-            *(request.state, tuple(progress._stored), progress.is_outdated, found, missed),
+            *(request.state, tuple(progress.stored), progress.is_outdated, found, missed),
             *(request.is_counted, request.is_explained),
             *(below, progress.past, request._computed),
             tuple(sorted(names[t] for t in request.loading)),

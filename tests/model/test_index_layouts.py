@@ -23,7 +23,7 @@ module fail. Try them again when you change either.
 - ``clear``: the table not told; the dict not cleared
 - ``TagTable.claim``: two keys of a batch get the same lane (no look at who has it); those of a full
   row are not said to be homeless; their slots are written into lane 0; tags do not keep step
-- ``TagTable.candidates`` and ``Index.find_one``: tags that are even; only the first lane that fits
+- ``TagTable.candidates`` and ``Index.find_few``: tags that are even; only the first lane that fits
 - ``TagTable._claim_one``: the tag not written; the slot not written; always lane 0
 - ``TagTable._hash``: the rows of the batch before; nobody counts the crowded rows
 - ``TagTable.crowd``: always, or never, a displaced key; ``TagTable.uncrowd``: nothing done
@@ -286,12 +286,13 @@ def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> 
     twin.insert(range(len(slots)), slots)
     chain = twin.keys(range(len(slots)))
     index, table, asked = twin.index, twin.index._table, 0
-    one, many = index.find_one, table.candidates
+    few, many = index.find_few, table.candidates
 
-    def count_one(key: bytes) -> int:
+    def count_few(keys: bytes) -> list[int]:
         nonlocal asked
-        asked += 1
-        return one(key)
+        found = few(keys)
+        asked += len(found)
+        return found
 
     def count_many(words: KeyArray) -> tuple[Positions, SlotArray, Positions]:
         nonlocal asked
@@ -299,7 +300,7 @@ def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> 
         return many(words)
 
     with (
-        mock.patch.object(index, "find_one", count_one),
+        mock.patch.object(index, "find_few", count_few),
         mock.patch.object(table, "candidates", count_many),
     ):
         assert index.find(chain).tolist() == slots

@@ -266,7 +266,7 @@ class Turns:
         """With so many tokens computed it is worth storing some."""
         rests = self.scheduler.deferred
         assert rests is not None
-        return turn.request.progress.since + rests.step
+        return turn.request.progress.next_from + rests.step
 
     def finish(self, turn: Turn) -> None:
         self.device.hold(turn.request.leave(turn.num_computed * TOKENS))

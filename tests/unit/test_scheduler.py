@@ -59,7 +59,7 @@ def snapshot(scheduler: ByName) -> tuple[object, ...]:
         pool.table.readers.tobytes(),
         scheduler.num_queued,
         scheduler.num_in_flight,
-        [(request, request._hit, request.progress._stored[:]) for request in scheduler.requests],
+        [(request, request._hit, request.progress.stored[:]) for request in scheduler.requests],
     )
 
 

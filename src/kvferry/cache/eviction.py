@@ -122,10 +122,10 @@ class PolicyFeed:
             if len(slots):
                 policy.discard(slots)
         elif kind is _LOOKUP and self.hearer is not None:
-            keys = event.keys if isinstance(event.keys, Keys) else event.all_keys()
+            keys = event.keys() if callable(event.keys) else event.all_keys()
             self.hearer.asked(keys, event.tokens, slots)
         elif kind is _ANSWER and self.hearer is not None:
-            keys = event.keys if isinstance(event.keys, Keys) else event.all_keys()
+            keys = event.keys() if callable(event.keys) else event.all_keys()
             self.hearer.answered(keys, event.tokens)
         elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
             self.hint_hearer.hint(slots, event.detail)

@@ -158,9 +158,6 @@ class TagTable:
         self.bytes[first + lane] = tag
         return first + lane
 
-    def free(self, places: Positions) -> None:
-        self.bytes[places] = 0
-
     def row_of(self, key: bytes) -> int:
         return int.from_bytes(key[:4], "little") * self.num_rows >> 32
 
@@ -249,15 +246,12 @@ class Index:
         words = keys.array
         count = len(words)
         if count <= _FEW:
-            slots = []
-            for word in words:
-                slots.append(self.find_one(word.tobytes()))  # noqa: PERF401  a call less
-            return np.array(slots, dtype=np.int64)
+            return np.array(self.find_few(words.tobytes()), dtype=np.int64)
         found = np.empty(count, dtype=np.int64)
         found.fill(NO_SLOT)
         at = short = 0
         while at < count and short < _SHORT_RUNS:  # run by run, up to the first absent key
-            slot = self.find_one(words[at].tobytes())
+            slot = self.find_few(words[at].tobytes())[0]
             if slot == NO_SLOT:
                 break
             length = self._run_length(slot, words[at:] if at else words)
@@ -278,7 +272,7 @@ class Index:
     def find_leading(self, keys: Keys) -> SlotArray:
         """The slots of the leading keys that are here, up to the first that is not."""
         words = keys.array
-        slot = self.find_one(words[0].tobytes()) if len(words) else NO_SLOT
+        slot = self.find_few(words[0].tobytes())[0] if len(words) else NO_SLOT
         if slot == NO_SLOT:
             return np.empty(0, dtype=np.int64)
         length = self._run_length(slot, words)
@@ -290,18 +284,25 @@ class Index:
 
     def find_one(self, key: bytes) -> int:
         """The slot of one key, or ``NO_SLOT``."""
-        table = self._table
-        row = int.from_bytes(key[:4], "little") * table.num_rows >> 32
-        tags = table.bytes[row << _LANE_BITS : (row + 1) << _LANE_BITS].tobytes()
-        lane = tags.find(key[8] | 1)
-        while lane >= 0:
-            slot: int = table.slots.item(lane * table.num_rows + row)
-            if self._keys[slot].tobytes() == key:
-                return slot
-            lane = tags.find(key[8] | 1, lane + 1)
-        if not self._overflow:
-            return NO_SLOT
-        return self._overflow.get(self._table.row_of(key), _EMPTY).get(key, NO_SLOT)
+        return self.find_few(key)[0]
+
+    def find_few(self, keys: bytes) -> list[int]:
+        """The slot of each of a few keys, which follow each other as bytes, or ``NO_SLOT``."""
+        table, found = self._table, []
+        for at in range(0, len(keys), KEY_BYTES):
+            key, slot = keys[at : at + KEY_BYTES], NO_SLOT
+            row = int.from_bytes(key[:4], "little") * table.num_rows >> 32
+            tags = table.bytes[row << _LANE_BITS : (row + 1) << _LANE_BITS].tobytes()
+            lane = tags.find(key[8] | 1)
+            while lane >= 0:
+                slot = table.slots.item(lane * table.num_rows + row)
+                if self._keys[slot].tobytes() == key:
+                    break
+                slot, lane = NO_SLOT, tags.find(key[8] | 1, lane + 1)
+            if slot == NO_SLOT and self._overflow:
+                slot = self._overflow.get(row, _EMPTY).get(key, NO_SLOT)
+            found.append(slot)
+        return found
 
     def _run_length(self, slot: int, words: KeyArray) -> int:
         """How many of these keys, the first of which is at ``slot``, lie in the slots from it."""
@@ -404,7 +405,7 @@ class Index:
         if len(places) and np.minimum.reduce(places) < 0:
             self._remove_spilled(slots[places < 0])
             places = places[places >= 0]
-        self._table.free(places.astype(np.int64, copy=False))
+        self._table.bytes[places] = 0
         self._place[slots] = _ABSENT
         self._size -= len(slots)
 

@@ -29,7 +29,7 @@ from kvferry.cache.integrity import check_pool
 from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
-from kvferry.cache.slots import CACHED, DOOMED, SlotPlacement, SlotState, SlotTable
+from kvferry.cache.slots import CACHED, DOOMED, WRITING, SlotPlacement, SlotState, SlotTable
 from kvferry.core.keys import Keys, require_key
 from kvferry.errors import InputError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
@@ -106,9 +106,10 @@ class Pool:
         """The slot of each key whose block is cached or on its way in, ``NO_SLOT`` for others."""
         return self.table.index.find(keys)
 
-    def are_cached(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """For each slot, whether its block can be read now."""
-        return self.table.state.take(slots) == CACHED
+    def locate(self, keys: Keys) -> tuple[SlotArray, npt.NDArray[np.bool_]]:
+        """What :meth:`find` returns, and for each key whether its block can be read now."""
+        slots = self.table.index.find(keys)
+        return slots, self.table.state.take(slots) == CACHED
 
     def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key, whether its block can be read now."""
@@ -124,12 +125,12 @@ class Pool:
 
     def state_of(self, key: Key) -> SlotState:
         """The state of one key's slot; FREE if it has none."""
-        slot = self.table.index.find_one(key)
+        slot = self.table.index.find_few(key)[0]
         return SlotState(self.table.state.item(slot)) if slot != NO_SLOT else SlotState.FREE
 
     def is_cached(self, key: Key) -> bool:
         """Whether one key's block can be read now."""
-        slot = self.table.index.find_one(key)
+        slot = self.table.index.find_few(key)[0]
         return slot != NO_SLOT and self.table.state.item(slot) == CACHED
 
     def news_since(self, generation: int) -> npt.NDArray[np.uint64] | None:
@@ -227,7 +228,7 @@ class Pool:
         above = NO_SLOT
         if chained and parent is not None:
             require_key("a parent", parent)
-            above = table.index.find_one(parent)
+            above = table.index.find_few(parent)[0]
         if above != NO_SLOT and np.count_nonzero(found == above):
             raise InputError("a key to reserve is its own parent; a chain never repeats")
         missing = (found == NO_SLOT).nonzero()[0]
@@ -249,7 +250,8 @@ class Pool:
         eviction.feed.drain()
         positions = missing[: table.free.count]
         near = placement.at(positions) if placement is not None else None
-        slots = table.give_out(len(positions), near) if len(positions) else NO_SLOTS
+        slots = table.free.take(len(positions), near) if len(positions) else NO_SLOTS
+        table.state[slots] = WRITING
         if quotas is not None:
             quotas.own(slots, tenant)
         self._link(arriving, positions, slots)

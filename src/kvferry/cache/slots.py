@@ -267,12 +267,6 @@ class SlotTable:
         self.state[ascending] = FREE
         self.free.push(ascending)
 
-    def give_out(self, count: int, placement: SlotPlacement | None) -> SlotArray:
-        """So many free slots, to be written from now on."""
-        slots = self.free.take(count, placement)
-        self.state[slots] = WRITING
-        return slots
-
     def evict(self, going: SlotArray, untold: SlotArray) -> None:
         """Free these idle slots, each after its followers. ``untold``: those the policy holds."""
         self.num_idle -= len(going)

@@ -45,7 +45,7 @@ class Process:
 
     def require(self) -> None:
         """StateError in a forked child, where waiting for a thread would never end."""
-        if self.is_another:
+        if self._made_in is not _process[0]:
             raise StateError(
                 f"{self._what} was made before this process was forked (now {os.getpid()}); its "
                 "threads and host memory stayed behind. Make one of its own after the fork"

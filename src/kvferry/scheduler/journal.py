@@ -27,7 +27,7 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyChain, Keys, masked_key
 from kvferry.hints import Hints
-from kvferry.scheduler.lookup import Matcher, Missing, PinnedHit
+from kvferry.scheduler.lookup import Matcher, Missing
 from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
@@ -139,29 +139,6 @@ class RequestAnswer(NamedTuple):
     asked_blocks: int = 0
 
     @classmethod
-    def of(
-        cls, request: Any, hit: PinnedHit, asked_blocks: int, declined: Decision | None
-    ) -> RequestAnswer:
-        """What was found; tiers were asked for ``asked_blocks`` of it."""
-        found = hit.found
-        return cls(
-            request,
-            request.id,
-            request.is_counted,
-            len(request.chain),
-            found.max_tokens,
-            found.computed_tokens,
-            found.host_tokens,
-            found.all_tokens,
-            found.missing,
-            None,
-            hit.decision,
-            hit.is_declined,
-            declined,
-            asked_blocks,
-        )
-
-    @classmethod
     def nothing(
         cls,
         request: Any,
@@ -258,8 +235,12 @@ class Journal:
     def __init__(self) -> None:
         self._entries: OrderedDict[RequestId, Entry] = OrderedDict()
 
-    def forget(self, request_id: RequestId) -> None:
+    def begin(self, request_id: RequestId, explanation: Explanation) -> None:
+        """Forget what another request of this name did."""
         self._entries.pop(request_id, None)
+        self._entries[request_id] = Entry(explanation)
+        if len(self._entries) > MOST_REQUESTS:
+            self._entries.popitem(last=False)
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)
@@ -415,8 +396,7 @@ class Bookkeeper:
             self._count(request.tenant, num_tokens, request.chain, answer.num_keys)
         explanation = self._explain(answer)
         self.counts.missed[explanation.reason.value] += 1
-        self.journal.forget(answer.request_id)  # what another of this name did
-        self.journal.touch(answer.request_id).explanation = explanation
+        self.journal.begin(answer.request_id, explanation)
         if self._observing is not None:
             self._observing.answered(event.at, request, answer, explanation)
 
@@ -444,7 +424,7 @@ class Bookkeeper:
             self.journal.touch(event.request).overlap = load.overlap.words
 
     def _evicted(self, event: PoolEvent) -> None:
-        self._ghosts.add(event.all_keys())
+        self._ghosts.add(event.keys if isinstance(event.keys, Keys) else event.all_keys())
 
     def _ended(self, event: PoolEvent) -> None:
         if self._observing is not None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -163,6 +163,8 @@ class Matcher:
         keys = chain.keys()
         if num_keys is not None and num_keys < len(keys.array):
             keys = keys[:num_keys]
+        if self._ratios[group] == 1 and self._masks[group] is None:
+            return keys
         return self.slot_keys(group, keys, range(len(keys.array) // self._ratios[group]))
 
     def scoped(self, group: int, keys: Keys) -> Keys:
@@ -282,8 +284,7 @@ class Matcher:
             count = len(keys.array) // self._ratios[g]
             first = min(computed_tokens // group.block_tokens, count)
             asked = self.slot_keys(g, keys, range(first, count))
-            here = self._host.find(asked)
-            cached = self._host.are_cached(here)
+            here, cached = self._host.locate(asked)
             each = GroupLookup(first, asked, here, cached)
             groups.append(each)
             host.append(each.whole(cached, before=True) if first else cached)
@@ -468,9 +469,10 @@ class Matcher:
             wanted.append(Wanted.of(g, keys, unknown[g] & ~found.everywhere[g], end, more))
         return Wanted.joined(wanted)
 
-    def to_promote(self, found: Lookup) -> Iterator[RunBelow]:
+    def to_promote(self, found: Lookup) -> list[RunBelow]:
         """By group, the run of blocks to complete for the longer hit."""
         assert found.host is not None
+        runs = []
         for g, group in enumerate(found.groups):
             blocks = self.needed(g, found.all_tokens, found.computed_tokens)
             lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
@@ -483,8 +485,10 @@ class Matcher:
                 if len(known) < len(group.slots):
                     keys, below = keys[part], below.part(part)
                 coming = known & ~group.cached[part]
-                before = self.key_before(g, found.keys, run.start)
-                yield RunBelow(keys, known, coming, below, before, self._chained[g])
+                before = self.key_before(g, found.keys, run.start) if run.start else None
+                slots = group.slots[part]
+                runs.append(RunBelow(keys, slots, known, coming, below, before, self._chained[g]))
+        return runs
 
     # -- lengths --------------------------------------------------------------------------------
 
@@ -577,8 +581,6 @@ class PinnedHit:
     def is_of(self, chain: KeyChain, hash_tokens: int) -> bool:
         """Whether its blocks are this chain's: the last key of them covers all before it."""
         keys = self.found.keys
-        if chain is keys:
-            return True
         last = self.found.host_tokens // hash_tokens - 1
         return last < len(chain) and chain[last] == keys[last]
 

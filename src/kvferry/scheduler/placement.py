@@ -36,13 +36,15 @@ class TierBlocks:
 
     @classmethod
     def find(cls, name: TierName, pool: Pool, keys: Keys) -> TierBlocks:
-        found = pool.find(keys)
+        found, cached = pool.locate(keys)
         blocks = (found != NO_SLOT).nonzero()[0]
         slots = found if len(blocks) == len(found) else found[blocks]
+        cached = cached[blocks]
         if not pool.all_distinct(slots):
             # Whatever an engine calls a chain: to be held twice would be to be let go twice.
             blocks = slots = NO_SLOTS
-        return cls(name, pool, blocks, slots, pool.are_cached(slots))
+            cached = cached[:0]
+        return cls(name, pool, blocks, slots, cached)
 
     def readable(self, stop: int) -> TierBlocks:
         """Those that can be read, of the chain's first ``stop`` blocks."""

@@ -129,8 +129,9 @@ class Promoter:
     def _promote(self, caller: Any, found: Lookup, most_slots: int | None) -> bool:
         promotion: Promotion = caller.promotion
         room = self._lower.room
-        found = self._matcher.within(found, room if most_slots is None else min(room, most_slots))
-        runs = list(self._matcher.to_promote(found))
+        most = room if most_slots is None else min(room, most_slots)
+        found = self._matcher.within(found, most)
+        runs = self._matcher.to_promote(found)
         num_tokens = found.all_tokens - found.host_tokens
         promotion.declined = None
         if runs:
@@ -138,8 +139,7 @@ class Promoter:
             if not decision.load:
                 promotion.declined = decision
                 return False
-        for run in runs:
-            promotion.waits |= self._lower.promote(run, tenant=caller.tenant)
+        promotion.waits |= self._lower.promote(runs, room, tenant=caller.tenant)
         promotion.has_promoted = bool(promotion.waits)
         if promotion.has_promoted:
             promotion.promised_tokens = found.all_tokens

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
@@ -23,7 +23,7 @@ from kvferry.scheduler.journal import Asked, Bookkeeper, Hinted, Loaded, Reason,
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
 from kvferry.scheduler.placement import tell_pools
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
-from kvferry.scheduler.stores import Deferred, DeferredStores, Stores
+from kvferry.scheduler.stores import Deferred, DeferredStores, Progress, Stores
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
@@ -43,10 +43,6 @@ from kvferry.types import (
     SlotArray,
     TransferId,
 )
-
-NEVER = 1 << 60
-"""Tokens: more than any request has."""
-
 
 Held = tuple[DeviceBlocks, ...] | tuple[Ordered, ...]
 """Device blocks to hold until they are released."""
@@ -166,103 +162,6 @@ class Requests:
                 pool.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=tokens)
 
 
-class Progress:
-    """What of one request needs no more storing. Owns that count; the blocks are the engine's.
-
-    ``past`` tokens it had, on the device or stored, when it came. ``since``: from there on count
-    the tokens that make storing worth a call (``DeferredStores.step``). One that ``is_outdated``
-    has device blocks from before a reset: nothing of them is stored. At most ``most_tokens`` are
-    ever stored.
-    """
-
-    __slots__ = ("_requests", "_since", "_stored", "is_outdated", "most_tokens", "past", "tokens")
-
-    def __init__(self, requests: Requests, most_tokens: int | None = None) -> None:
-        self._requests = requests
-        self._stored = [0] * len(requests.sizes)  # blocks, by group
-        self.tokens = 0
-        """Leading tokens that are done with, in every group."""
-        self.past = self._since = 0
-        self.is_outdated = False
-        if most_tokens is None:
-            self.most_tokens = NEVER
-        else:
-            self.most_tokens = most_tokens - most_tokens % requests.least_tokens
-
-    @property
-    def since(self) -> int:
-        """Never worth another call, once all that may be is stored."""
-        return NEVER if self.tokens >= self.most_tokens else self._since
-
-    def begin_at(self, num_tokens: int) -> None:
-        """It has these tokens without computing them."""
-        self.past = self._since = num_tokens
-
-    def renew(self) -> None:
-        """It starts from nothing: what a reset said about its blocks no longer counts."""
-        self._since = 0
-        if self.is_outdated:
-            self.is_outdated = False
-            self._stored = [0] * len(self._stored)
-            self.tokens = 0
-
-    def go_on(self, other: Progress) -> None:
-        """It continues where another request ended, and stores what that one has left."""
-        self._stored = list(other._stored)
-        self.tokens = other.tokens
-        self.past = other.past
-        self.is_outdated |= other.is_outdated
-        self._since = self.tokens or self.past
-
-    def storable(self, chain: KeyChain, num_tokens: int) -> int:
-        """As many of these tokens as have keys, may be stored, and will not be taken back."""
-        requests = self._requests
-        covered = len(chain) * requests.matcher.hash_tokens
-        return min(min(num_tokens, covered) - requests.spare_tokens, self.most_tokens)
-
-    def is_worth_storing(self, num_tokens: int) -> bool:
-        """Whether enough of so many computed tokens is new for a store to be worth its cost."""
-        requests, deferred = self._requests, self._requests.deferred
-        step = requests.least_tokens if deferred is None else deferred.step
-        return num_tokens >= self.since + step + requests.spare_tokens
-
-    def unstored_from(self, chain: KeyChain, num_tokens: int) -> int | None:
-        """From which token on something of so many storable tokens is to be stored, if it is."""
-        requests = self._requests
-        if self.is_outdated or requests.stores.is_lazy:
-            return None
-        if self.past and not self.tokens:
-            self._skip_past(chain, num_tokens)
-        return self.tokens if num_tokens >= self.tokens + requests.least_tokens else None
-
-    def store(
-        self, request: Request, chain: KeyChain, tables: Sequence[BlockTable], num_tokens: int
-    ) -> tuple[Ordered, ...]:
-        """Order what is new of the first ``num_tokens``, which are storable."""
-        stores = self._requests.stores
-        if self.is_outdated or stores.is_lazy:
-            return ()
-        if self.past and not self.tokens:
-            self._skip_past(chain, num_tokens)
-        ordered = stores.computed(request, self._stored, chain.keys(), tables, num_tokens)
-        self._note()
-        return ordered
-
-    def _skip_past(self, chain: KeyChain, num_tokens: int) -> None:
-        """What was loaded, or never left, needs no look at its blocks."""
-        past = min(self.past, num_tokens)
-        self._requests.stores.skip_known(self._stored, chain.keys(), past)
-        self._note()
-
-    def _note(self) -> None:
-        sizes = self._requests.sizes
-        if len(sizes) == 1:
-            self.tokens = self._stored[0] * sizes[0]
-        else:
-            self.tokens = min([n * size for n, size in zip(self._stored, sizes, strict=True)])
-        self._since = self.tokens
-
-
 class Request:
     """One request of an engine. Owns its pinned hit, its loads, and how far it is stored.
 
@@ -320,10 +219,11 @@ class Request:
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
         self._computed = 0  # tokens the engine had when it last asked
-        if hints is None:
-            self.progress = Progress(requests)
-        else:
-            self.progress = Progress(requests, hints.max_store_tokens)
+        self.progress = Progress([0] * len(requests.sizes))
+        if hints is not None:
+            if hints.max_store_tokens is not None:
+                most = hints.max_store_tokens
+                self.progress.most_tokens = most - most % requests.least_tokens
             self._unheeded = [unheeded] if unheeded else []
             self._ended_at = 0.0
             if requests.tenants is not None:
@@ -398,7 +298,7 @@ class Request:
         if missed is None or missed[1:] != self._missed[1:]:  # explained once a question
             self._answered(RequestAnswer.nothing(self, computed_tokens, max_tokens, missing))
             requests.answered[self] = None
-            self.progress.begin_at(computed_tokens)
+            self._nothing(computed_tokens)
             self.state = State.ANSWERED
             return Match(MatchState.MISS, computed_tokens, computed_tokens)
         return self._nothing(computed_tokens)
@@ -429,10 +329,23 @@ class Request:
         slots = None if found.computed_tokens or found.host is not None else found.slots[0]
         if slots is None and found.host_tokens <= found.computed_tokens == 0:
             slots = NO_SLOTS
-        asked, declined = 0, None
-        if promotion is not None:
-            asked, declined = promotion.num_asked, promotion.declined
-        self._answered(RequestAnswer.of(self, hit, asked, declined), slots)
+        answer = RequestAnswer(
+            self,
+            self.id,
+            self.is_counted,
+            len(self.chain),
+            found.max_tokens,
+            found.computed_tokens,
+            found.host_tokens,
+            found.all_tokens,
+            found.missing,
+            None,
+            hit.decision,
+            hit.is_declined,
+            None if promotion is None else promotion.declined,
+            0 if promotion is None else promotion.num_asked,
+        )
+        self._answered(answer, slots)
 
     def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
         requests = self._requests
@@ -451,7 +364,7 @@ class Request:
             self.state = State.WAITING
             return Match(MatchState.WAIT, found.computed_tokens, found.computed_tokens)
         self.state = State.MATCHED
-        self.progress.begin_at(found.host_tokens)
+        self.progress.past = self.progress.since = found.host_tokens
         return Match(MatchState.HIT, found.host_tokens, found.computed_tokens)
 
     def _nothing(self, computed_tokens: int) -> Match:
@@ -510,7 +423,9 @@ class Request:
             return self.load_promised(tables[0])
         if hit is None or not hit.leases:
             return ()
-        if not hit.is_of(self.chain, requests.matcher.hash_tokens):
+        if self.chain is not hit.found.keys and not hit.is_of(
+            self.chain, requests.matcher.hash_tokens
+        ):
             self.expire(hit.deadline)  # it was found for a chain that has become another
             return ()
         found, pieces = hit.found, hit.pieces(self.id, tables)
@@ -518,10 +433,12 @@ class Request:
         del requests.pinned[self]
         if self.promotion is not None:
             self.promotion.renew()
-        ordered = [
-            self.order_load(g, lease, blocks, found.blocks[g], found.asked[g], overlap)
-            for g, lease, blocks in pieces
-        ]
+        ordered = []
+        for g, lease, blocks in pieces:
+            transfer_id = requests.transfers.load(self, g, lease, blocks, overlap)
+            requests.hits.began(lease)
+            self.loading.add(transfer_id)
+            ordered.append(Ordered(g, blocks, transfer_id, found.blocks[g], found.asked[g], self))
         if not ordered:  # a hit that reads nothing has no landing to wait for
             self.state = State.LOADED
             return ()
@@ -529,22 +446,6 @@ class Request:
         self.state = State.LOADING
         self.note_loaded(found.host_tokens - found.computed_tokens, overlap)
         return tuple(ordered)
-
-    def order_load(
-        self,
-        group: int,
-        lease: Lease,
-        blocks: SlotArray,
-        places: range,
-        keys: Keys,
-        overlap: OverlapDecision | None = None,
-    ) -> Ordered:
-        """Order blocks of one group to the device, at these places of its block table."""
-        requests = self._requests
-        transfer_id = requests.transfers.load(self, group, lease, blocks, overlap)
-        requests.hits.began(lease)
-        self.loading.add(transfer_id)
-        return Ordered(group, blocks, transfer_id, places, keys, self)
 
     def load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
         """Load the hit that ``match`` foresaw, or else all promised tokens, as they come up.
@@ -654,16 +555,55 @@ class Request:
         if requests.stores.admission.counts:  # what was asked for before counts before it
             requests.book.drain()
         if state in _IDLE:
-            self.run()
-        progress, chain = self.progress, self.chain
-        return progress.store(self, chain, tables, progress.storable(chain, num_tokens))
+            if requests.deferred is None:
+                self.state = State.RUNNING
+            else:
+                self.run()
+        return self._store(tables, self.storable(num_tokens))
+
+    def storable(self, num_tokens: int) -> int:
+        """As many of these tokens as have keys, may be stored, and will not be taken back."""
+        requests = self._requests
+        covered = len(self.chain) * requests.matcher.hash_tokens
+        return min(min(num_tokens, covered) - requests.spare_tokens, self.progress.most_tokens)
+
+    def unstored_from(self, num_tokens: int) -> int | None:
+        """From which token on something of so many storable tokens is to be stored, if it is."""
+        requests, progress = self._requests, self.progress
+        if progress.is_outdated or requests.stores.is_lazy:
+            return None
+        if progress.past and not progress.tokens:
+            self._skip_past(num_tokens)
+        tokens = progress.tokens
+        return tokens if num_tokens >= tokens + requests.least_tokens else None
+
+    def _store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
+        """Order what is new of the first ``num_tokens``, which are storable."""
+        requests, progress = self._requests, self.progress
+        if progress.is_outdated or requests.stores.is_lazy:
+            return ()
+        if progress.past and not progress.tokens:
+            self._skip_past(num_tokens)
+        keys = self.chain.keys()
+        ordered = requests.stores.computed(self, progress.stored, keys, tables, num_tokens)
+        progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
+        return ordered
+
+    def _skip_past(self, num_tokens: int) -> None:
+        """What was loaded, or never left, needs no look at its blocks."""
+        requests, progress = self._requests, self.progress
+        past = min(progress.past, num_tokens)
+        requests.stores.skip_known(progress.stored, self.chain.keys(), past)
+        progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
 
     def is_worth_storing(self, num_tokens: int) -> bool:
         """Whether enough of so many computed tokens is new for a store to be worth its cost.
 
         What is not stored while it runs is stored by :meth:`leave`.
         """
-        return self.progress.is_worth_storing(num_tokens)
+        requests, deferred = self._requests, self._requests.deferred
+        step = requests.least_tokens if deferred is None else deferred.step
+        return num_tokens >= self.progress.next_from + step + requests.spare_tokens
 
     @property
     def stored_tokens(self) -> int:
@@ -730,7 +670,7 @@ class Request:
         request runs there is no waiting at all: what is left is stored at once.
         """
         requests, progress, chain = self._requests, self.progress, self.chain
-        storable = progress.storable(chain, num_tokens)
+        storable = self.storable(num_tokens)
         num_new = storable - max(progress.tokens, progress.past)
         is_short = requests.least_tokens <= num_new < deferred.store_step
         waits = deferred.stores_late and is_short and deferred.can_wait
@@ -740,12 +680,12 @@ class Request:
             if twin is not None:
                 twin.request.end_left()
             return ()
-        from_token = progress.unstored_from(chain, storable)
+        from_token = self.unstored_from(storable)
         if from_token is None:
             return None
         tables = deferred.engine.tables(self, storable, from_token)
         if not deferred.stores_late:
-            return progress.store(self, chain, tables, storable)
+            return self._store(tables, storable)
         held = held_blocks(tables, requests.sizes, from_token)
         key = chain[storable // requests.matcher.hash_tokens - 1]
         deferred.hold(self, storable, key, tables, held)
@@ -753,13 +693,13 @@ class Request:
 
     def store_left(self, rest: Deferred, deferred: DeferredStores) -> tuple[Ordered, ...]:
         """Order what it has left, as far as the bounds allow."""
-        progress, chain, tables = self.progress, self.chain, rest.tables
+        tables = rest.tables
         if tables is None:
-            from_token = progress.unstored_from(chain, rest.num_tokens)
+            from_token = self.unstored_from(rest.num_tokens)
             if from_token is None:
                 return ()
             tables = deferred.engine.remains(self, rest.num_tokens, from_token)
-        return progress.store(self, chain, tables, rest.num_tokens)
+        return self._store(tables, rest.num_tokens)
 
     def end_left(self) -> None:
         """Nothing of what it left is to be stored any more."""

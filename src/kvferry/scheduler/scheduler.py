@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvferry.cache import reach
@@ -655,14 +655,14 @@ class Scheduler:
         self.lower.check_integrity()
 
 
+@dataclass
 class Completion:
     """Collects which requests were loaded or failed in one ``settle``, and what loads brought."""
 
-    def __init__(self) -> None:
-        self.loaded: list[Request] = []
-        self.failed: list[FailedLoad] = []
-        self.num_bytes = 0
-        self.seconds = 0.0
+    loaded: list[Request] = field(default_factory=list)
+    failed: list[FailedLoad] = field(default_factory=list)
+    num_bytes: int = 0
+    seconds: float = 0.0
 
     def add(self, request: Request, promised: Match, reason: str) -> None:
         """A load has ended; with a ``reason`` if it failed."""

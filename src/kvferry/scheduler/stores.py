@@ -26,7 +26,7 @@ from kvferry.scheduler.transfers import (
     Transfers,
     checked_blocks,
 )
-from kvferry.types import DeviceBlocks, Key
+from kvferry.types import NO_SLOT, DeviceBlocks, Key
 
 Bound = tuple[int, Sequence[int]]
 """How much room there is, and how much of it a block of each group takes."""
@@ -222,6 +222,54 @@ _SHARE = 1 / 4
 """Of the device's blocks: so many may be in the hands of stores, where no setting says how many."""
 
 
+NEVER = 1 << 60
+"""Tokens: more than any request has."""
+
+
+@dataclass(eq=False, slots=True)
+class Progress:
+    """What of one request needs no more storing. Owns that count; the blocks are the engine's.
+
+    ``stored`` are the blocks that are done with, by group, and ``tokens`` the leading tokens that
+    are done with in every group. ``past`` tokens it had, on the device or stored, when it came.
+    ``since``: from there on count the tokens that make storing worth a call. One that
+    ``is_outdated`` has device blocks from before a reset: nothing of them is stored. At most
+    ``most_tokens`` are ever stored.
+    """
+
+    stored: list[int]
+    most_tokens: int = NEVER
+    tokens: int = 0
+    past: int = 0
+    since: int = 0
+    is_outdated: bool = False
+
+    @property
+    def next_from(self) -> int:
+        """``since``; never worth another call, once all that may be is stored."""
+        return NEVER if self.tokens >= self.most_tokens else self.since
+
+    def begin_at(self, num_tokens: int) -> None:
+        """It has these tokens without computing them."""
+        self.past = self.since = num_tokens
+
+    def renew(self) -> None:
+        """It starts from nothing: what a reset said about its blocks no longer counts."""
+        self.since = 0
+        if self.is_outdated:
+            self.is_outdated = False
+            self.stored = [0] * len(self.stored)
+            self.tokens = 0
+
+    def go_on(self, other: Progress) -> None:
+        """It continues where another request ended, and stores what that one has left."""
+        self.stored = list(other.stored)
+        self.tokens = other.tokens
+        self.past = other.past
+        self.is_outdated |= other.is_outdated
+        self.since = self.tokens or self.past
+
+
 class Stores:
     """Turns computed blocks into store orders. Owns admission, the bounds and the lazy watermark.
 
@@ -285,7 +333,9 @@ class Stores:
                 blocks = blocks[chosen[g].start - todo.start : chosen[g].stop - todo.start]
                 todo = chosen[g]
             slot_keys = self._matcher.slot_keys(g, keys, todo)
-            count = self._fitting(g, slot_keys) if chosen is None else len(todo)
+            count = len(todo)
+            if chosen is None and count > self._room(g):
+                count = self._fitting(g, slot_keys)
             if count < len(todo):
                 self.num_shed += 1
                 slot_keys, blocks, todo = slot_keys[:count], blocks[:count], todo[:count]
@@ -360,11 +410,8 @@ class Stores:
 
     def _fitting(self, g: int, slot_keys: Keys) -> int:
         """How many of these, from the first on, the bounds allow; what is kept takes no room."""
-        room, count = self._room(g), len(slot_keys.array)
-        if count <= room:
-            return count
-        new = np.flatnonzero(~self._pool.known(slot_keys))
-        return count if len(new) <= room else int(new[room])
+        room, new = self._room(g), np.flatnonzero(~self._pool.known(slot_keys))
+        return len(slot_keys.array) if len(new) <= room else int(new[room])
 
     def _order(
         self,
@@ -378,16 +425,20 @@ class Stores:
         matcher = self._matcher
         chained = isinstance(matcher.groups[g], reach.FullAttention)
         wanted = self._wanted(g, todo, blocks, slot_keys)
-        asked, chosen = slot_keys, None
+        asked, chosen, found = slot_keys, None, None
         if not wanted.all():
             if chained:  # what follows a block left out could never be reached
-                wanted = np.logical_and.accumulate(wanted | self._pool.known(slot_keys))
+                found = self._pool.find(slot_keys)
+                wanted = np.logical_and.accumulate(wanted | (found != NO_SLOT))
             chosen = np.flatnonzero(wanted)
             asked = slot_keys.take(chosen)
-        parent = matcher.key_before(g, keys, todo.start) if chained else None
+            found = None if found is None else found[chosen]
+        parent = matcher.key_before(g, keys, todo.start) if chained and todo.start else None
         if parent is not None and not matcher.has(parent):
             return None  # the same, and it would push out what can be reached
-        lease = self._pool.reserve(asked, parent=parent, chained=chained, tenant=request.tenant)
+        lease = self._pool.reserve(
+            asked, parent=parent, chained=chained, found=found, tenant=request.tenant
+        )
         if lease is None:
             return None
         at = lease.positions if chosen is None else chosen[lease.positions]
@@ -579,7 +630,7 @@ class DeferredStores:
 
     @property
     def step(self) -> int:
-        """How many tokens a running request stores at once, counted from ``Progress.since``."""
+        """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
     def wait(self, request: Any, num_tokens: int, key: Key) -> Deferred | None:

@@ -228,9 +228,9 @@ class SlotTier(LowerTier):
         return len(keys)
 
     def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
-        slots = self.pool.find(keys)
+        slots, cached = self.pool.locate(keys)
         unknown = np.zeros(len(slots), dtype=bool)  # the pool knows all
-        return Presence(self.pool.are_cached(slots), slots != NO_SLOT, unknown, slots)
+        return Presence(cached, slots != NO_SLOT, unknown, slots)
 
     def may_follow(self, parent: Key, now: float) -> bool:
         return self.pool.slot_of(parent) != NO_SLOT

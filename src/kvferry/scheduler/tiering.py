@@ -58,11 +58,12 @@ class TierLookup:
 class RunBelow:
     """Blocks to bring up: a run of a group's blocks, of which the host lacks some.
 
-    ``known`` are those that the host has or gets, ``coming`` those that it gets. ``below`` is what
-    the tiers have, ``parent`` the key before the run.
+    ``slots`` are those of the host, ``known`` those blocks that it has or gets, ``coming`` those
+    that it gets. ``below`` is what the tiers have, ``parent`` the key before the run.
     """
 
     keys: Keys
+    slots: SlotArray
     known: Flags
     coming: Flags
     below: TierLookup
@@ -212,14 +213,30 @@ class LowerTiers:
                 room -= len(move.keys)
         return room
 
-    def promote(self, run: RunBelow, *, tenant: int = 0) -> set[TransferId]:
-        """Bring up those blocks of a run that the host lacks, as far as the budget goes.
+    def promote(self, runs: Sequence[RunBelow], room: int, *, tenant: int = 0) -> set[TransferId]:
+        """Bring up those blocks of the runs that the host lacks, into at most ``room`` slots.
 
-        Returns the transfers to wait for, also those that others began. It is empty if the budget
-        is spent or the host has no room.
+        The runs were looked up just now. Returns the transfers to wait for, also those that others
+        began. It is empty if the host has no room.
         """
-        transfers = self._bringing(run) if self.moves and run.coming.any() else set()
-        room, start, parent = self.room, 0, run.parent
+        transfers: set[TransferId] = set()
+        for number, run in enumerate(runs):
+            if self.moves and run.coming.any():
+                transfers |= self._bringing(run)
+            room = self._promote(run, room, tenant, transfers, is_first=not number)
+        return transfers
+
+    def _promote(
+        self,
+        run: RunBelow,
+        room: int,
+        tenant: int,
+        transfers: set[TransferId],
+        *,
+        is_first: bool,
+    ) -> int:
+        """Add the ``transfers`` that bring up one run; returns the room that is left."""
+        start, parent = 0, run.parent
         num_keys = len(run.keys.array)
         while room > 0 and start < num_keys:
             stop = start + min(room, self.piece_slots, num_keys - start)
@@ -228,7 +245,11 @@ class LowerTiers:
                 if number is None:
                     break
                 keys = run.keys[start:stop] if stop - start < num_keys else run.keys
-                lease = self._host.reserve(keys, parent=parent, chained=run.chained, tenant=tenant)
+                # A reservation may evict what the lookup has found of later pieces and runs.
+                found = run.slots[:stop] if is_first and not start else None
+                lease = self._host.reserve(
+                    keys, parent=parent, chained=run.chained, found=found, tenant=tenant
+                )
                 if lease is None:
                     break
                 at = start + lease.positions
@@ -242,7 +263,7 @@ class LowerTiers:
             if stop < num_keys:
                 parent = run.keys[stop - 1]
             start = stop
-        return transfers
+        return room
 
     def _lift(self, run: RunBelow, number: int, lease: Lease, at: SlotArray) -> TransferId:
         """Order the blocks at these positions of a run from one tier into the host's slots."""

@@ -229,7 +229,8 @@ class Transfers:
             self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
         )
         self._loads.append(LoadOrder(transfer, lease, request))
-        self.count_load(group, len(blocks))
+        self.blocks_to_device += len(blocks)
+        self.bytes_to_device += len(blocks) * self._block_bytes[group]
         return transfer.id
 
     def store(
@@ -237,7 +238,8 @@ class Transfers:
     ) -> TransferId:
         """Order blocks into host slots. The stores of one group and step are one transfer."""
         self._stores.append(StoreOrder(group, lease, device_blocks, request))
-        self.count_store(group, len(device_blocks))
+        self.blocks_from_device += len(device_blocks)
+        self.bytes_from_device += len(device_blocks) * self._block_bytes[group]
         transfer_id = self._store_ids.get(group)
         if transfer_id is None:
             transfer_id = self._store_ids[group] = self._new_id()

@@ -111,6 +111,8 @@ class Mailbox:
         self._orders: deque[_Question] = deque()
         self._next_order_at = float("-inf")
         self._ended = ""
+        self.has_mail = False
+        """Whether something may wait for :meth:`answer`."""
         self.wake: Callable[[], None] = lambda: None
         """Called when an order was given, so that an idle engine comes by."""
         self.before_answers: Callable[[], object] = lambda: None
@@ -136,6 +138,7 @@ class Mailbox:
             if len(self._orders) >= MAX_ORDERS:
                 raise StateError(f"{MAX_ORDERS} orders wait for the engine already")
             self._orders.append(order)
+            self.has_mail = True
         self.wake()
         if not order.wait(patience):
             with self._lock, suppress(ValueError):
@@ -177,6 +180,7 @@ class Mailbox:
         for left in reversed(range(_LOOKS)):
             with self._lock:
                 question = self._open.setdefault(key, _Question(lambda: work(*args)))
+                self.has_mail = True
             if not question.wait(patience):
                 with self._lock:  # first: later questions must not get this older answer
                     if self._open.get(key) is question:
@@ -195,11 +199,14 @@ class Mailbox:
         """Once a step, on the engine's thread: a look at an empty dictionary, nearly always."""
         if self._orders:
             self._obey()
-        if not self._open or self._clock() < self._next_at:
+        if self._open and self._clock() < self._next_at:
             return
         if not self._lock.acquire(blocking=False):
             return  # a thread is just asking; the next step will do
         try:
+            if not self._open:
+                self.has_mail = bool(self._orders)
+                return
             waiting = [self._open.pop(key) for key in list(islice(self._open, self._most))]
         finally:
             self._lock.release()

@@ -212,7 +212,8 @@ class Segments:
             return
         self._on_empty(segment)
         pieces = self._pieces[segment]
-        self._num_entries -= sum(len(slots) for _, slots in pieces)
+        for _, slots in pieces:
+            self._num_entries -= len(slots)
         pieces.clear()
         self._torn.discard(segment)
         self.count -= 1
@@ -262,6 +263,7 @@ class Returns:
         self._common = np.full(num_slots, NO_ROW, dtype=np.int64)
         self._ways = np.full(num_slots, 0, dtype=np.int64)  # 0: not shared
         self._segment_of: dict[int, int] = {}  # by record
+        self._feeds_below = False  # as of the last choice
         self._walks = False  # whether requests are noted with the slots they found
         self._front = -1  # the segment of what was put back
         self._queue: dict[int, float] = {}  # segments that go next, and what they were value
@@ -371,10 +373,7 @@ class Returns:
 
     def _record_of(self, slots: SlotArray) -> int:
         """The last request that had the last of these blocks, as far as is known."""
-        record = self._history.latest_with(self._residents.keys_of(slots[-1:]))
-        if record is None:
-            record = self._history.record_of(self._residents.keys_of(slots))
-        return record
+        return self._history.record_of(self._residents.keys_of(slots))
 
     def _attach_loose(self, slots: SlotArray) -> None:
         """Blocks that stand alone, or are parts of many chains: by the requests that had them."""
@@ -436,9 +435,9 @@ class Returns:
     # -- requests and hints ---------------------------------------------------------------------
 
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
-        if len(keys):
+        if len(keys.array):
             self._bid = None
-            now = self._tick()
+            self._now = now = max(self._now, self._residents.now())
             record = self._history.asked(keys, num_tokens, now)
             if len(slots):
                 self._walks = True
@@ -447,12 +446,13 @@ class Returns:
                 self._own(self._segment_of[self._history.before], record, now)
 
     def answered(self, keys: Keys, num_tokens: int) -> None:
-        if len(keys):
+        if len(keys.array):
             self._bid = None
-            before, record = self._history.answered(keys, num_tokens, self._tick())
+            self._now = now = max(self._now, self._residents.now())
+            before, record = self._history.answered(keys, num_tokens, now)
             segment = self._segment_of.get(before)
             if segment is not None:
-                self._own(segment, record, self._now)
+                self._own(segment, record, now)
 
     def _walk(self, slots: SlotArray, record: int, now: float) -> None:
         """A request passes these slots: what it shares with others, and what is its own."""
@@ -535,10 +535,10 @@ class Returns:
         Segments that were announced go first: they may have been copied to a tier by now.
         """
         found: list[SlotArray] = []
+        feeds_below = self._feeds_below = self._residents.feeds_below()
         if self._bid is None:
             self._bid = self._bids(arriving)
         own, common, num_shared = self._bid
-        feeds_below = self._residents.feeds_below()
         if not feeds_below and self._history.num_asked >= self._look_again:
             self._queue.clear()
         while count > 0:
@@ -603,7 +603,7 @@ class Returns:
         return (draws * count).astype(np.int64)
 
     def _values(self, segments: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
-        if self._residents.feeds_below():  # the last tier chooses: see docs/policies.md
+        if self._feeds_below:  # the last tier chooses: see docs/policies.md
             return self._time.take(segments)
         rows, commons = self._row.take(segments), self._common.take(segments)
         return self._history.values(rows, commons, now - self._time.take(segments))
@@ -611,7 +611,7 @@ class Returns:
     def _bids(self, arriving: Arriving) -> tuple[float, float, int]:
         """The value of the newcomer's own blocks, of those it shares, and how many it shares."""
         # Of what stands alone, one block does not speak for the others.
-        if self._residents.feeds_below() or not arriving.chained:
+        if self._feeds_below or not arriving.chained:
             return inf, inf, 0
         record = self._history.record_of(arriving.keys)
         own, common, num_shared = self._history.bids(record)
@@ -621,6 +621,7 @@ class Returns:
         return (own, common, num_shared) if num_shared > 0 else (own, own, 0)
 
     def peek(self, count: int) -> SlotArray:
+        self._feeds_below = self._residents.feeds_below()
         found: list[SlotArray] = []
         if self._front >= 0:
             found.append(self._segments.last(self._front, count))

@@ -489,11 +489,6 @@ class RequestHistory:
 
     # -- what it makes of blocks ----------------------------------------------------------------
 
-    def latest_with(self, keys: Keys) -> int | None:
-        """The latest request, if the last of these blocks was its last one, too."""
-        record, last = self._latest
-        return record if last == keys.array.item(-1, 0) else None
-
     def record_of(self, keys: Keys) -> int:
         """The last request that had the last of these blocks, as far as is known."""
         record, last = self._latest

@@ -359,20 +359,19 @@ class Serving:
             if ours.state is not State.RUNNING:
                 ours.run()
             computed_tokens = state.theirs.num_computed_tokens + num_new
-            if computed_tokens >= ours.progress.since + step_tokens:
+            if computed_tokens >= ours.progress.next_from + step_tokens:
                 self._store(ours, computed_tokens)
             if not state.is_timed and (prefill := state.time_prefill()) is not None:
                 self.scheduler.note_prefill(*prefill)
             if state.is_timed:
-                least = min(least, ours.progress.since + step_tokens - computed_tokens - 1)
+                least = min(least, ours.progress.next_from + step_tokens - computed_tokens - 1)
             else:
                 least = 0  # the next step must be looked at
         return least
 
     def _store(self, ours: Request, computed_tokens: int) -> None:
         """Order what a running request has not stored yet."""
-        progress, chain = ours.progress, ours.chain
-        from_token = progress.unstored_from(chain, progress.storable(chain, computed_tokens))
+        from_token = ours.unstored_from(ours.storable(computed_tokens))
         if from_token is not None:
             tables = self.engine.tables(ours, computed_tokens, from_token)
             self._hold(ours.store(tables, computed_tokens))

@@ -6,8 +6,8 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -29,6 +29,9 @@ from kvferry.types import (
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
+
+_AT_ONCE = nullcontext()
+"""The streams begin what they are given by themselves."""
 
 
 class Event:
@@ -163,11 +166,12 @@ class CpuEngine:
                 event.synchronize(None if end is None else max(0.0, end - time.monotonic()))
         return self.poll()
 
-    @contextmanager
-    def starting_here(self, *, compute_waits: bool = False) -> Iterator[None]:
-        yield
-        if compute_waits:
-            self.order_compute_after_loads()
+    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
+        if not compute_waits or self._compute is None:
+            return _AT_ONCE
+        ending = ExitStack()
+        ending.callback(self.order_compute_after_loads)
+        return ending
 
     def order_compute_after_loads(self) -> None:
         if self._compute is not None:
