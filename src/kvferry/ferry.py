@@ -167,7 +167,8 @@ class Ferry(Closing):
         tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)
         if match.state is not MatchState.HIT:
-            if request.waits_below:
+            promotion = request.promotion
+            if promotion is not None and promotion.waits:
                 self._pending.keep(request)
                 return Hit.pending(request, on_device, tokens)
             request.end()
@@ -212,14 +213,13 @@ class Ferry(Closing):
             )
         if self._is_growing:
             self._rank.note_step()
-        ticket = self._tickets.give()
         ordered = request.load(tables) if request in self._scheduler else ()
         if ordered:
-            self._tickets.send(ticket, ordered)
+            ticket = self._tickets.send(ordered)
             self._send_now(compute_waits=True)
             return ticket
         self.release(hit)
-        gone = _GONE if len(hit) else ""
+        ticket, gone = self._tickets.give(), _GONE if len(hit) else ""
         self._tickets.end(Done(ticket, 0, gone, ok=not gone))
         return ticket
 
@@ -294,7 +294,7 @@ class Ferry(Closing):
         if self._is_growing:
             self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
-        ticket = self._tickets.give()
+        ticket = None
         request = self._scheduler.open(
             f"store-{next(_request_numbers)}", keys, None if hints is None else _hints(hints)
         )
@@ -305,12 +305,13 @@ class Ferry(Closing):
                 num_ordered = len(ordered[0].blocks) if ordered else 0
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
-            self._tickets.send(ticket, ordered, reason)
+            ticket = self._tickets.send(ordered, reason)
             self._send_now()
         except BaseException:
             # The caller has no ticket to wait for and may write to those blocks: whatever was
             # copied of them, or will be, must never be found.
-            self._tickets.drop(ticket)
+            if ticket is not None:
+                self._tickets.drop(ticket)
             self._scheduler.disown(request)
             raise
         finally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.core.quantities import nearest, parse_count, parse_seconds, quoted, shown
 from kvferry.errors import ConfigError, InputError
@@ -191,3 +191,10 @@ def _count(name: str, value: object, most: int = 2**40) -> int:
         return parse_count(value, name=name, minimum=0, maximum=most)
     except ConfigError as error:
         raise InputError(str(error)) from None
+
+
+class Hinted(NamedTuple):
+    """Hints that were applied to blocks, and why some of them could not be."""
+
+    hints: Hints
+    refused: Sequence[str]

@@ -83,14 +83,17 @@ class Tickets:
         ticket._wait = self._wait
         return ticket
 
-    def send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
-        """End the ticket with the last of these transfers, with this ``note`` if all succeed."""
-        if not ordered:
+    def send(self, ordered: Sequence[Ordered], note: str = "") -> Ticket:
+        """A ticket that ends with the last of these transfers; with ``note`` if all succeed."""
+        ticket = Ticket(next(self._numbers))
+        ticket._wait = self._wait
+        if ordered:
+            self._underway[ticket] = _Underway(len(ordered), 0, note)
+            for part in ordered:
+                self._moving[part.transfer] = (ticket, len(part.blocks))
+        else:
             self.end(Done(ticket, 0, note))
-            return
-        self._underway[ticket] = _Underway(len(ordered), 0, note)
-        for part in ordered:
-            self._moving[part.transfer] = (ticket, len(part.blocks))
+        return ticket
 
     def drop(self, ticket: Ticket) -> None:
         """Forget a ticket that was never given to the caller."""

@@ -104,7 +104,7 @@ class Transfer:
         if not any(lengths):
             raise InputError(f"transfer {self.id} names no slots; an empty transfer is never sent")
         if self.keys is not None:
-            lengths = [length for length in lengths if length] + [len(self.keys)]
+            lengths = [*filter(None, lengths), len(self.keys)]
         if min(lengths) != max(lengths):
             keyed = "" if self.keys is None else f" and {len(self.keys)} keys"
             raise InputError(

@@ -141,7 +141,7 @@ def breaks(pool: Pool, how: str) -> None:
         # Not bit 0, which is no part of a tag: the key would be found where it was.
         pool.table.index._keys[int(pool.table.index.find(keys([1]))[0])] ^= np.uint64(2)
     elif how == "a lost parent":
-        pool.table.chains._children[:] = 0
+        pool.table.chains.children[:] = 0
     elif how == "lost by the policy":
         pool.eviction.policy.clear()
     elif how == "idle slots miscounted":

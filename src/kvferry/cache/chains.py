@@ -21,7 +21,8 @@ class Chains:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._parent = slot_numbers(num_slots)
-        self._children = np.zeros(num_slots, dtype=np.int32)
+        self.children = np.zeros(num_slots, dtype=np.int32)
+        """How many slots follow right after each."""
         self._place = slot_numbers(num_slots)  # scratch, NO_SLOT between calls
 
     def parent_of(self, slot: int) -> int:
@@ -34,17 +35,14 @@ class Chains:
 
     def own_end(self, slots: SlotArray) -> SlotArray:
         """The last of a chain's slots: those that no other chain goes on from."""
-        children = self._children.take(slots)
+        children = self.children.take(slots)
         after = np.append(self._parent.take(slots[1:]) == slots[:-1], False)
         shared = np.flatnonzero(children > after)
         return slots[int(shared[-1]) + 1 :] if len(shared) else slots
 
     def num_children(self, slots: SlotArray) -> npt.NDArray[np.int32]:
         """How many slots follow right after each of these."""
-        return self._children.take(slots)
-
-    def has_children(self, slot: int) -> bool:
-        return self._children.item(slot) > 0
+        return self.children.take(slots)
 
     def begin(self, slots: SlotArray, above: int) -> None:
         """Slots that no chain knows yet follow each other, the first of them ``above`` if any."""
@@ -52,10 +50,10 @@ class Chains:
             return
         before, after = slots[:-1], slots[1:]
         self._parent[after] = before
-        self._children[before] = 1
+        self.children[before] = 1
         if above != NO_SLOT:
             self._parent[slots[0]] = above
-            self._children[above] += 1
+            self.children[above] += 1
 
     def link(self, slots: SlotArray, before: SlotArray) -> None:
         """Give each slot the one before it as parent, also where a lost parent is back.
@@ -67,7 +65,7 @@ class Chains:
         lone = self._parent.take(slots) == NO_SLOT
         slots, before = slots[lone], before[lone]
         self._parent[slots] = before
-        self._children[before] += 1  # distinct: each has one next block here
+        self.children[before] += 1  # distinct: each has one next block here
 
     def leave(self, slots: SlotArray) -> None:
         """These slots leave, and all their descendants with them (see :meth:`can_go`)."""
@@ -78,27 +76,27 @@ class Chains:
             left = np.concatenate((parents.take(apart), parents[-1:]))
             self._lose_child(left[left != NO_SLOT])
         elif parents[-1] != NO_SLOT:
-            self._children[parents[-1]] -= 1
+            self.children[parents[-1]] -= 1
         self._parent[slots] = NO_SLOT
-        self._children[slots] = 0
+        self.children[slots] = 0
 
     def unlink(self, slots: SlotArray) -> None:
         """The bytes of these slots are lost. Children that stay have no parent then."""
         parents = self._parent.take(slots).astype(np.int64, copy=False)
         self._lose_child(parents[parents != NO_SLOT])
         self._parent[slots] = NO_SLOT
-        bereft = slots[self._children.take(slots) > 0]
+        bereft = slots[self.children.take(slots) > 0]
         if len(bereft):  # a look at every slot is fair where bytes were lost
             self._parent[np.isin(self._parent, bereft)] = NO_SLOT
-            self._children[bereft] = 0
+            self.children[bereft] = 0
 
     def clear(self) -> None:
         self._parent.fill(NO_SLOT)
-        self._children.fill(0)
+        self.children.fill(0)
 
     def can_go(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """Which of these slots can leave together: no descendant of theirs stays behind."""
-        children = self._children.take(slots)
+        children = self.children.take(slots)
         # A chain that lies here from its end on: as many have their parent behind them as all of
         # these have children, so no child is anywhere else.
         beside = np.count_nonzero(self._parent.take(slots[:-1]) == slots[1:])
@@ -172,7 +170,7 @@ class Chains:
         if np.count_nonzero(living[parents]) < len(linked):
             raise IntegrityError("pool: a parent died before its child")
         counted = np.bincount(parents, minlength=len(self._parent))
-        if np.count_nonzero(counted != self._children):
+        if np.count_nonzero(counted != self.children):
             raise IntegrityError("pool: children are miscounted")
 
     def _parents_among(self, slots: SlotArray) -> SlotArray:
@@ -186,12 +184,12 @@ class Chains:
     def _lose_child(self, parents: SlotArray) -> None:
         if len(parents) <= _FEW:
             for parent in parents.tolist():
-                self._children[parent] -= 1
+                self.children[parent] -= 1
             return
         # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
         once = self.last_mentions(parents)
-        self._children[parents[once]] -= 1
-        np.subtract.at(self._children, parents[~once], 1)
+        self.children[parents[once]] -= 1
+        np.subtract.at(self.children, parents[~once], 1)
 
 
 class Conversations:
@@ -234,7 +232,7 @@ class Conversations:
         before = found.item(first - 1) if first else above
         start = self._position.item(before) + 1 if before != NO_SLOT else 0
         self._position[slots] = positions + (start - first)
-        if before != NO_SLOT and not chains.has_children(before):
+        if before != NO_SLOT and not chains.children.item(before):
             self._conversation[slots] = self._conversation.item(before)
         else:
             self._conversation[slots] = self._next

@@ -105,7 +105,8 @@ class TagTable:
 
         What stands for those in the places has no meaning.
         """
-        _, rows, tags = self._hash(words)
+        is_hashed = words is self._hashed[0]  # a batch that is looked up is mostly stored next
+        _, rows, tags = self._hashed if is_hashed else self._hash(words)
         mine = slots.astype(np.int32)
         picks = (words[:, 1] >> np.uint64(8) & np.uint64(7)).view(np.int64)
         lanes, won = self._compete(rows, picks, mine)
@@ -184,7 +185,7 @@ class TagTable:
         self._num_crowded = 0
 
     def _hash(self, words: KeyArray) -> tuple[KeyArray, Positions, npt.NDArray[np.uint8]]:
-        """The row and the tag of each key. A batch that is looked up is mostly stored next."""
+        """The row and the tag of each key."""
         if words is not self._hashed[0]:
             # As 64 bits first: numpy 1 would multiply in 32.
             halves = words.view("<u4")[:, 0].astype(np.uint64)

@@ -252,7 +252,7 @@ class SlotTable:
     def can_go(self, slot: int) -> bool:
         """Whether one slot is idle, and no block follows its block."""
         is_idle = self.state.item(slot) == CACHED and not self.readers.item(slot)
-        return is_idle and not self.chains.has_children(slot)
+        return is_idle and not self.chains.children.item(slot)
 
     def claim(self, slots: SlotArray) -> None:
         """These distinct slots have one reader more."""

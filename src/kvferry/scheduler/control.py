@@ -23,8 +23,7 @@ from kvferry.cache.pins import FOREVER
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.hints import Hints
-from kvferry.scheduler.journal import Hinted
+from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.lookup import Matcher
 from kvferry.scheduler.placement import placements, tell_pools
 from kvferry.scheduler.promotion import Promoter, Promotion

@@ -26,7 +26,7 @@ from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyChain, Keys, masked_key
-from kvferry.hints import Hints
+from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.lookup import Matcher, Missing
 from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
@@ -99,13 +99,6 @@ class Loaded(NamedTuple):
 
     tenant: int
     overlap: OverlapDecision | None
-
-
-class Hinted(NamedTuple):
-    """Hints were applied to a request's blocks, and why some could not be."""
-
-    hints: Hints
-    refused: Sequence[str]
 
 
 class Asked(NamedTuple):

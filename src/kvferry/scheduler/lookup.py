@@ -205,8 +205,9 @@ class Matcher:
                 key = chain[at]
                 if g or self.epoch:  # else the mask is all zeros
                     key = masked_key(key, scope(self.epoch, g))
-                if not self._host.is_cached(key):
-                    is_coming = self._host.state_of(key) is not SlotState.FREE
+                state = self._host.state_of(key)
+                if state is not SlotState.CACHED:
+                    is_coming = state is not SlotState.FREE
                     return Missing(g, block * group.block_tokens, key, is_coming)
         return None
 
@@ -329,7 +330,9 @@ class Matcher:
         if self.is_full:  # every hit reads every block
             longest = max_tokens
             for group, here in zip(self.groups, present, strict=True):
-                longest = min(longest, num_leading(here) * group.block_tokens)
+                first = here.tobytes().find(0)  # that is absent
+                num_blocks = first if first >= 0 else len(here)
+                longest = min(longest, num_blocks * group.block_tokens)
             longest = max(longest - longest % self._step, computed_tokens)
         else:
             longest = reach.longest_hit(

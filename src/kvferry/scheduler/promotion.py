@@ -55,6 +55,7 @@ _GONE = "blocks that were coming up from a lower tier did not come"
 _LATE = "blocks that were coming up from a lower tier did not come in time"
 
 
+@dataclass(eq=False, slots=True)
 class Promotion:
     """What one request has asked of lower tiers. Owns what it still waits for.
 
@@ -62,27 +63,17 @@ class Promotion:
     known to be below by then is not there; a block that did not come up by then is computed.
     """
 
-    __slots__ = (
-        "declined",
-        "foreseen",
-        "has_asked",
-        "has_promoted",
-        "num_asked",
-        "promised_tokens",
-        "waits",
-    )
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-        """Blocks that tiers were asked for, when they last were."""
-        self.waits: set[TransferId] = set()
-        self.promised_tokens = 0
-        """How many tokens its hit has if all comes up that was ordered last."""
-        self.declined: Decision | None = None
-        """Why what lay below was not brought up last time: computing it was faster."""
-        self.foreseen: PinnedHit | None = None
-        """The hit it was last promised; nothing of it is claimed."""
-        self.has_asked = self.has_promoted = False
+    num_asked: int = 0
+    """Blocks that tiers were asked for, when they last were."""
+    waits: set[TransferId] = field(default_factory=set)
+    promised_tokens: int = 0
+    """How many tokens its hit has if all comes up that was ordered last."""
+    declined: Decision | None = None
+    """Why what lay below was not brought up last time: computing it was faster."""
+    foreseen: PinnedHit | None = None
+    """The hit it was last promised; nothing of it is claimed."""
+    has_asked: bool = False
+    has_promoted: bool = False
 
     def renew(self) -> None:
         """The next match may ask and promote again."""
@@ -112,7 +103,7 @@ class Promoter:
         """
         promotion: Promotion = caller.promotion
         promotion.promised_tokens = 0
-        if not promotion.has_asked and self._lower.can_be_asked:
+        if not promotion.has_asked and self._lower.keyed and self._lower.can_be_asked:
             wanted = self._matcher.to_ask(found)
             if wanted is not None:
                 promotion.waits |= self._lower.ask(wanted)

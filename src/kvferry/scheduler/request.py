@@ -18,8 +18,8 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import InputError
-from kvferry.hints import Hints
-from kvferry.scheduler.journal import Asked, Bookkeeper, Hinted, Loaded, Reason, RequestAnswer
+from kvferry.hints import Hinted, Hints
+from kvferry.scheduler.journal import Asked, Bookkeeper, Loaded, Reason, RequestAnswer
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
 from kvferry.scheduler.placement import tell_pools
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
@@ -124,29 +124,7 @@ class Requests:
                 request.state = State.UNKNOWN
         self.answered.clear()
 
-    def note_lookup(self, answer: RequestAnswer, chain: KeyChain, found: SlotArray | None) -> None:
-        """Append what a request was answered first; ``found`` are its leading slots, if known."""
-        matcher, log = self.matcher, self.log
-        tokens, hit = answer.max_tokens, answer.host_tokens
-        num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
-        for g in range(len(self.sizes)):
-            keys: Keys | Callable[[], Keys] = partial(matcher.asked_keys, g, chain, num_keys)
-            slots: SlotArray | Callable[[], SlotArray] | None = found if not g else None
-            if slots is None:
-                slots = partial(self._leading, g, chain, hit // self.sizes[g]) if hit else NO_SLOTS
-            detail = None if g else answer
-            log.append(
-                EventKind.LOOKUP,
-                slots,
-                keys,
-                tokens=tokens,
-                request=answer.request_id,
-                detail=detail,
-            )
-            for pool in self.lower_pools:  # what it has of them is of use only where it is read
-                pool.log.append(EventKind.LOOKUP, NO_SLOTS, keys, tokens=tokens)
-
-    def _leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
+    def leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
         """The leading slots of a request, as far as its hit goes: what is behind is not there."""
         keys = self.matcher.all_keys(g, chain.keys())[:num_blocks]
         return self.pool.lookup(keys) if len(keys) else NO_SLOTS
@@ -157,7 +135,7 @@ class Requests:
         assert request.asked_tokens is not None
         tokens = max(0, len(chain) * matcher.hash_tokens - request.asked_tokens)
         for pool in (self.pool, *self.lower_pools):
-            for g in range(len(self.sizes) if pool.log.wants(EventKind.ANSWER) else 0):
+            for g in range(len(self.sizes)):
                 keys = partial(matcher.asked_keys, g, chain, None)
                 pool.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=tokens)
 
@@ -308,20 +286,16 @@ class Request:
         found = requests.matcher.lookup(keys, computed_tokens, max_tokens, requests.spare_tokens)
         if self.promotion is not None and requests.promoter.fetch(self, found):
             if not self.is_counted:
-                self._ask(max_tokens - computed_tokens)
+                self.is_counted = True
+                asked = Asked(self.tenant, self.chain, len(self.chain))
+                num_tokens = max_tokens - computed_tokens
+                requests.log.append(EventKind.ASK, tokens=num_tokens, request=self.id, detail=asked)
             self.state = State.WAITING
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = requests.hits.pin(found)
         requests.pinned[self] = None
         self.note_found(hit)
         return self._answer(hit)
-
-    def _ask(self, num_tokens: int) -> None:
-        """It asked for so many tokens more than it has, and must wait for its answer."""
-        self.is_counted = True
-        asked = Asked(self.tenant, self.chain, len(self.chain))
-        log = self._requests.log
-        log.append(EventKind.ASK, tokens=num_tokens, request=self.id, detail=asked)
 
     def note_found(self, hit: PinnedHit) -> None:
         """Tell the log's readers of a hit: all that is in the host of what was asked for."""
@@ -348,13 +322,31 @@ class Request:
         self._answered(answer, slots)
 
     def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
+        """Append what it was answered; ``slots`` are its leading ones, if known."""
         requests = self._requests
         if self.is_explained:
             requests.log.append(EventKind.RESULT, request=self.id, detail=answer)
             return
         self.is_counted = self.is_explained = True
         self.asked_tokens = answer.max_tokens
-        requests.note_lookup(answer, self.chain, slots)
+        matcher, log, sizes = requests.matcher, requests.log, requests.sizes
+        tokens, hit = answer.max_tokens, answer.host_tokens
+        num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
+        for g in range(len(sizes)):
+            keys = partial(matcher.asked_keys, g, self.chain, num_keys)
+            found: SlotArray | Callable[[], SlotArray] | None = slots if not g else None
+            if found is None and hit:
+                found = partial(requests.leading, g, self.chain, hit // sizes[g])
+            log.append(
+                EventKind.LOOKUP,
+                NO_SLOTS if found is None else found,
+                keys,
+                tokens=tokens,
+                request=self.id,
+                detail=None if g else answer,
+            )
+            for pool in requests.lower_pools:  # what it has is of use only where it is read
+                pool.log.append(EventKind.LOOKUP, NO_SLOTS, keys, tokens=tokens)
 
     def _answer(self, hit: PinnedHit) -> Match:
         found = hit.found
@@ -521,7 +513,7 @@ class Request:
         if self.state is not State.RUNNING:
             self.state = State.RUNNING
             self._requests.answered.pop(self, None)
-            if self._requests.deferred is not None:
+            if self._computed and self._requests.deferred is not None:
                 self.go_on(self._computed)
 
     def go_on(self, computed_tokens: int) -> None:
@@ -657,7 +649,8 @@ class Request:
             return held or ()
         if self.asked_tokens is not None:
             self._requests.note_answer(self)
-        self._drop()
+        if self._hit is not None or self.loading or self.promotion is not None:
+            self._drop()
         self.state = State.LEFT
         if self.hints is not None:
             self._tell_hints()
@@ -673,7 +666,7 @@ class Request:
         storable = self.storable(num_tokens)
         num_new = storable - max(progress.tokens, progress.past)
         is_short = requests.least_tokens <= num_new < deferred.store_step
-        waits = deferred.stores_late and is_short and deferred.can_wait
+        waits = deferred.stores_late and is_short and not deferred.engine.evicts
         if waits and not (progress.is_outdated or requests.stores.is_lazy):
             key = chain[storable // requests.matcher.hash_tokens - 1]
             twin = deferred.wait(self, storable, key)

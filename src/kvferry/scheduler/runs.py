@@ -27,10 +27,6 @@ class End:
     slots: SlotArray
     leases: tuple[Lease, ...] = ()
 
-    @classmethod
-    def of(cls, tier: TierName, lease: Lease) -> End:
-        return cls(tier, lease.slots, (lease,))
-
 
 def run_numbers(at: SlotArray, starts: SlotArray) -> RunNumbers:
     """Number the runs: a block follows the one before it if ``at`` grows by one between them.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvferry.cache import reach
-from kvferry.cache.events import EventKind
+from kvferry.cache.events import MANY_EVENTS, EventKind
 from kvferry.cache.policies.load_or_compute import LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
@@ -249,7 +249,9 @@ class Scheduler:
         if self.many_events_wait:
             self.drain_events()
         for pool in self._pools:
-            pool.raise_failure()
+            feed = pool.eviction.feed
+            if feed.failure is not None or len(feed.events) >= MANY_EVENTS:
+                pool.raise_failure()
         if self.book.failure is not None:
             self.book.raise_failure()
         return Request(request_id, chain, self._requests, hints, unheeded)
@@ -384,8 +386,14 @@ class Scheduler:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        landed = self.transfers.settle(receipts)
-        return self._complete(landed, self._clock(), looks=looks)
+        landed, now, requests = self.transfers.settle(receipts), self._clock(), self._requests
+        overdue: Sequence[InFlight] = ()
+        if looks and now >= self.transfers.next_deadline:
+            overdue = self.transfers.expire(now)
+        tells = landed or overdue or requests.pinned or requests.released
+        if not tells and not (self.lower.tiers and requests.pipelined):
+            return _NOTHING
+        return self._complete(landed, overdue, now)
 
     def disown(self, request: Request) -> None:
         """Let nothing be found of what was ordered to be stored of a request.
@@ -398,18 +406,14 @@ class Scheduler:
         """A rank is gone for good and touches no memory: what waits for it fails now."""
         if self._closed:
             raise ClosedError(_CLOSED)
-        return self._complete(self.transfers.lose_rank(rank, reason), self._clock())
+        self.transfers.lose_rank(rank, reason)
+        return self.settle()
 
-    def _complete(self, landed: Sequence[InFlight], now: float, *, looks: bool = True) -> Settled:
+    def _complete(
+        self, landed: Sequence[InFlight], overdue: Sequence[InFlight], now: float
+    ) -> Settled:
         """Apply what landed, and what is overdue by now, to the requests that waited for it."""
-        requests = self._requests
-        overdue: Sequence[InFlight] = ()
-        if looks and now >= self.transfers.next_deadline:
-            overdue = self.transfers.expire(now)
-        tells = landed or overdue or requests.pinned or requests.released
-        if not tells and not (self.lower.tiers and requests.pipelined):
-            return _NOTHING
-        done = Completion()
+        requests, done = self._requests, Completion()
         landings = []
         for flight in landed:
             self._landed(flight, done)

@@ -624,11 +624,6 @@ class DeferredStores:
         return len(self._waiting) + len(self.held)
 
     @property
-    def can_wait(self) -> bool:
-        """Whether the engine evicts nothing: only then a rest may wait for a next turn."""
-        return not self.engine.evicts
-
-    @property
     def step(self) -> int:
         """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
         return self._hasty_step if self.engine.evicts else self.store_step
@@ -668,7 +663,7 @@ class DeferredStores:
             oldest = next(iter(self._waiting.values()))
             if self._clock() >= oldest.since + WAIT_SECONDS or len(self._waiting) > _MOST_WAITING:
                 return True
-            if not self.can_wait:
+            if self.engine.evicts:
                 return True
         if self.held:
             is_soon = self._clock() >= self.held[0].since + SOON_SECONDS
@@ -679,10 +674,12 @@ class DeferredStores:
         """What is to be stored in this step, the oldest first."""
         now = self._clock()
         takes_held, self.is_wanted = is_idle or self.is_wanted or self._is_short, False
-        takes_waiting = is_idle or not self.can_wait
+        takes_waiting = is_idle or self.engine.evicts
         surplus = len(self._waiting) - _MOST_WAITING
         room = max(_PER_STEP, surplus)
-        due = [r for r in self.held if takes_held or now >= r.since + SOON_SECONDS]
+        due = list(self.held)
+        if due and not takes_held:
+            due = [rest for rest in due if now >= rest.since + SOON_SECONDS]
         for rest in self._waiting.values():
             surplus -= 1
             is_ripe = now >= rest.since + WAIT_SECONDS or surplus >= 0

@@ -236,7 +236,7 @@ class SlotTier(LowerTier):
         return self.pool.slot_of(parent) != NO_SLOT
 
     def read(self, slots: SlotArray) -> End:
-        return End.of(self.name, self.pool.claim(slots))
+        return End(self.name, slots, (self.pool.claim(slots),))
 
     def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
         keys, parent, chained, runs, tenant = order
@@ -252,7 +252,7 @@ class SlotTier(LowerTier):
             return None
         if runs is not None and not chained:
             self._placement.note(keys, runs, lease)
-        return lease.positions, End.of(self.name, lease)
+        return lease.positions, End(self.name, lease.slots, (lease,))
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)

@@ -122,7 +122,7 @@ class LowerTiers:
     ) -> None:
         """``slot_bytes`` is the size of a block on one rank; 0 where it is not known."""
         self.tiers = tuple(tiers)
-        self._keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
+        self.keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
         self._slot_bytes = slot_bytes
         self.piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
         self._busy = {tier.name: BusyTime() for tier in self.tiers}
@@ -170,7 +170,7 @@ class LowerTiers:
     @property
     def can_be_asked(self) -> bool:
         """Whether there is a tier that finds blocks by their keys."""
-        return bool(self._keyed) and any(not tier.ailment for tier in self._keyed)
+        return any(not tier.ailment for tier in self.keyed)
 
     @property
     def most_in_one(self) -> int:
@@ -271,7 +271,7 @@ class LowerTiers:
         coming = run.keys.take(at) if len(at) < len(run.known) else run.keys
         slots = run.below.found[number].slots
         src = tier.read(slots[at] if tier.pool is not None else slots)
-        transfer_id = self._transfers.move(src, End.of(HOST, lease), coming)
+        transfer_id = self._transfers.move(src, End(HOST, lease.slots, (lease,)), coming)
         self.moves[transfer_id] = Move(tier, coming, upward=True)
         self._busy[tier.name].begin(self._clock())
         return transfer_id

@@ -410,7 +410,7 @@ class Transfers:
                 self._check(receipt)
         landed = []
         if self._lost:
-            # With every rank lost no receipt comes any more: such transfers land at once.
+            # Of these all ranks have answered or were lost: no receipt comes any more.
             orphans = [each for each in self._in_flight.values() if not each.waiting]
             landed = [self._land(each) for each in orphans]
         for receipt in receipts:
@@ -449,19 +449,15 @@ class Transfers:
                 each.deadline = self.next_deadline = _LONG_AGO
                 each.reason = each.reason or reason
 
-    def lose_rank(self, rank: Rank, reason: str) -> list[InFlight]:
-        """A rank is gone and touches nothing any more; return the transfers that landed by it."""
+    def lose_rank(self, rank: Rank, reason: str) -> None:
+        """A rank is gone and touches nothing any more: no transfer waits for it."""
         if rank not in self._ranks:
             raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {len(self._ranks) - 1}")
         reason = self._lost[rank] = reason or f"rank {rank} was lost"
-        landed = []
-        for each in list(self._in_flight.values()):
+        for each in self._in_flight.values():
             if rank in each.waiting:
                 each.waiting.discard(rank)
                 each.reason = each.reason or reason
-                if not each.waiting:
-                    landed.append(self._land(each))
-        return landed
 
     def close(self, reason: str = "closed") -> None:
         """Drop all orders and end all transfers as failed. Only once no worker touches memory."""

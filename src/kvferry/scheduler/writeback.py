@@ -354,7 +354,9 @@ class Writeback:
             starts, _ = order.runs if order.runs is not None else self._host.runs_of(order.keys)
             starts = np.searchsorted(positions, starts)
             following = run_numbers(positions, starts[starts < len(going)])
-        transfer_id = self._transfers.move(End.of(HOST, reading), end, going, following)
+        transfer_id = self._transfers.move(
+            End(HOST, reading.slots, (reading,)), end, going, following
+        )
         self._note_sent(transfer_id, tier, going)
         for key in before:
             if key is not None:
@@ -382,7 +384,9 @@ class Writeback:
             return
         tier.reserve(WriteOrder(line, chained=True), now)  # from now on it is known
         runs = boundaries.cut(line, NO_SLOTS, ())
-        transfer_id = self._transfers.move(End.of(HOST, reading), tier.read(NO_SLOTS), line, runs)
+        transfer_id = self._transfers.move(
+            End(HOST, reading.slots, (reading,)), tier.read(NO_SLOTS), line, runs
+        )
         self._note_sent(transfer_id, tier, line)
 
     def _note_sent(self, transfer_id: TransferId, tier: LowerTier, keys: Keys) -> None:

@@ -71,7 +71,8 @@ class LoadOrCompute:
         """A load of this size took this long on the link."""
         if num_bytes > 0 and seconds > 0:
             old = self._bandwidths.get(link)
-            self._bandwidths[link] = _average(old, num_bytes / seconds)
+            new = num_bytes / seconds
+            self._bandwidths[link] = new if old is None else old + _WEIGHT * (new - old)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time."""

@@ -132,22 +132,17 @@ class Segments:
         self.push(segment, slots)
         return segment
 
-    def push(self, segment: int, slots: SlotArray) -> None:
-        """These slots follow the last of the segment."""
-        self._enter(segment, slots)
-        self._pieces[segment].append((self._next_stamp - 1, slots))
-        self.end[segment] = slots[-1]
-
-    def sink(self, segment: int, slots: SlotArray) -> None:
-        """These slots come before the first of the segment."""
-        self._enter(segment, slots)
-        self._pieces[segment].insert(0, (self._next_stamp - 1, slots))
-
-    def _enter(self, segment: int, slots: SlotArray) -> None:
+    def push(self, segment: int, slots: SlotArray, *, first: bool = False) -> None:
+        """These slots follow the last of the segment; or come before its ``first``."""
         if self._num_entries + len(slots) > self._most_entries:
             self._compact()
         count = len(slots)
         self._stamp[slots] = self._next_stamp
+        if first:
+            self._pieces[segment].insert(0, (self._next_stamp, slots))
+        else:
+            self._pieces[segment].append((self._next_stamp, slots))
+            self.end[segment] = slots[-1]
         self._next_stamp += 1
         self._of_slot[slots] = segment
         self.size[segment] += count
@@ -391,7 +386,7 @@ class Returns:
         if self._history.is_deeper(keys_of(slots[:1]), keys_of(end)):
             self._segments.push(segment, slots)
         else:
-            self._segments.sink(segment, slots)
+            self._segments.push(segment, slots, first=True)
 
     def _begin(self, slots: SlotArray, record: int) -> int:
         """A segment of these slots, with the value of a record."""

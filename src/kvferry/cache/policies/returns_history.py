@@ -112,14 +112,14 @@ class RecentBlocks:
         self._record = self._table[:, _RECORD]
         self._next = self._table[:, _NEXT]
 
-    def lookup(self, keys: Keys) -> Listed:
-        """What the table has of a request's keys that are listed, until the next lookup."""
+    def lookup(self, keys: Keys, *, every: bool = False) -> Listed:
+        """What the table has of a request's listed keys, or of ``every`` key."""
         array = keys.array
-        positions = _FIRST_WORDS[: bisect_left(_POSITIONS, len(array))]
-        return self.find(array.take(positions).view(np.int64))
-
-    def find(self, words: Words) -> Listed:
-        """The same of listed words."""
+        if every:
+            words = array[:, 0].view(np.int64)
+        else:
+            positions = _FIRST_WORDS[: bisect_left(_POSITIONS, len(array))]
+            words = array.take(positions).view(np.int64)
         if self._num_noted > 1 << (self._bits - 2) and self._bits < self._most_bits:
             self._grow()
         places = ((words.view(np.uint64) * _MIX) >> self._shift).view(np.int64)
@@ -148,8 +148,6 @@ class RecentBlocks:
 
     def shared_up_to(self, listed: Listed, known: Known) -> Known:
         """The same, where a request goes another way behind all that is known of it."""
-        if known.depth == known.shared:
-            return known
         return self._known(listed.rows, known.depth, known.depth)
 
     @staticmethod
@@ -228,7 +226,7 @@ class RecentBlocks:
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each key, whatever its position, the record of its last request; -1 if not listed."""
-        words, _, _, rows = self.find(keys.array[:, 0].view(np.int64))
+        words, _, _, rows = self.lookup(keys, every=True)
         return np.where(rows[:, _WORD] == words, rows[:, _RECORD], -1)
 
     def depths_of(self, keys: Keys) -> npt.NDArray[np.int64]:
@@ -432,7 +430,7 @@ class RequestHistory:
                 grown = num_tokens - facts.tokens
                 kind = TurnKind.CONTINUES if known.depth >= facts.length else TurnKind.BRANCHES
                 row = self.table.row(conversation(turn=turn, gap=gap, grown=grown, kind=kind))
-        if kind is not TurnKind.CONTINUES:
+        if kind is not TurnKind.CONTINUES and known.depth != known.shared:
             known = self._recent.shared_up_to(listed, known)
         record = self.records.add(now, row, length=len(listed.words), turn=turn, tokens=num_tokens)
         self._recent.note(listed, record, 0 if kind is TurnKind.CONTINUES else known.depth)
@@ -494,7 +492,7 @@ class RequestHistory:
         record, last = self._latest
         if last == keys.array.item(-1, 0):
             return record
-        listed = self._recent.find(keys.array[:, 0].view(np.int64))
+        listed = self._recent.lookup(keys, every=True)
         at = listed.is_known.rfind(1)
         return listed.rows.item(at, _RECORD) if at >= 0 else NO_RECORD
 

@@ -325,7 +325,8 @@ class Serving:
         if not self._has_settled and time.monotonic() >= self._deadlines.due:
             self._settle(())
         self._has_settled = False
-        self.reports.mailbox.answer()
+        if self.reports.mailbox.has_mail:
+            self.reports.mailbox.answer()
         for request_id in step.preempted:
             state = self._requests.get(request_id)
             if state is not None and state.theirs.num_preemptions != state.preemptions:
