@@ -13,7 +13,7 @@ from kvferry.core.keys import Keys
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.transfers import BlockTable, Ordered
-from kvferry.types import DeviceBlocks, Landing, Match, Rank, Receipt
+from kvferry.types import DeviceBlocks, Landing, Match, Receipt
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,6 @@ class ByName(Scheduler):
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> SettledByName:  # type: ignore[override]
         return self._by_name(super().settle(receipts))
-
-    def lose_rank(self, rank: Rank, reason: str) -> SettledByName:  # type: ignore[override]
-        return self._by_name(super().lose_rank(rank, reason))
 
     def _by_name(self, settled: Settled) -> SettledByName:
         return SettledByName(
