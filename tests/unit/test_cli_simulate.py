@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from kvferry.settings.policies import POLICIES
 
 from kvferry.errors import ConfigError
+from kvferry.settings.eviction import POLICIES
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.cli.simulate import read_capacities, read_point, read_policies
 
