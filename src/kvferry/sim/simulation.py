@@ -447,7 +447,7 @@ def foretell(asked: Simulation, counted: Counted) -> Foretold:
     """Hints for a random share of the conversations."""
     future = Future.of(_chosen(_reader(asked), asked.span, counted.num_all))
     conversation, next_request = future.continuations()
-    within = future.times[next_request] - future.times
+    within = (future.times[next_request] - future.times).astype(np.float32)
     told: Foretold = [
         Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
         for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
