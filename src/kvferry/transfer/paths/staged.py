@@ -28,9 +28,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
-from typing import NamedTuple
 
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
@@ -94,11 +93,16 @@ class RingSlot:
             part.freed_by = event
 
 
-class Slots(NamedTuple):
+@dataclass(eq=False)
+class Slots:
     """The slots of one direction: large ones used in turn, and a small one."""
 
-    large: cycle[RingSlot]
+    large: tuple[RingSlot, ...]
     small: RingSlot
+    in_turn: Iterator[RingSlot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.in_turn = cycle(self.large)
 
 
 class Ring:
@@ -156,7 +160,7 @@ class Ring:
         slots = self._shared[direction] if self._is_other_at_work(direction) else self._alone
         assert slots is not None, "a ring is opened before it is used"
         is_small = num_bytes is not None and num_bytes <= slots.small.num_bytes
-        slot = slots.small if is_small else next(slots.large)
+        slot = slots.small if is_small else next(slots.in_turn)
         store = direction is Direction.STORE
         self._latest[direction] = slot.copied_out if store else slot.scattered
         return slot
@@ -188,16 +192,16 @@ class Ring:
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
         slot = self._slot
         alone = Slots(
-            cycle((slot((a, b), 2 * large, streams[0]), slot((c, d), 2 * large, streams[2]))),
+            (slot((a, b), 2 * large, streams[0]), slot((c, d), 2 * large, streams[2])),
             slot((s, t), 2 * small, streams[4]),
         )
         self._shared = {
             Direction.STORE: Slots(
-                cycle((slot((a,), large, streams[0]), slot((b,), large, streams[1]))),
+                (slot((a,), large, streams[0]), slot((b,), large, streams[1])),
                 slot((s,), small, streams[4]),
             ),
             Direction.LOAD: Slots(
-                cycle((slot((c,), large, streams[2]), slot((d,), large, streams[3]))),
+                (slot((c,), large, streams[2]), slot((d,), large, streams[3])),
                 slot((t,), small, streams[5]),
             ),
         }
