@@ -17,7 +17,7 @@ PROBES = itertools.count()
 
 def serve(sides: Sides, name: str, tag: int, hints: dict[str, Any] | None = None) -> None:
     """A whole life: it comes, finds nothing, computes its prompt, ends."""
-    said = {} if hints is None else {"kv_transfer_params": {"kvferry": hints}}
+    said: dict[str, Any] = {} if hints is None else {"kv_transfer_params": {"kvferry": hints}}
     sides.end(sides.compute(name, hashes_of(tag), **said))
     sides.rest()
 

@@ -76,7 +76,7 @@ def test_a_master_that_is_away_at_the_start(fleet: Fleet) -> None:
 def test_what_keeps_a_server_from_joining_is_named(
     fleet: Fleet, options: dict[str, str], reason: str
 ) -> None:
-    store = fleet.server(**options)
+    store = fleet.server(**options)  # type: ignore[arg-type]
     store.wait(lambda: re.search(reason, store.tier.ailment) is not None)
 
 

@@ -551,7 +551,7 @@ class Serving:
         """A worker dies: it touches nothing any more."""
         rank.lost = True
         rank.todo = []
-        self._act(self.scheduler.lose_rank(rank.rank, f"rank {rank.rank} is gone"))
+        self._act(self.scheduler.lose_rank(rank.rank, f"rank {rank.rank} is gone"))  # type: ignore[arg-type]
 
     def lose_bytes(self, tier: int, slots: Sequence[int]) -> None:
         """A medium fails: some of what a tier holds is gone, on all ranks."""

@@ -288,7 +288,7 @@ class Simulation:
         """A worker dies: it copies nothing more, though receipts it sent may still arrive."""
         self.lost.add(rank)
         self.pending[rank] = []
-        self._act_on(self.scheduler.lose_rank(Rank(rank), f"rank {rank} died"))
+        self._act_on(self.scheduler.lose_rank(Rank(rank), f"rank {rank} died"))  # type: ignore[arg-type]
 
     def wait_past_deadlines(self) -> SettledByName:
         self.clock.now += 1000.0

@@ -35,7 +35,7 @@ def returns(desk: Desk, name: str, told: Keys, computed: int, until: int | None 
     """A request comes with so many tokens on the device; how many of them need no store."""
     desk.match(name, told, computed)
     request = desk.scheduler.called(name)
-    request.progress.unstored_from(request.chain, until if until is not None else computed)
+    request.unstored_from(until if until is not None else computed)
     return request.stored_tokens
 
 

@@ -166,7 +166,7 @@ class CopyEngine(Protocol):
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
 
-    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
+    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
         """Begin transfers submitted inside on this thread, at the end of the ``with`` block.
 
         For a caller that would only wait: no other thread has to wake up before the first bytes

@@ -6,8 +6,9 @@ import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 from tests.integration.vllm.engine import FERRY as COPIES
 
-from kvferry.scheduler.request import Progress, Request
+from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.stores import Stores
 
 FERRY = {
     **COPIES,
@@ -157,7 +158,7 @@ def test_no_request_is_preempted_for_blocks_that_a_store_gives_back(
     [
         (Request, "match"),
         (Request, "load"),
-        (Progress, "store"),
+        (Stores, "computed"),
         (Scheduler, "plan"),
         (Scheduler, "settle"),
         (Request, "leave"),

@@ -205,7 +205,7 @@ class GpuEngine(Closing):
             receipts.extend(self.poll())
         return receipts
 
-    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
+    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
         """Begin transfers submitted inside on this thread, at the end of the ``with`` block."""
         return self._start_in_order if compute_waits else self._start_here
 
