@@ -279,13 +279,13 @@ def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
 @pytest.mark.parametrize(
     "touch",
     [
-        lambda s: s.plan(),
+        lambda s: s.drain_events(),
         lambda s: s.explain("reader"),
         lambda s: s.stats(),
         lambda s: s.reset(),
         lambda s: s.close(),
     ],
-    ids=["plan", "explain", "stats", "reset", "close"],
+    ids=["drain", "explain", "stats", "reset", "close"],
 )
 def test_a_miss_is_answered_at_once_and_counted_when_the_log_is_drained(
     touch: Callable[[ByName], object],
