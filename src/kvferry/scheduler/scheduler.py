@@ -372,6 +372,8 @@ class Scheduler:
         if self.lower.tiers:
             if self.control.has_prefetches:
                 self.control.advance()
+            if self.writeback.counts_requests:  # what was asked for before this counts before it
+                self.book.drain()
             self.writeback.spill()
         plan = self.transfers.launch(self._clock())
         if self._requests.answered:
