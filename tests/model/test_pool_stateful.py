@@ -337,7 +337,7 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(InputError, match=f"{len(twice)} keys to reserve are not distinct"):
             self.pool.reserve(twice)
         if self.pool.match(twice) == len(twice):
-            with pytest.raises(InputError, match=f"{len(twice)} blocks to pin are not distinct"):
+            with pytest.raises(InputError, match=f"{len(twice)} blocks to lease are not distinct"):
                 self.pool.lease(twice)
 
     # -- what always holds ----------------------------------------------------------------------
