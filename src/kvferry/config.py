@@ -44,6 +44,7 @@ from kvferry.settings.eviction import (
 )
 from kvferry.settings.kinds import (
     ADDRESS,
+    AUTO,
     COUNT,
     PORT,
     RATE,
@@ -360,10 +361,11 @@ class Config:
     max_bytes_in_flight: int = setting(
         4 * GiB, SIZE, "The most bytes in flight at one time; stores wait first."
     )
-    metrics_port: int | None = setting(
-        None,
-        optional(PORT),
-        "Serve metrics and explanations on this port; none: do not serve them.",
+    metrics_port: int | Auto | None = setting(  # noqa: RUF009
+        AUTO,
+        or_auto(optional(PORT)),
+        "Serve metrics and explanations on this port; none: do not serve them. auto: in a server, "
+        "on 9475 or the next free port; in the library, once serve_metrics() is called.",
         basic=True,
     )
     metrics_host: str = setting(

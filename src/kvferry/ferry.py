@@ -119,7 +119,7 @@ class Ferry(Closing):
         self._dropped = close_if_dropped(
             self, "a kvferry.Ferry", self._parts.close, keep_alive=keep_alive
         )
-        if config.metrics_port is not None:
+        if isinstance(config.metrics_port, int):
             with ExitStack() as undo:
                 undo.callback(self.close)
                 self.serve_metrics(config.metrics_port, config.metrics_host)

@@ -86,9 +86,13 @@ def test_a_gauge_is_the_latest_and_a_counter_what_came_since():
 
 
 def test_idle_is_a_gauge_for_every_reason():
-    told = idle_figures("failed")
+    told = idle_figures("failed", "no\nroom")
     idle = {key: value for key, value in told.items() if key.startswith(names.IDLE.name)}
-    assert idle == {f"kvferry_idle{SEPARATOR}refused": 0.0, f"kvferry_idle{SEPARATOR}failed": 1.0}
+    assert idle == {
+        f"kvferry_idle{SEPARATOR}refused": 0.0,
+        f"kvferry_idle{SEPARATOR}failed": 1.0,
+        f"kvferry_idle_info{SEPARATOR}no room": 1.0,
+    }
     assert not any(map(adds_up, told))
 
 

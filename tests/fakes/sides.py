@@ -65,7 +65,10 @@ class Sides:
         self.config = _vllm_config(len(stages), has_listeners)
         support = support_of(self.config, caches, recomputes_requests=False)
         sizes = host or ["1MiB"] * len(stages)
-        configs = [Config.from_dict({**SETTINGS, **settings, "host": size}) for size in sizes]
+        configs = [
+            Config.from_dict({"metrics_port": None, **SETTINGS, **settings, "host": size})
+            for size in sizes
+        ]
         self.kv: list[dict[str, npt.NDArray[np.float32]]] = [
             {name: np.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 8), np.float32) for name in stage}
             for stage in stages

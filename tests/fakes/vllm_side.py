@@ -38,7 +38,7 @@ class FakeVllm:
             model="m", dtype="f", layout="l", geometry="g", block_tokens=1, revision="r"
         )
         setup = SessionSetup(
-            config=Config.from_dict({"load_policy": "always", **settings}),
+            config=Config.from_dict({"load_policy": "always", "metrics_port": None, **settings}),
             groups=self.groups,
             num_ranks=num_ranks,
             reported_tokens=self.groups[0].block_tokens,

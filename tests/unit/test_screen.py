@@ -133,7 +133,7 @@ def test_drives_have_a_line_and_their_troubles_another():
 @pytest.mark.parametrize(
     ("idle", "words"),
     [
-        ("refused", "idle: this model or these settings are not served; vLLM's log has the reason"),
+        ("prefix caching is off", "idle: prefix caching is off"),
         ("a newer \x1b[2J one", "idle: a newer"),
     ],
 )

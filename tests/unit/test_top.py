@@ -9,7 +9,7 @@ from tests.fakes.endpoint import FakeEndpoint, stats
 
 from kvferry.connectors.common.reports import SEPARATOR, idle_figures
 from kvferry.errors import UnreachableError
-from kvferry.telemetry.catalog import INFO, Snapshot, exposition, installed_version
+from kvferry.telemetry.catalog import IDLE, IDLE_INFO, INFO, Snapshot, exposition, installed_version
 from kvferry.telemetry.http import HttpServer
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.tools.top.scrape import explain, parse, read
@@ -99,13 +99,14 @@ def test_drives_say_what_they_do_what_fails_and_what_is_not_durable(endpoint):
 def test_all_that_an_idle_connector_tells_is_enough_for_a_view(endpoint):
     """It never had a scheduler, so there is nothing else on vLLM's endpoint."""
     lines = []
-    for key, value in idle_figures("refused").items():
+    kinds = {INFO.name: "version", IDLE.name: "reason", IDLE_INFO.name: "why"}
+    for key, value in idle_figures("refused", "prefix caching is off").items():
         name, label = key.split(SEPARATOR)
-        kind = "version" if name == INFO.name else "reason"
+        kind = kinds[name]
         lines.append(f'vllm:{name}{{engine="0",model_name="m",{kind}="{label}"}} {value}')
     endpoint.text, endpoint.requests = "\n".join(lines) + "\n", None
     view = Watch(endpoint.url).look()
-    assert view.idle == "refused"
+    assert view.idle == "prefix caching is off"
     assert view.version == installed_version()
     assert (view.queries, view.tiers, view.recent) == (0, [], [])
 

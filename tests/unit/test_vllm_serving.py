@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.vllm import events as events_form
 from kvferry.connectors.vllm.events import VllmEvents
 from kvferry.scheduler import stores
+from kvferry.telemetry import DEFAULT_PORT
+from kvferry.tools.top.scrape import fetch
 
 Serve = Callable[..., FakeVllm]
 
@@ -90,6 +93,23 @@ def test_a_question_from_another_thread_changes_nothing(serve: Serve) -> None:
         vllm.side.close()
     assert not len(serving.scheduler.book.events)
     assert serving.scheduler.onlooker.stats().queries == 1
+
+
+@pytest.mark.parametrize("port", ["auto", None])
+def test_a_server_serves_its_metrics_on_a_free_port_unless_told_not_to(
+    serve: Serve, caplog: pytest.LogCaptureFixture, port: str | None
+) -> None:
+    with caplog.at_level(logging.INFO):
+        first, second = serve(metrics_port=port), serve(metrics_port=port)
+    ends = [vllm.serving.reports._endpoint for vllm in (first, second)]
+    if port is None:
+        assert ends == [None, None]
+        return
+    assert DEFAULT_PORT <= ends[0].port < ends[1].port
+    assert f"serves its metrics at {ends[1].url}, because port {DEFAULT_PORT} is taken" in (
+        caplog.text
+    )
+    assert b"kvferry_lookups_total 0" in fetch(f"{ends[1].url}metrics")
 
 
 def decoding(vllm: FakeVllm, name: str) -> Any:

@@ -180,6 +180,12 @@ IDLE = _gauge(
     lambda s: None if s.idle is None else {each: float(each == s.idle) for each in IDLE_REASONS},
     Label("reason", ", ".join(IDLE_REASONS)),
 )
+IDLE_INFO = _gauge(
+    "idle_info",
+    "1 while kvferry serves nothing; the label has the reason in words.",
+    lambda s: None,
+    Label("why", "the words of the log line 'kvferry is idle'; one value in a process's life"),
+)
 LOOKUPS = _counter("lookups", "Requests looked up.", "queries")
 LOOKUP_TOKENS = _counter(
     "lookup_tokens", "Tokens that looked-up requests lacked on the device.", "asked_tokens"

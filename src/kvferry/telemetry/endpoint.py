@@ -47,12 +47,18 @@ class Endpoint(Closing):
         *,
         host: str = LOOPBACK,
         port: int = DEFAULT_PORT,
+        last_port: int = 0,
         control: Orders | None = None,
     ) -> None:
-        """``port`` 0 takes any that is free; ``url`` says which. ``control`` takes orders."""
+        """``port`` 0 takes any free one, ``url`` says which. ``control`` takes orders.
+
+        If ``port`` is taken, the next free one up to ``last_port`` is used.
+        """
         self._source = source
         self._control = control
-        self._server = HttpServer(self._answer, host=host, port=port, orders=control)
+        self._server = HttpServer(
+            self._answer, host=host, port=port, last_port=last_port, orders=control
+        )
 
     @property
     def url(self) -> str:

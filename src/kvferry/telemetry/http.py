@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from enum import Enum
+from errno import EADDRINUSE
 from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
@@ -254,16 +255,19 @@ class HttpServer:
         *,
         host: str = LOOPBACK,
         port: int = 0,
+        last_port: int = 0,
         patience: float = _PATIENCE_SECONDS,
         orders: Orders | None = None,
     ) -> None:
         """``patience`` is for a whole request, and again for a whole reply.
 
+        If ``port`` is taken, the next free one up to ``last_port`` is used.
+
         ``orders`` gets what is posted, one at a time, on a thread of its own: an order that waits
         for the engine delays no answer.
         """
         self.host = host.removeprefix("[").removesuffix("]")
-        self._listener = _listen(self.host, port)
+        self._listener = _listen(self.host, port, last_port)
         self.port = int(self._listener.getsockname()[1])
         self._answer = answer
         self._orders = orders
@@ -464,12 +468,14 @@ class HttpServer:
         return reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, last_port: int) -> socket.socket:
     try:
         if not 0 <= port <= MAX_PORT:  # the resolver would take it, cut to 16 bits
             raise ValueError(f"a port is at most {MAX_PORT}")
         return _bound(host, port)
     except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno == EADDRINUSE and port < last_port:
+            return _listen(host, port + 1, last_port)
         name = host if host.isascii() and host.isprintable() else ascii(host)
         raise ConfigError(
             f"cannot listen on {f'[{name}]' if ':' in name else name}:{port}: {error}; "

@@ -13,6 +13,8 @@ from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.messages import RankShape, StepReceipts
 from kvferry.scheduler.control import Control
+from kvferry.settings.kinds import AUTO
+from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import (
     Metric,
@@ -37,6 +39,10 @@ SEPARATOR = "\x1f"
 
 _SUM = "sum"
 _STATS_SECONDS = 1.0
+_MOST_WORDS = 300
+
+_MORE_PORTS = 16
+"""Ports that are tried after one that is taken."""
 
 Figures = dict[str, float]
 """Values by metric name and labels, joined by ``SEPARATOR``: what travels between processes."""
@@ -55,9 +61,11 @@ def figures(snapshot: Snapshot) -> Figures:
     return flat
 
 
-def idle_figures(reason: str) -> Figures:
-    """The figures of a kvferry that serves nothing, for one of the catalog's reasons."""
+def idle_figures(reason: str, words: str) -> Figures:
+    """The figures of a kvferry that serves nothing: the catalog's reason, and why in words."""
     flat: Figures = {SEPARATOR.join((names.INFO.name, installed_version())): 1.0}
+    why = "".join(c if c.isprintable() else " " for c in words[:_MOST_WORDS])
+    flat[SEPARATOR.join((names.IDLE_INFO.name, why))] = 1.0
     for metric, labels, value in idle(reason):
         assert not isinstance(value, Distribution)
         flat[SEPARATOR.join((metric.name, *labels))] = value
@@ -172,7 +180,7 @@ class Reports:
         if setup.config.metrics_port is not None:
             self._serve(setup, shape)
         elif self._control is not None:
-            log.warning("kvferry takes no orders: control is served on metrics_port; give one")
+            log.warning("kvferry serves no control: it is served on metrics_port, which is none")
 
     def _control_api(self, setup: SessionSetup, hash_tokens: int) -> Any:
         """What carries out orders; None where the settings let no client give any."""
@@ -195,7 +203,8 @@ class Reports:
         from kvferry.telemetry.endpoint import Endpoint
 
         config, choices = setup.config, shape.choices
-        assert config.metrics_port is not None
+        given = config.metrics_port
+        assert given is not None
         num_sharing = setup.num_ranks if shape.is_shared else 1
         source = Source(
             self._asked,
@@ -205,13 +214,23 @@ class Reports:
             why_path=lambda copy: why_path(copy, choices, num_sharing=num_sharing),
             disks=self._summed_disks,
         )
-        port = config.metrics_port + setup.engine_here
+        port = (DEFAULT_PORT if given is AUTO else given) + setup.engine_here
         try:
             self._endpoint = Endpoint(
-                source, host=config.metrics_host, port=port, control=self._control
+                source,
+                host=config.metrics_host,
+                port=port,
+                last_port=port + _MORE_PORTS,
+                control=self._control,
             )
         except Exception as error:
             log.warning("kvferry serves no metrics of its own: %s", error)
+            return
+        words = "kvferry serves its metrics at %s"
+        if port and self._endpoint.port != port:
+            log.warning(f"{words}, because port %d is taken", self._endpoint.url, port)
+        else:
+            logging.getLogger(setup.log_name).info(words, self._endpoint.url)
 
     # -- what the session notes -----------------------------------------------------------------
 

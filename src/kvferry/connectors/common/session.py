@@ -83,7 +83,8 @@ class SchedulerSession:
             self._marks = DiskMarks(self._shapes.values(), self.setup.config.disk_deadline)
             self.refusal = self.refusal or disagreement(self._shapes.values())
             self._begin()
-            logging.getLogger(self.setup.log_name).info(self.banner())
+            level = logging.INFO if self.serving is not None else logging.WARNING
+            logging.getLogger(self.setup.log_name).log(level, self.banner())
 
     def _begin(self) -> None:
         """Serve, once the engine is bound and every rank was met."""
@@ -233,7 +234,7 @@ class SchedulerSession:
         if not is_for_good or time.monotonic() < self._reported_at + _STATS_SECONDS:
             return None
         self._reported_at = time.monotonic()
-        return idle_figures("failed" if self.guard.broken else "refused")
+        return idle_figures("failed" if self.guard.broken else "refused", self.idle_reason)
 
     def take_events(self) -> Iterable[Any]:
         """Events for routers since the last call."""

@@ -22,7 +22,7 @@ from kvferry.tools.doctor.checks import examine
 from kvferry.tools.doctor.machine import Environment, Finding, Grade, fail, look_at_gpu, ok, warn
 from kvferry.tools.top.scrape import base_url
 from kvferry.tools.top.view import Watch
-from kvferry.tools.words import why_idle
+from kvferry.tools.words import clip
 
 _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 UNFIT = 1
@@ -73,7 +73,7 @@ def _running(url: str) -> Finding:
     if not view.idle:
         return ok(name, f"kvferry {view.version} serves there, {view.queries} requests so far")
     remedy = "see the line of its log that begins with 'kvferry is idle', or the error before it"
-    return fail(name, f"kvferry is idle there: {why_idle(view.idle)}", remedy)
+    return fail(name, f"kvferry is idle there: {clip(view.idle, 300)}", remedy)
 
 
 def _show(findings: list[Finding]) -> None:

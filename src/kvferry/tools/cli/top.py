@@ -32,7 +32,6 @@ from kvferry.tools.words import (
     show_bytes,
     show_share,
     sparkline,
-    why_idle,
 )
 
 _BAR_WIDTH = 30
@@ -100,7 +99,7 @@ def _head(view: View) -> Text:
         ("kvferry ", "bold"), (_name(view.version), "dim"), "  ", (clean(view.url), "dim"), "\n"
     )
     if view.idle:
-        text.append(f"idle: {clean(why_idle(view.idle))}\n", style="bold red")
+        text.append(f"idle: {clip(view.idle, _MOST_WHY)}\n", style="bold red")
     now = f" (now {show_share(view.hit_rate_now)})" if view.hit_rate_now is not None else ""
     text.append(f"hit rate {show_share(view.hit_rate)}{now}", style="bold")
     text.append(

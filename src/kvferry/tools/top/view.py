@@ -21,6 +21,7 @@ from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
 from kvferry.tools.top.scrape import Reading, Recent, UnexplainedError, explain, read, read_as
+from kvferry.tools.words import why_idle
 
 HISTORY = 60
 """Readings kept for sparklines."""
@@ -198,7 +199,7 @@ class Watch:
             at=now.at,
             seconds=span.seconds,
             version=now.version,
-            idle=next((why for (why,), on in now.by_label(names.IDLE).items() if on > 0), ""),
+            idle=_idle(now),
             queries=int(now.total(names.LOOKUPS)),
             queries_per_second=span.rate(names.LOOKUPS),
             hit_rate=_share(now.get(names.HIT_TOKENS), now.get(names.LOOKUP_TOKENS)),
@@ -238,6 +239,15 @@ class _Span:
 
     def rate(self, metric: Metric, *labels: str) -> float:
         return self.grown(metric, *labels) / self.seconds if self.seconds > 0 else 0.0
+
+
+def _idle(now: Reading) -> str:
+    """Why nothing is served, or an empty text."""
+    for metric in (names.IDLE_INFO, names.IDLE):
+        for (why,), is_on in now.by_label(metric).items():
+            if is_on > 0:
+                return why_idle(why)
+    return ""
 
 
 def _maybe(value: float | None) -> int | None:
