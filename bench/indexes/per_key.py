@@ -13,7 +13,7 @@ import ctypes
 from collections import OrderedDict
 from enum import Enum
 
-from kvferry.types import Key
+from kvferry.core.keys import Key
 
 
 class BlockStatus(ctypes.Structure):

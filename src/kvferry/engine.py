@@ -35,7 +35,7 @@ from kvferry.cache.reach import (
 )
 from kvferry.config import Config
 from kvferry.core.identity import Namespace, adopt, chain
-from kvferry.core.keys import KeyChain, Keys, Recovered
+from kvferry.core.keys import Key, KeyChain, Keys, Recovered
 from kvferry.hints import Hints, TokenPriority
 from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
 from kvferry.hostmem.slots import HostTier
@@ -60,7 +60,6 @@ from kvferry.types import (
     HOST,
     DeviceBlocks,
     Health,
-    Key,
     Landing,
     Match,
     MatchState,

@@ -18,7 +18,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import Group
 from kvferry.config import Config
 from kvferry.core.identity import Extra, Namespace, chain, scope
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause, weakly
 from kvferry.core.quantities import Integers, integer, integers
 from kvferry.errors import ClosedError, DeadlineError, InputError
@@ -36,7 +36,7 @@ from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tickets import Awaited, Done, Hit, PendingHits, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, MatchState, SlotArray
+from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState, SlotArray
 from kvferry.worker import Worker
 
 if TYPE_CHECKING:  # few ferries serve metrics, and these modules would triple our own import

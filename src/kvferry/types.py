@@ -13,9 +13,6 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.keys import KEY_BYTES as KEY_BYTES
-from kvferry.core.keys import Key as Key
-from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError
 
 RequestId = str
@@ -47,15 +44,6 @@ RunNumbers = npt.NDArray[np.int64]
 
 NO_SLOT = -1
 """In arrays of slots: there is none."""
-
-
-def as_slots(slots: Integers) -> SlotArray:
-    """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-integers."""
-    array = np.array(integers(slots, "slots"))
-    if array.size and int(array.min()) < 0:
-        raise InputError(f"slots must not be negative, got {int(array.min())}")
-    array.setflags(write=False)
-    return array
 
 
 MANY_SLOTS = 1 << 21

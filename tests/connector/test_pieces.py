@@ -30,8 +30,9 @@ from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
 from kvferry.connectors.common.weights import Freshness
+from kvferry.core.keys import Key
 from kvferry.tiers.contract import Way
-from kvferry.types import DEVICE, Key, Outcome
+from kvferry.types import DEVICE, Outcome
 
 __all__ = ["make"]  # a fixture
 ALL = CHAT_BLOCKS * BLOCK_TOKENS

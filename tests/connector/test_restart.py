@@ -25,7 +25,7 @@ from tests.fakes import lasting
 from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.core.identity import adopt
-from kvferry.types import Key
+from kvferry.core.keys import Key
 
 SHELF = "shelf=tests.fakes.lasting:open_shelf:there/200"
 Make = Callable[..., Sides]

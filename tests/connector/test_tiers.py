@@ -13,10 +13,10 @@ import pytest
 from tests.fakes.memory_tiers import Fault
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
+from kvferry.core.keys import Key
 from kvferry.scheduler.tier import SlotTier
 from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import TierMover
-from kvferry.types import Key
 
 LAYER_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 HOST_BLOCKS = 16

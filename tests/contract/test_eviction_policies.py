@@ -27,7 +27,7 @@ from tests.fakes.policies import FairLru, Fifo, Odd, Tails
 from tests.model.lru_before import TouchOrder
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
-from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.leases import Lease, Purpose, as_slots
 from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import (
     Arriving,
@@ -40,7 +40,7 @@ from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
 from kvferry.settings.eviction import POLICIES as KINDS
-from kvferry.types import NO_SLOT, SlotArray, as_slots
+from kvferry.types import NO_SLOT, SlotArray
 
 POLICIES: dict[str, EvictionPolicyMaker] = {
     **{kind.name: policy_named(kind.name) for kind in KINDS},

@@ -12,12 +12,13 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 
+from kvferry.cache.leases import as_slots
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
 from kvferry.transfer.planner import choose
 from kvferry.transfer.planner.profile import Profile, builtin_profile
-from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
 
 KV = make_kv("split")
 

@@ -29,7 +29,8 @@ from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 from tests.fakes.paired import Paired
 from tests.fakes.remote_in_thread import InThread, Watched
 
-from kvferry.core.keys import Keys
+from kvferry.cache.leases import as_slots
+from kvferry.core.keys import Key, Keys
 from kvferry.errors import ClosedError, InputError, TransferError
 from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
@@ -38,7 +39,7 @@ from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
-from kvferry.types import Key, TierName, as_slots
+from kvferry.types import TierName
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 48
 LONG = 30.0

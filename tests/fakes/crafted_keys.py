@@ -7,8 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvferry.core.keys import KEY_WORDS, Keys
-from kvferry.types import KEY_BYTES, Key
+from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Key, Keys
 
 
 def key(number: int) -> Key:

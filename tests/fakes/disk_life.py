@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from tests.fakes.crafted_keys import keys
 
+from kvferry.cache.leases import as_slots
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier, Launch, start_drive
-from kvferry.types import TierName, as_slots
+from kvferry.types import TierName
 
 LONG = 60.0
 BLOCK_BYTES = 12288

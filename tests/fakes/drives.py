@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from tests.fakes.crafted_keys import key
 
+from kvferry.core.keys import Key
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile
@@ -23,7 +24,6 @@ from kvferry.tiers.ipc.child import EngineLink, serve_engine
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.types import Key
 
 
 @dataclass(eq=False)

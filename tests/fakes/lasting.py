@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from tests.fakes.memory_tiers import MemoryTier
 
-from kvferry.core.keys import Keys, Recovered
+from kvferry.cache.leases import as_slots
+from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.tiers.contract import Result, TierSetup, Way
 from kvferry.tiers.queued import Task
-from kvferry.types import Key, TierName, as_slots
+from kvferry.types import TierName
 
 shelves: dict[tuple[str, int], dict[int, tuple[Key, bytes]]] = {}
 """What is on each shelf: blocks by place, in the order written. Whoever looks clears it."""

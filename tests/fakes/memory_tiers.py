@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.errors import KvferryError
 from kvferry.tiers import memory
 from kvferry.tiers.contract import Result, Way
 from kvferry.tiers.queued import Task
-from kvferry.types import Key, SlotArray
+from kvferry.types import SlotArray
 
 Fault = Callable[[Way, Key], None]
 """Called for each block; what it raises is that block's error. One that blocks is a hung medium."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.cache.events import EventKind
 from kvferry.cache.pool import Pool
-from kvferry.types import Key
+from kvferry.core.keys import Key
 
 
 class Evictions:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kvferry.core.keys import Key
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import Channel
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.remote.client import Fault, Fetched, SlotMapping, StoreClient, Unavailable
 from kvferry.tiers.remote.process import StoreProcess
-from kvferry.types import Key
 
 SayOf = Callable[[Way, Key], None]
 

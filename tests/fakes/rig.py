@@ -14,6 +14,7 @@ from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import Kv, make_kv
 from tests.fakes.planner import FixedPlanner
 
+from kvferry.cache.leases import as_slots
 from kvferry.transfer.driver.base import Driver, Priority
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction
@@ -22,7 +23,7 @@ from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.transfer.paths.kernel import KernelPath
 from kvferry.transfer.paths.staged import StagedPath
-from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId
 
 PathMaker = Callable[[Any], Path]
 

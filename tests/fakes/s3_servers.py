@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 from tests.fakes.doors import Passing, open_door
 from tests.fakes.ports import free_port
 
+from kvferry.core.keys import Key
 from kvferry.tiers.contract import Way
-from kvferry.types import Key
 
 if TYPE_CHECKING:
     from tests.fakes.certificates import Certificate

@@ -12,13 +12,14 @@ from tests.fakes.kv import make_kv
 from tests.fakes.planner import FixedPlanner
 from tests.fakes.rig import PATHS, Rig
 
+from kvferry.cache.leases import as_slots
 from kvferry.errors import DriverError
 from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
 from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import QUICK_BYTES
 from kvferry.transfer.paths.direct import LoopPath
-from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId
 
 
 def one_round(rig: Rig) -> list[Outcome]:

@@ -19,9 +19,9 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fakes.drives import Weather, WeatheredFile
 
+from kvferry.core.keys import Key
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.journal_pages import DiskFile
-from kvferry.types import Key
 
 
 @pytest.fixture

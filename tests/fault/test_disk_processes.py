@@ -19,6 +19,7 @@ import pytest
 from tests.fakes.disk_life import LONG, DiskLife, setups, wait_until
 from tests.fakes.drives import ThreadDrive, Weather
 
+from kvferry.core.keys import Key
 from kvferry.errors import ConfigError, StoreInUseError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import drive, tier
@@ -27,7 +28,6 @@ from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.tiers.ipc.messages import Channel, FrameKind, ResultMessage, frame, pack_result
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.types import Key
 
 
 def pids(life: DiskLife) -> list[int]:

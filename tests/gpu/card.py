@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from tests.fakes.planner import FixedPlanner
 
+from kvferry.cache.leases import as_slots
 from kvferry.transfer.driver.base import Priority
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
-from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId
 
 Bytes = npt.NDArray[np.uint8]
 

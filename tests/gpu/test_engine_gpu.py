@@ -18,13 +18,14 @@ import pytest
 from tests.gpu.card import Bytes, Card
 from tests.gpu.slow_kernel import SlowFill
 
+from kvferry.cache.leases import as_slots
 from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout, TensorView, describe
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.types import DEVICE, HOST, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 pytestmark = pytest.mark.gpu
 

@@ -18,6 +18,7 @@ import pytest
 from tests.fakes.memory_tiers import MemoryTier
 
 from kvferry.config import Config
+from kvferry.core.keys import Key
 from kvferry.errors import TransferError
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import TierSetup, Way
@@ -27,7 +28,7 @@ from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe
-from kvferry.types import DEVICE, HOST, Key, TierName, Transfer
+from kvferry.types import DEVICE, HOST, TierName, Transfer
 
 NUM_REQUESTS = int(os.environ.get("KVFERRY_TEST_REQUESTS", "120"))
 SECONDS_PER_REQUEST = 2.0  # far more than any request takes: beyond it the engine hangs

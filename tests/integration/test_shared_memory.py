@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
+from kvferry.cache.leases import as_slots
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.core.keys import Keys
@@ -22,7 +23,7 @@ from kvferry.rank import slot_layout
 from kvferry.tiers.movers import SharedMover
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe
-from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
 from kvferry.worker import Worker
 
 RANKS = 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.core.keys import Key
 from kvferry.tiers.disk.journal import DiskJournal
-from kvferry.types import Key
 
 Content = dict[int, tuple[Key, bytes]]
 """Place to key and proof."""

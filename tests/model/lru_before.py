@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvferry.cache.leases import Ending, Lease, Purpose
-from kvferry.core.keys import Keys
-from kvferry.types import Key, SlotArray, as_slots
+from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
+from kvferry.core.keys import Key, Keys
+from kvferry.types import SlotArray
 
 
 class TouchOrder:

@@ -13,8 +13,7 @@ from random import Random
 from tests.fakes.crafted_keys import key, keys
 
 from kvferry.cache.leases import Purpose
-from kvferry.core.keys import Keys
-from kvferry.types import Key
+from kvferry.core.keys import Key, Keys
 
 
 @dataclass(frozen=True)

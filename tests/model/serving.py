@@ -44,7 +44,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.identity import scope
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
 from kvferry.scheduler.request import State
@@ -58,7 +58,6 @@ from kvferry.types import (
     DEVICE,
     HOST,
     DeviceBlocks,
-    Key,
     MatchState,
     Outcome,
     Plan,

@@ -13,12 +13,13 @@ from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 
 from kvferry.cache import reach
 from kvferry.core.identity import Namespace, chain, scope
+from kvferry.core.keys import Key
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import TierMover
-from kvferry.types import Key, Question, Rank, TierName, Transfer, TransferId
+from kvferry.types import Question, Rank, TierName, Transfer, TransferId
 
 Values = npt.NDArray[np.uint64]
 

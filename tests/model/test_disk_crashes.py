@@ -18,11 +18,11 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import SimDisk, SimFile, images
 from tests.model.journal_oracle import Content, Event, Forgot, History, Lost, Wrote, content_of
 
+from kvferry.cache.leases import as_slots
 from kvferry.tiers.disk import journal
 from kvferry.tiers.disk import journal_pages as pages
 from kvferry.tiers.disk.journal import DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
-from kvferry.types import as_slots
 
 STORE_ID = b"s" * 16
 PROOF_BYTES = 8

@@ -21,13 +21,13 @@ from tests.fakes.sim_disk import SimFile, states
 from tests.model.test_disk_crashes import Deaf
 from tests.unit.test_disk_store import BOUND, identity
 
+from kvferry.cache.leases import as_slots
 from kvferry.tiers.disk import journal
 from kvferry.tiers.disk import superblock as epoch
 from kvferry.tiers.disk import superblock as forget_mark
 from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal
 from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.tiers.disk.store import Store
-from kvferry.types import as_slots
 
 OLD, RACED, NEW = 1, 2, 3
 NUMBER = 77

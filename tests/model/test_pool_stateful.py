@@ -44,9 +44,8 @@ from tests.fakes.pools import evict
 
 from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.pool import Pool
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.errors import InputError, LeaseError
-from kvferry.types import Key
 
 # Conversations that share beginnings, as numbers of blocks; a number always has the same parent.
 CHAINS = (

@@ -50,6 +50,7 @@ from tests.fakes.pools import evict
 from tests.model.serving import Serving
 from tests.model.stage import RankSide, Served, Setup
 
+from kvferry.core.keys import Key
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
 from kvferry.scheduler.tier import WriteMode
@@ -60,17 +61,7 @@ from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe
-from kvferry.types import (
-    DEVICE,
-    HOST,
-    Key,
-    MatchState,
-    Outcome,
-    Plan,
-    TierName,
-    Transfer,
-    TransferId,
-)
+from kvferry.types import DEVICE, HOST, MatchState, Outcome, Plan, TierName, Transfer, TransferId
 from kvferry.worker import Worker
 
 # -- parts ----------------------------------------------------------------------------------------

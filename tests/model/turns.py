@@ -19,21 +19,11 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
-from kvferry.core.keys import Keys
+from kvferry.core.keys import KEY_BYTES, Key, Keys
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, Ordered
-from kvferry.types import (
-    DEVICE,
-    KEY_BYTES,
-    DeviceBlocks,
-    Key,
-    MatchState,
-    Outcome,
-    Rank,
-    Receipt,
-    Transfer,
-)
+from kvferry.types import DEVICE, DeviceBlocks, MatchState, Outcome, Rank, Receipt, Transfer
 
 TOKENS = 4
 POISON = np.uint64(0xEEEE)

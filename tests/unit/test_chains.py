@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cache.chains import Chains
-from kvferry.types import NO_SLOT, as_slots
+from kvferry.cache.leases import as_slots
+from kvferry.types import NO_SLOT
 
 NUM_SLOTS = 12
 

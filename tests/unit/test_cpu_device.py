@@ -13,20 +13,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvferry.cache.leases import as_slots
 from kvferry.errors import ClosedError
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import describe
-from kvferry.types import (
-    DEVICE,
-    HOST,
-    Outcome,
-    Rank,
-    SlotArray,
-    TierName,
-    Transfer,
-    TransferId,
-    as_slots,
-)
+from kvferry.types import DEVICE, HOST, Outcome, Rank, SlotArray, TierName, Transfer, TransferId
 
 NUM_BLOCKS = 6
 NUM_SLOTS = 8

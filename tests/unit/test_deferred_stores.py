@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.fakes.crafted_keys import keys as numbered
 
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.stores import SOON_SECONDS, WAIT_SECONDS, Deferred, DeferredStores
 from kvferry.scheduler.transfers import BlockTable
-from kvferry.types import DeviceBlocks, Key
+from kvferry.types import DeviceBlocks
 
 NUM_BLOCKS = 80  # at most 10 are held
 MOST = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.core.keys import KEY_BYTES, Key
 from kvferry.errors import InputError, StateError
 from kvferry.tools.demo.blocks import BlockPool
-from kvferry.types import KEY_BYTES, Key
 
 
 def key(number: int) -> Key:

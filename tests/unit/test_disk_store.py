@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys as numbered
 
+from kvferry.cache.leases import as_slots
 from kvferry.core.quantities import MiB
 from kvferry.errors import StoreError, StoreInUseError
 from kvferry.tiers.disk import block_file as allocation
@@ -42,7 +43,6 @@ from kvferry.tiers.disk.superblock import (
     SuperblockError,
     read_superblock,
 )
-from kvferry.types import as_slots
 
 PITCH = 64 << 10
 BOUND = DiskBound(16 * MiB)

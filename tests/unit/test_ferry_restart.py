@@ -21,10 +21,11 @@ from tests.unit.test_ferry_tiers import (
 )
 
 import kvferry
+from kvferry.cache.leases import as_slots
 from kvferry.errors import ClosedError
 from kvferry.tiers.contract import Result, Way
 from kvferry.tiers.queued import Task
-from kvferry.types import TierName, as_slots
+from kvferry.types import TierName
 
 __all__ = ["attach"]  # a fixture
 

@@ -13,11 +13,11 @@ import pytest
 from tests.fakes import tiers as fakes
 
 import kvferry
+from kvferry.core.keys import Key
 from kvferry.errors import ConfigError
 from kvferry.scheduler.journal import Reason
 from kvferry.tickets import Done
 from kvferry.tiers.contract import Way
-from kvferry.types import Key
 
 BLOCKS, TOKENS, LAYERS = 80, 4, 3
 SLOT = LAYERS * 2 * TOKENS * 8

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.identity import FORMAT_VERSION, Namespace, adopt, adopt_one, chain, scope
+from kvferry.core.keys import Key
 from kvferry.errors import InputError, KeyFormatError
-from kvferry.types import Key
 
 
 def namespace(**changes) -> Namespace:

@@ -6,8 +6,9 @@ import pytest
 from tests.fakes.crafted_keys import colliding_keys, keys
 
 from kvferry.cache.index import Index
+from kvferry.cache.leases import as_slots
 from kvferry.errors import IntegrityError
-from kvferry.types import NO_SLOT, as_slots
+from kvferry.types import NO_SLOT
 
 
 def test_clear_forgets_the_spilled_too() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry
+from kvferry.cache.leases import as_slots
 from kvferry.core.quantities import integer, integers, written
 from kvferry.errors import InputError
-from kvferry.types import as_slots
 
 BLOCKS, TOKENS = 9, 4
 

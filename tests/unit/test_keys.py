@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Keys
 from kvferry.errors import KeyFormatError
-from kvferry.types import KEY_BYTES
 
 raw_keys = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=12)
 

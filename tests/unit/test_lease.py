@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from kvferry.cache.leases import Ending, Lease, Purpose
+from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
 from kvferry.errors import InputError, LeaseError
-from kvferry.types import SlotArray, as_slots
+from kvferry.types import SlotArray
 
 ALLOWED = {
     Purpose.WRITE: {Ending.COMMIT, Ending.ABORT},

@@ -22,9 +22,9 @@ from tests.unit.test_ferry_tiers import (
 )
 
 import kvferry
+from kvferry.core.keys import Key
 from kvferry.errors import InputError
 from kvferry.tiers.contract import Way
-from kvferry.types import Key
 
 __all__ = ["attach"]  # a fixture
 DESTINATION = list(range(70, 70 + CHAT_BLOCKS))

@@ -10,6 +10,7 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.published_policies import Published, PublishedArc, PublishedS3Fifo, PublishedSlru
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
+from kvferry.cache.leases import as_slots
 from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.arc import Arc
 from kvferry.cache.policies.contract import (
@@ -22,7 +23,7 @@ from kvferry.cache.policies.slru import Slru
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.sim.simulation import Simulation, Trial, simulate
-from kvferry.types import NO_SLOT, SlotArray, as_slots
+from kvferry.types import NO_SLOT, SlotArray
 
 PAIRS: list[tuple[type, type[Published]]] = [
     (Slru, PublishedSlru),

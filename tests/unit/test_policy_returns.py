@@ -11,6 +11,7 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
+from kvferry.cache.leases import as_slots
 from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.returns import Returns, Segments
@@ -27,7 +28,6 @@ from kvferry.cache.policies.returns_model import (
 from kvferry.cache.pool import Pool
 from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.sim.simulation import Simulation, Trial, simulate
-from kvferry.types import as_slots
 
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)
 Request = tuple[float, list[int]]

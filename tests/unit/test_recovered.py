@@ -7,12 +7,13 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
+from kvferry.cache.leases import as_slots
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
-from kvferry.types import MatchState, TierName, as_slots
+from kvferry.types import MatchState, TierName
 
 DISK = TierName("disk")
 

@@ -12,11 +12,11 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
 from kvferry.cache import reach
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import run_numbers
 from kvferry.scheduler.tier import KeyedTier, WriteMode
 from kvferry.tiers.movers import SharedMover
-from kvferry.types import HOST, NO_SLOTS, Key, Question, Rank, TierName, Transfer, TransferId
+from kvferry.types import HOST, NO_SLOTS, Question, Rank, TierName, Transfer, TransferId
 
 STORE = TierName("store")
 

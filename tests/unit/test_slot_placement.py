@@ -11,11 +11,12 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import cached_slots
 
+from kvferry.cache.leases import as_slots
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import EXTENT, FreeRuns, SlotPlacement
 from kvferry.errors import InputError
 from kvferry.scheduler.tier import SlotTier, WriteMode, WriteOrder, lower_tier
-from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName, as_slots
+from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName
 
 DISK = TierName("disk")
 

@@ -228,7 +228,7 @@ def test_a_tenant_that_refuses_to_evict_takes_no_slot_of_a_tenant_within_its_par
     pool.eviction.divide([None, None], [1.0] * 2, 0)
     stored(pool, range(6), 0)
     stored(pool, range(50, 60), 1)
-    fair = pool.eviction._quotas
+    fair = pool.eviction.quotas
     assert fair is not None
     its = fair.of(1)
     assert isinstance(its, Refusing)

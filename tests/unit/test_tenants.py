@@ -364,7 +364,7 @@ class Divided(RuleBasedStateMachine):
 
     def can_lose(self, tenant, chain):
         """Whether a tenant has a block that could go, but for those of the chain itself."""
-        fair = self.pool.eviction._quotas
+        fair = self.pool.eviction.quotas
         assert fair is not None
         own = np.flatnonzero(fair.owner_of(np.arange(self.pool.num_slots)) == tenant)
         own = own[~np.isin(own, self.pool.table.index.find(chain))]
@@ -405,7 +405,7 @@ class Divided(RuleBasedStateMachine):
         assert all(o <= most for o, most in zip(owned, self.most, strict=True))
         evicted = [self.pool.eviction.evicted_of_tenant(t) for t in range(NUM_TENANTS)]
         assert sum(evicted) == counts.evicted
-        fair = self.pool.eviction._quotas
+        fair = self.pool.eviction.quotas
         assert fair is not None
         owners = fair.owner_of(self.pool.eviction.pins.all_pinned())
         assert fair.pinned.tolist() == [int((owners == t).sum()) for t in range(NUM_TENANTS)]

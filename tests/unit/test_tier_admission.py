@@ -10,11 +10,11 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode, lower_tier
 from kvferry.scheduler.writeback import TierAdmission, admission_of
 from kvferry.settings.tiers import DISK, REMOTE
-from kvferry.types import Key, TierName
+from kvferry.types import TierName
 
 DAY = 86400.0
 

@@ -11,6 +11,8 @@ import pytest
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 
+from kvferry.cache.leases import as_slots
+from kvferry.core.keys import Key
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers import movers as tier_mover
@@ -21,7 +23,6 @@ from kvferry.types import (
     HOST,
     NO_SLOTS,
     Health,
-    Key,
     Outcome,
     Question,
     Rank,
@@ -29,7 +30,6 @@ from kvferry.types import (
     TierName,
     Transfer,
     TransferId,
-    as_slots,
 )
 
 DISK = TierName("disk")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.leases import Ending, Lease, Purpose
+from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
 from kvferry.config import Config
 from kvferry.errors import ReceiptError
 from kvferry.scheduler.transfers import Transfers
@@ -18,7 +18,6 @@ from kvferry.types import (
     TierName,
     Transfer,
     TransferId,
-    as_slots,
 )
 
 DISK = TierName("disk")

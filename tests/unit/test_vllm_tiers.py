@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
 
+from kvferry.cache.leases import as_slots
 from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.connectors.common.ranks import (
@@ -21,7 +22,7 @@ from kvferry.connectors.common.ranks import (
 )
 from kvferry.rank import RankMemory, open_on_cpu
 from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, SlotTier, WriteMode
-from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId, as_slots
+from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId
 
 NEAR, FAR = TierName("near"), TierName("far")
 KV = make_kv("split")

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.cache import reach
+from kvferry.cache.leases import as_slots
 from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine
 from kvferry.connectors.vllm.setup import place_of, support_of
 from kvferry.core.identity import Namespace, adopt
 from kvferry.scheduler.transfers import NO_BLOCK
-from kvferry.types import DeviceBlocks, as_slots
+from kvferry.types import DeviceBlocks
 
 NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
 

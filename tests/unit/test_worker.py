@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from kvferry.cache.leases import as_slots
 from kvferry.errors import ClosedError
 from kvferry.types import (
     DEVICE,
@@ -20,7 +21,6 @@ from kvferry.types import (
     TierName,
     Transfer,
     TransferId,
-    as_slots,
 )
 from kvferry.worker import Worker
 

@@ -155,7 +155,8 @@ class Eviction:
         self._table = table
         self._clock = clock
         self._first = EvictFirstQueue(table.num_slots)
-        self._quotas: Quotas | None = None
+        self.quotas: Quotas | None = None
+        """Which tenant owns each slot, where slots belong to tenants."""
         self._ceilings: list[int] = []
         self._num_spare = min(table.num_slots // _SPARE_SHARE, _MOST_SPARE) if placed else 0
         self._make_policy = policy
@@ -216,7 +217,7 @@ class Eviction:
         self, missing: SlotArray, own: SlotArray, arriving: Arriving, tenant: int
     ) -> SlotArray:
         """As many of what is missing as a tenant may have, once it has given up of its own."""
-        table, quotas, ceiling = self._table, self._quotas, self._ceilings[tenant]
+        table, quotas, ceiling = self._table, self.quotas, self._ceilings[tenant]
         assert quotas is not None
         self.feed.drain()
         over = int(quotas.owned[tenant]) + len(missing) - ceiling
@@ -247,8 +248,8 @@ class Eviction:
 
     def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
         wanted = count - self._table.free.count
-        if wanted > 0 and self._quotas is not None:
-            self._evict_fairly(self._quotas, count, arriving)
+        if wanted > 0 and self.quotas is not None:
+            self._evict_fairly(self.quotas, count, arriving)
         elif wanted > 0:
             self.feed.drain()
             self._evict(self._victims(self.feed.policy, wanted, arriving))
@@ -311,8 +312,9 @@ class Eviction:
         if not self._table.chains.all_distinct(going):
             raise IntegrityError(f"{type(self.feed.policy).__name__} let go of a slot twice")
         self._table.num_evicted += len(going)
-        if self._quotas is not None:
-            self._quotas.went(going)
+        if self.quotas is not None:
+            self.quotas.went(going)
+            self.quotas.left(going)
         if self._first.queues:
             self._first.forget(going)
         self._table.evict(going, NO_SLOTS)
@@ -323,8 +325,8 @@ class Eviction:
         First come those that tenants near their ceilings would give up for their own.
         """
         slots = self.policy.peek(count + self.pins.count)
-        if self._quotas is not None and (near := self._near_ceiling(self._quotas)):
-            own = np.concatenate([self._quotas.peek_of(*each) for each in near])
+        if self.quotas is not None and (near := self._near_ceiling(self.quotas)):
+            own = np.concatenate([self.quotas.peek_of(*each) for each in near])
             slots = np.concatenate((own, slots[~np.isin(slots, own)]))
         return self._table.index.keys_of(slots[self._table.readers.take(slots) == 0][:count])
 
@@ -342,13 +344,15 @@ class Eviction:
             pinned = slots[self.pins.pinned(slots)]
             self.pins.drop(pinned)
             self._table.readers[pinned] -= 1
-            if self._quotas is not None:
-                self._quotas.count_pinned(pinned, -1)
+            if self.quotas is not None:
+                self.quotas.count_pinned(pinned, -1)
         self._first.forget(slots)
 
     def drop(self, going: SlotArray) -> None:
         """Free these idle slots, each after its followers, for no store."""
         self._first.forget(going)
+        if self.quotas is not None:
+            self.quotas.left(going)
         self._table.evict(going, going)
 
     def reset(self) -> None:
@@ -361,8 +365,8 @@ class Eviction:
         """These are pinned no more."""
         if len(slots):
             table = self._table
-            if self._quotas is not None:
-                self._quotas.count_pinned(slots, -1)
+            if self.quotas is not None:
+                self.quotas.count_pinned(slots, -1)
             readers = table.readers.take(slots) - 1
             table.readers[slots] = readers
             idle = table.chains.children_first(slots[readers == 0])
@@ -379,13 +383,13 @@ class Eviction:
         now, table = self._clock(), self._table
         self._unclaim(self.pins.expire(now))
         asked = slots
-        if self._quotas is not None:
-            slots = self._within_part(slots, self._quotas)
+        if self.quotas is not None:
+            slots = self._within_part(slots, self.quotas)
         came, gave_way = self.pins.add(slots, now + seconds, now, priority)
         self._unclaim(gave_way)
         table.claim(came)
-        if self._quotas is not None:
-            self._quotas.count_pinned(came, 1)
+        if self.quotas is not None:
+            self.quotas.count_pinned(came, 1)
         self._first.forget(came)
         return int(np.count_nonzero(self.pins.pinned(asked)))
 
@@ -471,7 +475,7 @@ class Eviction:
         cached = state == CACHED
         cached[order] = False
         quotas = Quotas(self._make_policy, self._residents, shares, at_most)
-        self._quotas = table.quotas = quotas
+        self.quotas = quotas
         self._ceilings = [int(table.num_slots * ceiling) for ceiling in ceilings]
         self.before = before
         quotas.own(np.flatnonzero(np.isin(state, (WRITING, CACHED))), before)
@@ -483,31 +487,31 @@ class Eviction:
     @property
     def is_divided(self) -> bool:
         """Whether slots belong to tenants."""
-        return self._quotas is not None
+        return self.quotas is not None
 
     def slots_of_tenant(self, number: int) -> int:
         """How many slots a tenant has."""
-        return int(self._quotas.owned[number]) if self._quotas is not None else 0
+        return int(self.quotas.owned[number]) if self.quotas is not None else 0
 
     def evicted_of_tenant(self, number: int) -> int:
         """How many blocks of a tenant made room so far."""
-        return int(self._quotas.evicted[number]) if self._quotas is not None else 0
+        return int(self.quotas.evicted[number]) if self.quotas is not None else 0
 
     def pass_on_tenant(self, number: int, heir: int) -> None:
         """A number goes to another name: what was counted for it counts for its heir."""
-        if self._quotas is not None:
-            self._quotas.evicted[heir] += self._quotas.evicted[number]
-            self._quotas.evicted[number] = 0
+        if self.quotas is not None:
+            self.quotas.evicted[heir] += self.quotas.evicted[number]
+            self.quotas.evicted[number] = 0
 
     def tenants_of(self, keys: Keys) -> npt.NDArray[np.int16] | None:
         """The tenants that own these cached blocks; None where slots belong to no tenant."""
-        quotas = self._quotas
+        quotas = self.quotas
         return quotas.owner_of(self._table.index.find(keys)) if quotas is not None else None
 
     @property
     def num_near_ceiling(self) -> int:
         """How many blocks tenants near their ceilings should be able to give up any time."""
-        return 0 if self._quotas is None else sum(n for _, n in self._near_ceiling(self._quotas))
+        return 0 if self.quotas is None else sum(n for _, n in self._near_ceiling(self.quotas))
 
     def _near_ceiling(self, quotas: Quotas) -> list[tuple[int, int]]:
         """The tenants that may soon have to make room for themselves, and how much of it."""

@@ -23,9 +23,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.keys import KEY_WORDS, KeyArray, Keys
+from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Key, KeyArray, Keys
 from kvferry.errors import IntegrityError
-from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray, slot_numbers
+from kvferry.types import NO_SLOT, SlotArray, slot_numbers
 
 _ROWS_PER_SLOT = 5 / 8  # 1 key in 5000 then finds no lane, also after long use
 _LANES = 8

@@ -10,11 +10,22 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError, LeaseError
-from kvferry.types import SlotArray, as_slots
+from kvferry.types import SlotArray
 
 Places = Sequence[int] | npt.NDArray[np.integer]
 """Which slots of a lease, by their place in ``Lease.slots``."""
+
+
+def as_slots(slots: Integers) -> SlotArray:
+    """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-integers."""
+    array = np.array(integers(slots, "slots"))
+    if array.size and int(array.min()) < 0:
+        raise InputError(f"slots must not be negative, got {int(array.min())}")
+    array.setflags(write=False)
+    return array
+
 
 _ALL_WELL = as_slots(())
 

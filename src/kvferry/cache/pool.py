@@ -30,9 +30,9 @@ from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.slots import CACHED, DOOMED, WRITING, SlotPlacement, SlotState, SlotTable
-from kvferry.core.keys import Keys, require_key
+from kvferry.core.keys import Key, Keys, require_key
 from kvferry.errors import InputError, LeaseError
-from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
+from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 PIN_SHARE = 0.25
 _MOST_NEWS = 256  # commits remembered for `news_since`; a step has fewer
@@ -237,7 +237,7 @@ class Pool:
             own = np.concatenate(([above], found))
             own = own[own != NO_SLOT]
         arriving = Arriving(keys, found, above, chained)
-        quotas = table.quotas
+        quotas = eviction.quotas
         if quotas is not None:
             missing = eviction.within_ceiling(missing, own, Arriving(*arriving), tenant)
         if len(missing) > table.free.count:
@@ -370,7 +370,9 @@ class Pool:
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
         self.eviction.reset()
-        self.table.doom_all()
+        freed = self.table.doom_all()
+        if self.eviction.quotas is not None:
+            self.eviction.quotas.left(freed)
 
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take a lease's slots back. Called by the lease itself, exactly once.
@@ -394,8 +396,11 @@ class Pool:
             slots = slots[table.readers.take(slots) == 0]  # lost blocks are pinned no more
         if table.num_doomed:
             doomed = table.state.take(slots) == DOOMED
-            table.num_doomed -= int(np.count_nonzero(doomed))
-            table.add_free(np.sort(slots[doomed]))
+            freed = np.sort(slots[doomed])
+            table.num_doomed -= len(freed)
+            table.add_free(freed)
+            if self.eviction.quotas is not None:
+                self.eviction.quotas.left(freed)
             slots = slots[~doomed]
         # Slots that nothing else claims and that are not doomed are cached from here on.
         table.num_idle += len(slots)

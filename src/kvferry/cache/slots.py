@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvferry.cache.chains import Chains, Conversations
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.index import Index
-from kvferry.cache.policies.quotas import Quotas
 from kvferry.errors import InputError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
@@ -238,8 +237,6 @@ class SlotTable:
         self.state = np.full(num_slots + 1, UNREADY, dtype=np.int8)
         self.readers = np.zeros(num_slots, dtype=np.int32)
         self.free: FreeRuns | FreeSlots = FreeRuns(num_slots) if placed else FreeSlots(num_slots)
-        self.quotas: Quotas | None = None
-        """Which tenant owns each slot, where slots belong to tenants."""
         self.num_idle = 0
         """Cached slots that no lease and no pin claims."""
         self.num_doomed = 0
@@ -262,8 +259,6 @@ class SlotTable:
 
     def add_free(self, ascending: SlotArray) -> None:
         """These slots can be given out from now on."""
-        if self.quotas is not None:
-            self.quotas.left(ascending)
         self.state[ascending] = FREE
         self.free.push(ascending)
 
@@ -286,8 +281,11 @@ class SlotTable:
         self.state[slots] = DOOMED
         self.num_doomed += len(slots)
 
-    def doom_all(self) -> None:
-        """Forget every block: idle slots are free, claimed ones when their claims end."""
+    def doom_all(self) -> SlotArray:
+        """Forget every block: idle slots are free, claimed ones when their claims end.
+
+        Returns the slots that were idle.
+        """
         state = self.state[:-1]
         cached = state == CACHED
         idle = cached & (self.readers == 0)
@@ -298,6 +296,8 @@ class SlotTable:
         self.index.clear()
         self.chains.clear()
         state[in_use] = DOOMED
-        self.add_free(np.flatnonzero(idle))
+        freed = np.flatnonzero(idle)
+        self.add_free(freed)
         self.num_idle = 0
         self.num_doomed = int(np.count_nonzero(state == DOOMED))
+        return freed

@@ -25,7 +25,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
 from kvferry.core.identity import scope
-from kvferry.core.keys import KeyChain, Keys, masked_key
+from kvferry.core.keys import Key, KeyChain, Keys, masked_key
 from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.lookup import Matcher, Missing
 from kvferry.scheduler.tier import WriteMode
@@ -43,7 +43,7 @@ from kvferry.telemetry.observer import (
     TierSizes,
 )
 from kvferry.telemetry.stats import MatchCounts
-from kvferry.types import HOST, Key, RequestId, Transfer
+from kvferry.types import HOST, RequestId, Transfer
 
 
 class Reason(Enum):

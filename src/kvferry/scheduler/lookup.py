@@ -25,7 +25,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.identity import scope
-from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
+from kvferry.core.keys import Key, KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
 from kvferry.scheduler.runs import Flags, Wanted
 from kvferry.scheduler.tiering import LowerTiers, RunBelow, TierLookup
@@ -35,7 +35,7 @@ from kvferry.scheduler.transfers import (
     Transfers,
     checked_blocks,
 )
-from kvferry.types import NO_SLOT, NO_SLOTS, Key, RequestId, SlotArray
+from kvferry.types import NO_SLOT, NO_SLOTS, RequestId, SlotArray
 
 _NO_KEYS = Keys.empty()
 

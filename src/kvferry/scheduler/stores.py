@@ -14,7 +14,7 @@ from kvferry.cache import reach
 from kvferry.cache.policies.admission import SeenOften, Watermark
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.errors import InputError
 from kvferry.scheduler.lookup import Matcher
 from kvferry.scheduler.transfers import (
@@ -26,7 +26,7 @@ from kvferry.scheduler.transfers import (
     Transfers,
     checked_blocks,
 )
-from kvferry.types import NO_SLOT, DeviceBlocks, Key
+from kvferry.types import NO_SLOT, DeviceBlocks
 
 Bound = tuple[int, Sequence[int]]
 """How much room there is, and how much of it a block of each group takes."""

@@ -28,11 +28,11 @@ from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotPlacement
-from kvferry.core.keys import Keys, Recovered
+from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed
 from kvferry.scheduler.runs import End, Flags, with_furthest
-from kvferry.types import NO_SLOT, NO_SLOTS, Key, Rank, RunNumbers, SlotArray, TierName
+from kvferry.types import NO_SLOT, NO_SLOTS, Rank, RunNumbers, SlotArray, TierName
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ import numpy.typing as npt
 from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End, Flags, Wanted
 from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Move, Presence
 from kvferry.scheduler.transfers import InFlight, Transfers
-from kvferry.types import HOST, Health, Key, Question, SlotArray, TierName, TransferId
+from kvferry.types import HOST, Health, Question, SlotArray, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
 """A promotion travels in pieces of this size, so that the first can be used before the last: long

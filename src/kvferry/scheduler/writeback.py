@@ -22,12 +22,12 @@ from kvferry.cache.leases import Purpose
 from kvferry.cache.policies.admission import SeenOften, Watermark
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End, run_numbers
 from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE
-from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
+from kvferry.types import HOST, NO_SLOTS, TierName, TransferId
 
 log = logging.getLogger(__name__)
 

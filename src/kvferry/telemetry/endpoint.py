@@ -19,7 +19,7 @@ from dataclasses import fields, replace
 from http import HTTPStatus
 from typing import Any
 
-from kvferry.core.keys import Keys
+from kvferry.core.keys import KEY_BYTES, Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import quoted, shown
 from kvferry.errors import ConfigError, DeadlineError, InputError, StateError
@@ -29,7 +29,7 @@ from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.catalog import CONTENT_TYPE, exposition
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Orders, Reply
 from kvferry.telemetry.source import Mailbox, Source, requests_of
-from kvferry.types import KEY_BYTES, RequestId
+from kvferry.types import RequestId
 
 _WELCOME = """kvferry
 /metrics          for Prometheus

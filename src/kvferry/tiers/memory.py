@@ -9,11 +9,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from kvferry.core.keys import Key
 from kvferry.core.quantities import format_size, parse_size
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Batch, Result, TierSetup, Way
 from kvferry.tiers.queued import Task, ThreadedTier
-from kvferry.types import Key, TierName
+from kvferry.types import TierName
 
 MEMORY = TierName("memory")
 

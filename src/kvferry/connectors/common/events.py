@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from kvferry.cache.events import EventKind
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import Group
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import HOST, Key, TierName
+from kvferry.types import HOST, TierName
 
 _TIER_EVENTS = (EventKind.EVICT, EventKind.FOUND, EventKind.LOST, EventKind.PROMOTED)
 

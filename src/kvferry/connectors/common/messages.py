@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.keys import KEY_BYTES
 from kvferry.tiers.disk.protocol import DiskFigures, StoreAt
 from kvferry.transfer.planner.choose import PathChoices
-from kvferry.types import KEY_BYTES, Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
+from kvferry.types import Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
 
 NO_PLAN = Plan(step=0)
 

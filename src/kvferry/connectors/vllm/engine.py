@@ -15,11 +15,11 @@ from kvferry.cache.reach import Group, RecurrentState
 from kvferry.connectors.common.contract import Step
 from kvferry.connectors.common.hints import read_hints, tenant_of
 from kvferry.core.identity import Namespace, adopt, adopt_one
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.hints import Hints
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, Ordered
-from kvferry.types import DeviceBlocks, Key
+from kvferry.types import DeviceBlocks
 
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables for a block that a request does not have."""

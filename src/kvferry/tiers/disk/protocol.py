@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Keys
 from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.tiers.ipc.messages import Numbers, Words
-from kvferry.types import KEY_BYTES, SlotArray
+from kvferry.types import SlotArray
 
 Flags = npt.NDArray[np.bool_]
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy.typing as npt
 import xxhash
 
+from kvferry.core.keys import KEY_BYTES
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.settings.tiers import SPARE_BYTES
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
-from kvferry.types import KEY_BYTES
 
 FORMAT = 2
 """Of names and seals. Another format is another place: it is never read as this one."""

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.keys import Keys
+from kvferry.core.keys import KEY_BYTES, Keys
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc import child
@@ -68,7 +68,6 @@ from kvferry.tiers.remote.objects import (
     open_sealer,
     pack_objects,
 )
-from kvferry.types import KEY_BYTES
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0
 _BURST_SECONDS = 0.05

@@ -10,8 +10,9 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from kvferry import __version__
 from kvferry.errors import KvferryError
+
+VERSION: str = import_module("kvferry").__version__
 
 COMMANDS = {
     "demo": ("demo:demo", "See KV blocks leave a small device and come back."),
@@ -80,14 +81,14 @@ kvferry = LazyGroup(
     help="KV-cache offloading for LLM serving: keep prompt state instead of computing it again.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-click.version_option(__version__, message="%(prog)s %(version)s", prog_name="kvferry")(kvferry)
+click.version_option(VERSION, message="%(prog)s %(version)s", prog_name="kvferry")(kvferry)
 
 
 @kvferry.command("version")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def version(as_json: bool) -> None:
     """Print the version."""
-    click.echo(json.dumps({"version": __version__}) if as_json else f"kvferry {__version__}")
+    click.echo(json.dumps({"version": VERSION}) if as_json else f"kvferry {VERSION}")
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -11,13 +11,13 @@ from itertools import islice
 import numpy as np
 
 from kvferry.cache import reach
-from kvferry.core.keys import Keys
+from kvferry.core.keys import Key, Keys
 from kvferry.errors import InputError, IntegrityError, StateError
 from kvferry.hints import Hints
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.tools.demo.model import Span
-from kvferry.types import Key, RequestId
+from kvferry.types import RequestId
 
 
 class BlockPool:
