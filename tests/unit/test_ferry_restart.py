@@ -13,6 +13,7 @@ from tests.unit.test_ferry_tiers import (
     CHATS,
     HOST_BLOCKS,
     SLOT,
+    TOKENS,
     Open,
     attach,
     chat,
@@ -253,3 +254,29 @@ def test_a_tier_that_cannot_forget_serves_nothing_of_before_in_any_later_life(
     second.reset()
     assert second.stats().restored["shelf"] == CHATS * CHAT_BLOCKS
     assert [find(second, number)[0] for number in range(CHATS)] == [0] * CHATS
+
+
+def test_a_hit_from_a_lower_tier_is_told_apart_until_the_next_request(attach: Open) -> None:
+    first = attach(SHELF)
+    fill(first)
+    first.close()
+    second, tokens = attach(SHELF), CHAT_BLOCKS * TOKENS
+    told, num_copied = [], []
+    for number, is_prefetched in ((0, False), (0, False), (1, True)):
+        if is_prefetched:
+            second.prefetch(chat(second, number))
+        hit = second.await_hit(second.match(chat(second, number)), 10)
+        assert second.wait(second.load(hit, list(range(CHAT_BLOCKS))), 10).ok
+        entry = second._scheduler.journal(hit.request.id)
+        assert entry is not None
+        assert entry.explanation is not None
+        told.append(entry.explanation.as_dict()["tier_hit_tokens"])
+        copies = [copy for copy in entry.copies if copy.src == "shelf"]
+        assert all(copy.seconds >= 0 for copy in copies)
+        num_copied.append(sum(copy.num_blocks for copy in copies))
+    shelf, host = {"device": 0, "host": 0, "shelf": tokens}, {"device": 0, "host": tokens}
+    assert told == [shelf, host, shelf]
+    assert num_copied[:2] == [CHAT_BLOCKS, 0]
+    by_tier = second.stats().tier_hit_tokens
+    assert by_tier == {"device": 0, "host": tokens, "shelf": 2 * tokens}
+    assert sum(by_tier.values()) == second.stats().hit_tokens

@@ -39,6 +39,7 @@ class EventKind(IntEnum):
     PROMOTED = 11  # blocks were copied from a lower tier to the host: keys
     ASK = 12  # a request must wait for its first answer: request, tokens, detail
     RESULT = 13  # something else became known of a request: request, detail
+    PROMOTE = 14  # blocks are on their way up from a lower tier: keys, detail (its name)
 
 
 ALL_KINDS = tuple(EventKind)

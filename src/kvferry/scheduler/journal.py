@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ from kvferry.telemetry.observer import (
     TierSizes,
 )
 from kvferry.telemetry.stats import MatchCounts
-from kvferry.types import HOST, RequestId, Transfer
+from kvferry.types import DEVICE, HOST, RequestId, Transfer
 
 
 class Reason(Enum):
@@ -65,9 +66,11 @@ class Explanation(NamedTuple):
     """What one request could be given when it was looked up, and why no more.
 
     ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
-    all; ``lower_tokens`` of those asked for lay only below the host. ``first_missing`` is the first
-    token not to be had, in ``group``. Tiers that know keys themselves were asked for
-    ``asked_blocks`` of it; ``tiers_away`` names those that could not be used, and why.
+    all; ``lower_tokens`` of those asked for lay only below the host. ``tier_hit_tokens`` says of
+    those that it could be given which tier had them: what came up from a lower tier for it, or was
+    prefetched, counts there and not as the host's. ``first_missing`` is the first token not to be
+    had, in ``group``. Tiers that know keys themselves were asked for ``asked_blocks`` of it;
+    ``tiers_away`` names those that could not be used, and why.
     """
 
     request_id: RequestId
@@ -81,10 +84,12 @@ class Explanation(NamedTuple):
     decision: Decision | None = None
     asked_blocks: int = 0
     tiers_away: tuple[str, ...] = ()
+    tier_hit_tokens: Mapping[str, int] = MappingProxyType({})
 
     def as_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""
         plain: dict[str, object] = {**self._asdict(), "reason": self.reason.value}
+        plain["tier_hit_tokens"] = dict(self.tier_hit_tokens)
         if self.decision is not None:
             verdict = self.decision.verdict.value
             plain["decision"] = {**self.decision._asdict(), "verdict": verdict}
@@ -220,6 +225,8 @@ class Entry:
     overlap: str = ""
     """How its load went together with the forward pass, where that was decided."""
     copies: list[Copy] = field(default_factory=list)
+    brought: dict[str, int] = field(default_factory=dict)
+    """Tokens of its hit that came up from lower tiers, until the hit is loaded."""
 
 
 class Journal:
@@ -228,12 +235,15 @@ class Journal:
     def __init__(self) -> None:
         self._entries: OrderedDict[RequestId, Entry] = OrderedDict()
 
-    def begin(self, request_id: RequestId, explanation: Explanation) -> None:
-        """Forget what another request of this name did."""
-        self._entries.pop(request_id, None)
-        self._entries[request_id] = Entry(explanation)
-        if len(self._entries) > MOST_REQUESTS:
-            self._entries.popitem(last=False)
+    def begin(self, request_id: RequestId) -> Entry:
+        """The entry of a request that is first answered now; another one's of its name goes.
+
+        Copies for it may have ended before.
+        """
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.explanation is not None:
+            del self._entries[request_id]
+        return self.touch(request_id)
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)
@@ -282,6 +292,7 @@ _KINDS = (
     EventKind.LOAD,
     EventKind.EVICT,
     EventKind.END,
+    EventKind.PROMOTE,
 )
 
 
@@ -312,6 +323,8 @@ class Bookkeeper:
         self._counts_keys = admission.counts or writeback.counts_requests
         self._tenants = tenants
         self._ghosts = GhostFilter(pool.num_slots)
+        self._brought: dict[int, str] = {}
+        """By part of their key, the tier of blocks that came up and no request has found yet."""
         self._observing: Observing | None = None
         self._reader = log.reader(_KINDS)
         self.events = self._reader.events
@@ -323,6 +336,7 @@ class Bookkeeper:
             EventKind.LOAD: self._loaded,
             EventKind.EVICT: self._evicted,
             EventKind.END: self._ended,
+            EventKind.PROMOTE: self._promoted,
         }
 
     def drain(self) -> None:
@@ -387,16 +401,18 @@ class Bookkeeper:
         if not answer.was_counted:
             num_tokens = answer.max_tokens - answer.computed_tokens
             self._count(request.tenant, num_tokens, request.chain, answer.num_keys)
-        explanation = self._explain(answer)
+        entry = self.journal.begin(answer.request_id)
+        explanation = entry.explanation = self._explain(answer, entry)
         self.counts.missed[explanation.reason.value] += 1
-        self.journal.begin(answer.request_id, explanation)
+        self.counts.tier_hit_tokens[DEVICE] += explanation.device_tokens
         if self._observing is not None:
             self._observing.answered(event.at, request, answer, explanation)
 
     def _noted(self, event: PoolEvent) -> None:
         detail = event.detail
         if isinstance(detail, RequestAnswer):
-            self.journal.touch(event.request).explanation = self._explain(detail)
+            entry = self.journal.touch(event.request)
+            entry.explanation = self._explain(detail, entry)
         elif isinstance(detail, InFlight):
             if isinstance(detail.transfer, Transfer):  # a question copies nothing
                 copies = self.journal.touch(event.request).copies
@@ -410,6 +426,11 @@ class Bookkeeper:
         load = event.detail
         assert isinstance(load, Loaded)
         self.counts.hit_tokens += event.tokens
+        entry = self.journal.entry(event.request)
+        brought, by_tier = entry.brought if entry is not None else {}, self.counts.tier_hit_tokens
+        for tier, num_tokens in _split(event.tokens, brought).items():
+            by_tier[tier] += num_tokens
+        brought.clear()
         if self._tenants is not None:
             self._tenants.counts(load.tenant).hit_tokens += event.tokens
         if load.overlap is not None:
@@ -417,7 +438,26 @@ class Bookkeeper:
             self.journal.touch(event.request).overlap = load.overlap.words
 
     def _evicted(self, event: PoolEvent) -> None:
-        self._ghosts.add(event.keys if isinstance(event.keys, Keys) else event.all_keys())
+        keys = event.keys if isinstance(event.keys, Keys) else event.all_keys()
+        self._ghosts.add(keys)
+        if self._brought:
+            for word in keys.array[:, 1].tolist():
+                self._brought.pop(word, None)
+
+    def _promoted(self, event: PoolEvent) -> None:
+        words = event.all_keys().array[:, 1].tolist()
+        self._brought.update(dict.fromkeys(words, str(event.detail)))
+
+    def _take_brought(self, answer: RequestAnswer) -> Iterator[tuple[str, int]]:
+        """Tokens of an answer by the lower tier that they came up from, unless another had them."""
+        matcher, stop, start = self._matcher, answer.host_tokens, answer.computed_tokens
+        found: list[str | None] = []
+        for g in range(len(matcher.groups) if self._brought and stop > start else 0):
+            blocks = matcher.needed(g, stop, start)
+            keys = matcher.slot_keys(g, answer.request.chain.keys(), blocks)
+            found += [self._brought.pop(word, None) for word in keys.array[:, 1].tolist()]
+        for tier, count in Counter(filter(None, found)).items():
+            yield tier, (stop - start) * count // len(found)
 
     def _ended(self, event: PoolEvent) -> None:
         if self._observing is not None:
@@ -425,7 +465,9 @@ class Bookkeeper:
 
     # -- explaining -----------------------------------------------------------------------------
 
-    def _explain(self, answer: RequestAnswer) -> Explanation:
+    def _explain(self, answer: RequestAnswer, entry: Entry) -> Explanation:
+        for tier, num_tokens in self._take_brought(answer):
+            entry.brought[tier] = entry.brought.get(tier, 0) + num_tokens
         missing, decision, reason = answer.missing, answer.decision, answer.reason
         group, token = (None, None) if missing is None else (missing.group, missing.token)
         if decision is not None:
@@ -454,6 +496,10 @@ class Bookkeeper:
             decision=decision,
             asked_blocks=answer.asked_blocks,
             tiers_away=self._lower.away if self._lower.tiers else (),
+            tier_hit_tokens={
+                DEVICE: answer.computed_tokens,
+                **_split(answer.host_tokens - answer.computed_tokens, entry.brought),
+            },
         )
 
     def _why_missing(self, missing: Missing) -> Reason:
@@ -472,6 +518,17 @@ class Bookkeeper:
             if self._ghosts.has(masked_key(bare, scope(before, group))):
                 return Reason.OTHER_NAMESPACE
         return Reason.NEVER_STORED
+
+
+def _split(num_tokens: int, brought: Mapping[str, int]) -> dict[str, int]:
+    """So many tokens by the tier they came from; the host had those that were not brought up."""
+    by_tier: dict[str, int] = {HOST: 0}
+    left = num_tokens
+    for tier, count in brought.items():
+        by_tier[tier] = min(left, count)
+        left -= by_tier[tier]
+    by_tier[HOST] = left
+    return by_tier
 
 
 # -- requests for the recorder and the memory curve ---------------------------------------------

@@ -624,6 +624,12 @@ class Scheduler:
             promoted_tokens=self._requests.promoter.promoted_tokens,
             expired_hits=matches.expired_hits,
             pipelined_loads=self._requests.pipelined.num_begun,
+            tier_hit_tokens=MappingProxyType(
+                {
+                    name: matches.tier_hit_tokens[name]
+                    for name in (DEVICE, HOST, *[tier.name for tier in tiers])
+                }
+            ),
             shed_stores=self.stores.num_shed,
             verdicts=MappingProxyType(dict(matches.verdicts)),
             missed=MappingProxyType(dict(matches.missed)),

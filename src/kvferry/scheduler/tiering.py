@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.cache.events import EventKind
 from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
@@ -273,6 +274,7 @@ class LowerTiers:
         src = tier.read(slots[at] if tier.pool is not None else slots)
         transfer_id = self._transfers.move(src, End(HOST, lease.slots, (lease,)), coming)
         self.moves[transfer_id] = Move(tier, coming, upward=True)
+        self._host.log.append(EventKind.PROMOTE, keys=coming, detail=tier.name)
         self._busy[tier.name].begin(self._clock())
         return transfer_id
 

@@ -193,6 +193,12 @@ LOOKUP_TOKENS = _counter(
 HIT_TOKENS = _counter(
     "hit_tokens", "Tokens loaded from the host instead of computed.", "hit_tokens"
 )
+TIER_HIT_TOKENS = _counter(
+    "tier_hit_tokens",
+    "Tokens found instead of computed, by the tier that had them when they were asked for.",
+    "tier_hit_tokens",
+    _TIER,
+)
 PROMOTED_TOKENS = _counter(
     "promoted_tokens", "Tokens promoted from lower tiers first.", "promoted_tokens"
 )

@@ -360,7 +360,7 @@ class Source:
         rows: list[dict[str, Any]] = []
         for request_id, why in self._mailbox.ask(self._latest, most):
             told = why.as_dict() if why is not None else {}
-            names = ("reason", "asked_tokens", "host_tokens")
+            names = ("reason", "asked_tokens", "host_tokens", "tier_hit_tokens")
             rows.append({"request_id": request_id, **{name: told.get(name) for name in names}})
         return rows
 

@@ -93,6 +93,7 @@ class MatchCounts:
     verdicts: Counter[str] = field(default_factory=Counter)
     overlaps: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
+    tier_hit_tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,10 @@ class SchedulerStats:
     """A snapshot of the scheduler half.
 
     ``asked_tokens`` are those requests still lacked when first looked up, ``hit_tokens`` those of
-    them ordered from the host, ``promoted_tokens`` those fetched from below it first. ``verdicts``
-    count load-or-compute decisions, ``missed`` why requests got no more than they did.
+    them ordered from the host, ``promoted_tokens`` those fetched from below it first;
+    ``tier_hit_tokens`` has what was found instead of computed by the tier that had it, the device
+    included: a block that came up counts there for its first request, then as the host's.
+    ``verdicts`` count load-or-compute decisions, ``missed`` why requests got no more than they did.
     ``bytes_moved`` and ``seconds_moved`` are sums over ranks, by route; ``traffic`` has the same
     for copies that succeeded, by route and path, with how they spread. ``queued`` copies wait for
     the next plan. ``bandwidth`` (bytes per second of loads) and ``prefill_rate`` (tokens per
@@ -150,3 +153,4 @@ class SchedulerStats:
     memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     overlaps: Mapping[str, int] = field(default_factory=dict)
     pipelined_loads: int = 0
+    tier_hit_tokens: Mapping[str, int] = field(default_factory=dict)
