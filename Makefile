@@ -41,7 +41,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo fleet mooncake-libs test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim vllm-mooncake hooks clean
+.PHONY: help demo fleet mooncake-libs test test-vllm test-vllm-matrix check docs format dist soak bench env gpu-sim vllm-mooncake hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ check: $(DEV_READY) ## formatting, lint, types, import contracts, documentation
 
 docs: $(DEV_READY) ## build the documentation site into site/; a broken link fails
 	@$(BIN)/zensical build --strict --clean
+
+dist: $(DEV_READY) ## build the source archive and the wheel, and check them: contents, metadata, installation
+	@$(BIN)/python tools/dist.py $(ARGS)
 
 format: $(DEV_READY) ## fix formatting and whatever lint can fix
 	@$(BIN)/ruff check --fix .

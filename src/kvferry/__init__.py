@@ -19,7 +19,7 @@ from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.tickets import Done, Hit
 from kvferry.worker import Worker
 
-__version__ = "0.1.0"
+__version__: str
 
 __all__ = [
     "NO_BLOCK",
@@ -43,3 +43,14 @@ __all__ = [
     "attach",
     "chain",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version  # not at every import: it is slow
+
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "0+unknown"
