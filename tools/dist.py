@@ -40,6 +40,12 @@ def run(*command: object, **options: object) -> str:
     return str(done.stdout)
 
 
+def works(python: str) -> bool:
+    """Whether there is such a Python: a version manager may have a name that leads nowhere."""
+    found = shutil.which(python)
+    return bool(found) and not subprocess.run([found, "-c", ""], capture_output=True).returncode
+
+
 def build() -> tuple[Path, Path]:
     shutil.rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST)
@@ -85,7 +91,7 @@ def main() -> None:
     if options.tag not in (None, f"v{version}"):
         sys.exit(f"The tag is {options.tag}, the version built is {version}: check out the tag.")
     check_contents(archive, wheel)
-    found = [python for python in PYTHONS if shutil.which(python)]
+    found = [python for python in PYTHONS if works(python)]
     for python in found:
         print(f"installing under {python}", flush=True)
         check_installation(python, wheel, version)

@@ -94,6 +94,7 @@ def test_the_source_archive_has_all_that_git_has() -> None:
     by_itself = {"pyproject.toml", "LICENSE", ".gitignore"}
     assert kept - {name.lstrip("/") for name in included} - by_itself == {
         ".ci",
+        ".github",
         ".pre-commit-config.yaml",
     }
 

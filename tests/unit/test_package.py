@@ -7,6 +7,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import kvferry
 
 LOADED = """
@@ -35,3 +37,24 @@ def test_the_version_is_that_of_the_installed_package():
 
 def test_types_ship_with_the_package():
     assert (Path(kvferry.__file__).parent / "py.typed").exists()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+        ("citation-file-format", "CITATION.cff"),
+    ],
+)
+def test_files_for_others_to_read_fit_their_schema(schema, files):
+    found = sorted(map(str, ROOT.glob(files)))
+    if not found:
+        pytest.skip("a source archive has no .github")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    run = subprocess.run([*command, *found], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
