@@ -6,10 +6,10 @@ A model shaped like Qwen2.5-7B with dummy weights serves conversations that fit 
 so kvferry costs and cannot help. Several engines, a process each, side by side on the card; they
 serve the same rounds in turn, with every hook timed:
 
-  returns  policy ``returns`` and the memory curve, all else as the settings' defaults are
+  returns  policy ``returns``, all else as the settings' defaults are
   hints    the same, and with every request hints: it goes on, how much its beginning matters, whose
            it is
-  plain    policy ``lru``, no memory curve, no hints
+  plain    policy ``lru``, no hints
   idle     a connector that does nothing: what timing the hooks takes
 
 The figure is the time in all hooks of scheduler and worker over that of the round, by engine: the
@@ -60,7 +60,7 @@ NUM_BLOCKS = 3510
 
 OTHER = " (other)"
 
-_ALL = {"policy": "returns", "memory_curve": "on"}
+_ALL = {"policy": "returns"}
 _HINTS = {
     "continues": "2min",
     "priorities": [{"token_start": 0, "token_end": 512, "priority": 60}],
@@ -72,7 +72,7 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "hints": {"connector": "kvferry", "settings": _ALL, "params": {"kvferry": _HINTS}},
     "plain": {
         "connector": "kvferry",
-        "settings": {"policy": "lru", "memory_curve": "off"},
+        "settings": {"policy": "lru"},
         "params": None,
     },
     "idle": {"connector": "idle", "settings": {}, "params": None},

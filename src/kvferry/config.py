@@ -171,6 +171,12 @@ RENAMED = {
 }
 """Former names of settings. Using one is an error that gives the present name."""
 
+REMOVED = {
+    "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
+    "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
+}
+"""Settings that are gone, and what replaced them."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -390,11 +396,6 @@ class Config:
     control_token: str | None = setting(
         None, SECRET, "The secret that calls to control must carry; at least 16 characters."
     )
-    memory_curve: str = setting(
-        "off",
-        one_of("on", "off"),
-        "Estimate, beside the engine, what half, twice and four times the memory would hit.",
-    )
     record: str | None = setting(
         None,
         FILE_NAME,
@@ -564,6 +565,8 @@ def _unknown(source: str, what: str, name: object, known: Sequence[str]) -> Unkn
     """The error for a name that does not exist, with the present or the nearest name."""
     if name in RENAMED:
         return UnknownSettingError(f"{source}: {name} is now called {RENAMED[str(name)]}")
+    if name in REMOVED:
+        return UnknownSettingError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
     return UnknownSettingError(
         f"{source}: there is no {what} {quoted(name)}{nearest(str(name), known)}"
     )

@@ -45,7 +45,6 @@ class Harbour:
             model="m",
             block_tokens=TOKENS,
             host=str(SLOTS * BLOCK_BYTES),
-            memory_curve="off",
             policy=policy,
             load_policy="always",
         )

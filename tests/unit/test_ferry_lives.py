@@ -38,7 +38,7 @@ def attach(kv: Any = None, **more: Any) -> kvferry.Ferry:
 
 @pytest.fixture
 def ferry() -> Iterator[kvferry.Ferry]:
-    with attach(memory_curve="off") as ferry:
+    with attach() as ferry:
         yield ferry
 
 
@@ -330,9 +330,8 @@ def growth(work: Callable[[int], object], rounds: int = 50) -> int:
 
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Journal and observer have bounds, to be reached before anything can be counted."""
+    """The journal has a bound, to be reached before anything can be counted."""
     monkeypatch.setattr("kvferry.scheduler.journal.MOST_REQUESTS", 4)
-    monkeypatch.setattr("kvferry.telemetry.observer._MOST_WAITING", 4)
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -26,7 +26,7 @@ LONG = 30.0
 @pytest.fixture
 def ferry() -> Iterator[kvferry.Ferry]:
     kv = [np.zeros((BLOCKS, 2, TOKENS, 8), np.uint8)]
-    settings: dict[str, Any] = {"memory_curve": "off", "policy": "lru", "load_policy": "always"}
+    settings: dict[str, Any] = {"policy": "lru", "load_policy": "always"}
     host = str(SLOTS * kv[0][0].nbytes)
     with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=host, **settings) as ferry:
         yield ferry

@@ -101,7 +101,6 @@ def test_every_metric_has_a_value(snapshot):
         names.LOAD_RATE,
         names.TIER_RATE,
         names.PREFILL_RATE,
-        names.MEMORY_CURVE,
         names.IDLE_INFO,
     )  # absent while unknown, or while it serves
     rates = {metric.name for metric in unknown}

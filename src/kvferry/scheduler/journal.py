@@ -2,13 +2,13 @@
 
 ::
 
-    request ──append──> event log ──drain──> Bookkeeper: counters, journal, ghost filter, observer
+    request ──append──> event log ──drain──> Bookkeeper: counters, journal, ghost filter, recorder
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -17,32 +17,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry.cache import reach
 from kvferry.cache.events import EventKind, EventLog, PoolEvent
-from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
-from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import Key, KeyChain, Keys, masked_key
 from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.lookup import Matcher, Missing
-from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
 from kvferry.scheduler.writeback import Writeback
-from kvferry.telemetry.observer import (
-    TIMES,
-    MemoryCurve,
-    ObservedRequest,
-    Observer,
-    Points,
-    Recorder,
-    Student,
-    TierSizes,
-)
+from kvferry.telemetry.recorder import RecordedRequest, Recorder
 from kvferry.telemetry.stats import MatchCounts
 from kvferry.types import DEVICE, HOST, RequestId, Transfer
 
@@ -325,7 +312,8 @@ class Bookkeeper:
         self._ghosts = GhostFilter(pool.num_slots)
         self._brought: dict[int, str] = {}
         """By part of their key, the tier of blocks that came up and no request has found yet."""
-        self._observing: Observing | None = None
+        self._recorder: Recorder | None = None
+        self._open: dict[Any, RecordedRequest] = {}  # recorded, and not over
         self._reader = log.reader(_KINDS)
         self.events = self._reader.events
         """Records that wait to be read."""
@@ -349,11 +337,10 @@ class Bookkeeper:
             except Exception as error:
                 self.failure = self.failure or error
 
-    def observe(
-        self, config: Config, pool: Pool, lower: LowerTiers, clock: Callable[[], float]
-    ) -> None:
-        """Hand requests to the recorder and the memory curve, as the settings say."""
-        self._observing = Observing.begin(config, pool, lower, self._matcher, clock)
+    def record(self, path: Path, most_bytes: int, now: float) -> None:
+        """Write requests to this file from now on. ConfigError where it cannot be opened."""
+        tokens = self._matcher.hash_tokens
+        self._recorder = Recorder(path, block_tokens=tokens, most_bytes=most_bytes, now=now)
 
     def raise_failure(self) -> None:
         """Raise the first exception since the last call."""
@@ -361,16 +348,11 @@ class Bookkeeper:
         if failure is not None:
             raise failure
 
-    @property
-    def memory_curve(self) -> Points:
-        """What other sizes of each tier would hit, as far as is known."""
-        return self._observing.points if self._observing is not None else {}
-
     def close(self) -> None:
         self.drain()
         self._reader.close()
-        if self._observing is not None:
-            self._observing.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -405,8 +387,13 @@ class Bookkeeper:
         explanation = entry.explanation = self._explain(answer, entry)
         self.counts.missed[explanation.reason.value] += 1
         self.counts.tier_hit_tokens[DEVICE] += explanation.device_tokens
-        if self._observing is not None:
-            self._observing.answered(event.at, request, answer, explanation)
+        if self._recorder is not None:
+            found = explanation.device_tokens + explanation.host_tokens
+            tokens, keys = answer.max_tokens, request.chain.keys()
+            num_keys = tokens // self._matcher.hash_tokens
+            seen = RecordedRequest(event.at, keys, num_keys, tokens, found, request.hints)
+            self._open[request] = seen
+            self._recorder.see(seen)
 
     def _noted(self, event: PoolEvent) -> None:
         detail = event.detail
@@ -460,8 +447,15 @@ class Bookkeeper:
             yield tier, (stop - start) * count // len(found)
 
     def _ended(self, event: PoolEvent) -> None:
-        if self._observing is not None:
-            self._observing.ended(event.detail)
+        """A request is over: what its chain has grown by is its answer.
+
+        A chain that has not grown says nothing of it: the library's are those of prompts alone.
+        """
+        request: Any = event.detail
+        seen = self._open.pop(request, None)
+        if seen is not None:
+            grown = len(request.chain) * self._matcher.hash_tokens - seen.tokens
+            seen.end(grown if grown > 0 else None)
 
     # -- explaining -----------------------------------------------------------------------------
 
@@ -529,101 +523,3 @@ def _split(num_tokens: int, brought: Mapping[str, int]) -> dict[str, int]:
         left -= by_tier[tier]
     by_tier[HOST] = left
     return by_tier
-
-
-# -- requests for the recorder and the memory curve ---------------------------------------------
-
-
-class Observing:
-    """Hands requests to the observer's thread. Owns the observer, and which requests are open."""
-
-    def __init__(
-        self, students: Sequence[Student], curve: MemoryCurve | None, hash_tokens: int
-    ) -> None:
-        self._observer = Observer(students)
-        self._curve = curve
-        self._hash_tokens = hash_tokens
-        self._wants_ends = any(isinstance(student, Recorder) for student in students)
-        self._open: dict[object, ObservedRequest] = {}
-
-    @classmethod
-    def begin(
-        cls,
-        config: Config,
-        pool: Pool,
-        lower: LowerTiers,
-        matcher: Matcher,
-        clock: Callable[[], float],
-    ) -> Observing | None:
-        """As the settings say; None if both are off. ConfigError if the file cannot be opened."""
-        students: list[Student] = []
-        hash_tokens = matcher.hash_tokens
-        curve = None
-        if config.memory_curve == "on":
-            sizes = _tier_sizes(pool, lower, matcher.groups, hash_tokens, config.tier_policy)
-            curve = MemoryCurve(sizes, policy_named(config.policy), block_tokens=hash_tokens)
-            students.append(curve)
-        if config.record is not None:
-            path, most = Path(config.record), config.record_size
-            students.append(Recorder(path, block_tokens=hash_tokens, most_bytes=most, now=clock()))
-        return cls(students, curve, hash_tokens) if students else None
-
-    @property
-    def points(self) -> Points:
-        return self._curve.points if self._curve is not None else {}
-
-    def answered(
-        self, at: float, request: Any, answer: RequestAnswer, explanation: Explanation
-    ) -> None:
-        """A request was answered for the first time, ``at`` this time."""
-        tokens = answer.max_tokens
-        seen = ObservedRequest(
-            at,
-            request.chain.keys(),
-            tokens // self._hash_tokens,
-            tokens,
-            explanation.device_tokens + explanation.host_tokens,
-            request.hints,
-        )
-        if self._wants_ends:
-            self._open[request] = seen
-        self._observer.see(seen)
-
-    def ended(self, request: Any) -> None:
-        """A request is over: what its chain has grown by is its answer.
-
-        A chain that has not grown says nothing of it: the library's are those of prompts alone.
-        """
-        seen = self._open.pop(request, None)
-        if seen is not None:
-            grown = len(request.chain) * self._hash_tokens - seen.tokens
-            seen.end(grown if grown > 0 else None)
-
-    def close(self) -> None:
-        self._observer.close()
-
-
-def _tier_sizes(
-    pool: Pool,
-    lower: LowerTiers,
-    groups: Sequence[reach.Group],
-    hash_tokens: int,
-    tier_policy: str,
-) -> list[TierSizes]:
-    """How many blocks of a chain each tier and those above it hold, by how large it is."""
-    slots_each = sum(hash_tokens / group.block_tokens for group in groups)
-    above = pool.num_slots / slots_each
-    sizes = [above * times for times in TIMES]
-    found = [TierSizes(HOST, tuple(sizes), feeds_below=bool(lower.tiers))]
-    for tier in lower.tiers:
-        if tier.pool is None:
-            continue  # it knows itself how much it holds
-        own = tier.pool.num_slots / slots_each
-        # What is written through lies below as well; what is spilled hardly ever does.
-        sizes = [
-            max(above, own * times) if tier.write is WriteMode.THROUGH else above + own * times
-            for times in TIMES
-        ]
-        found.append(TierSizes(tier.name, tuple(sizes), policy_named(tier_policy)))
-        above = sizes[TIMES.index(1.0)]
-    return found

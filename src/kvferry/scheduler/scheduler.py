@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from kvferry.cache import reach
@@ -551,8 +552,9 @@ class Scheduler:
             self._closed = True
 
     def watch_requests(self) -> None:
-        """Record requests and estimate the memory curve, as the settings say."""
-        self.book.observe(self._config, self.pool, self.lower, self._clock)
+        """Record requests, if the settings say so."""
+        if self._config.record is not None:
+            self.book.record(Path(self._config.record), self._config.record_size, self._clock())
 
     # -- figures --------------------------------------------------------------------------------
 
@@ -649,7 +651,6 @@ class Scheduler:
             ),
             resets=self._num_resets,
             tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
-            memory_curve=self.book.memory_curve,
             lost_blocks=moved.lost_blocks,
             ailments=MappingProxyType({tier.name: tier.ailment for tier in tiers}),
             asked=MappingProxyType({t.name: (t.num_asked, t.num_found) for t in keyed}),

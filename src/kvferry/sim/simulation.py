@@ -31,7 +31,6 @@ from kvferry.hints import Hints
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY
-from kvferry.telemetry.observer import evidence_of
 from kvferry.telemetry.traces import TraceReader, TraceRequest
 from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
@@ -183,7 +182,7 @@ class SchedulerReplay:
         self.scheduler = Scheduler(
             self.host,
             (FullAttention(block_tokens),),
-            config=Config(load_policy="always", memory_curve="off"),
+            config=Config(load_policy="always"),
             tiers=self.tiers,
             clock=clock,
         )
@@ -460,6 +459,13 @@ def _drawn(seed: int, conversation: int) -> float:
     """A number from 0 to 1, the same for the same conversation in every process."""
     digest = blake2b(b"%d/%d" % (seed, conversation), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
+
+
+def evidence_of(hints: Hints | None) -> Evidence | None:
+    """The part of a request's hints that policies learn from, if there is any."""
+    if hints is None or not (hints.ended or hints.continues):
+        return None
+    return Evidence(ended=hints.ended, continues=hints.continues, within=hints.within)
 
 
 def _replay(trial: Trial, block_tokens: int) -> PoolReplay | SchedulerReplay:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.cache.policies.load_or_compute import OverlapVerdict, Verdict
 from kvferry.scheduler.journal import Copy, Reason
-from kvferry.telemetry.observer import TIMES
 from kvferry.telemetry.stats import Distribution, SchedulerStats
 from kvferry.transfer.job import Direction
 from kvferry.transfer.planner.choose import PathChoices
@@ -29,8 +28,6 @@ VERDICTS = tuple(verdict.value for verdict in Verdict)
 OVERLAPS = tuple(verdict.value for verdict in OverlapVerdict)
 IDLE_REASONS = ("refused", "failed")
 """The model or the settings are not served; or kvferry raised an exception."""
-MEMORIES = tuple(f"{times:g}" for times in TIMES)
-"""How many times its memory a tier might have."""
 STATES = ("free", "cached", "leased", "unready")
 DRIVE_ERRORS = ("absent", "damaged", "drive", "late", "unreachable", "other")
 """Why a block on disk could not be read or written: it was not there, its bytes had changed, the
@@ -395,18 +392,6 @@ BYTES_IN_FLIGHT = _gauge(
     "bytes_in_flight",
     "Bytes between device and host, handed out or about to be.",
     "bytes_in_flight",
-)
-MEMORY_CURVE = _gauge(
-    "memory_curve_ratio",
-    "Share of prompt tokens that this tier and those above it would have, had it this many "
-    "times its memory; an estimate, absent while too little is known.",
-    lambda s: {
-        (tier, f"{times:g}"): ratio
-        for tier, points in s.stats.memory_curve.items()
-        for times, ratio in points.items()
-    },
-    _TIER,
-    Label("memory", ", ".join(MEMORIES)),
 )
 LOAD_RATE = _gauge(
     "load_bytes_per_second",

@@ -113,11 +113,9 @@ class SchedulerStats:
     empty while it can be used; ``asked`` says of tiers that know keys themselves how many keys
     they were asked for and how many of them were there; ``restored`` says of tiers with places how
     many blocks of an earlier life they began with; ``tier_bandwidth`` is what each brought up, in
-    bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
-    tier, which share of prompt tokens it and those above it would have, had it so many times its
-    memory; empty while too little is known. ``overlaps`` counts loads by how they went together
-    with the forward pass, where an engine lets us decide that; ``pipelined_loads`` those that began
-    before all of their blocks had come up from below.
+    bytes per second of one rank while it had something to bring. ``overlaps`` counts loads by how
+    they went together with the forward pass, where an engine lets us decide that;
+    ``pipelined_loads`` those that began before all of their blocks had come up from below.
     """
 
     pool: PoolCounts
@@ -150,7 +148,6 @@ class SchedulerStats:
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
     tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
-    memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     overlaps: Mapping[str, int] = field(default_factory=dict)
     pipelined_loads: int = 0
     tier_hit_tokens: Mapping[str, int] = field(default_factory=dict)

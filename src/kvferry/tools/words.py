@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARS = "▁▂▃▄▅▆▇█"
 _IDLE = {
@@ -56,12 +54,3 @@ def sparkline(values: list[float], width: int) -> str:
 def why_idle(reason: str) -> str:
     """Why nothing is served."""
     return _IDLE.get(reason, reason)
-
-
-def memory_words(name: str, curve: Mapping[str, float]) -> str:
-    """The gain of twice the memory of a tier, or an empty text if it is unknown."""
-    if "1" not in curve or "2" not in curve:
-        return ""
-    memory = "host memory" if name == "host" else name
-    shares = f"about {show_share(curve['2'])} instead of {show_share(curve['1'])}"
-    return f"twice the {memory}: {shares} of prompt tokens"

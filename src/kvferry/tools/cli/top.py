@@ -28,7 +28,6 @@ from kvferry.tools.words import (
     clean,
     clip,
     counted,
-    memory_words,
     show_bytes,
     show_share,
     sparkline,
@@ -185,12 +184,6 @@ def _notes(view: View) -> Iterator[Text]:
     for tier in view.tiers:
         if tier.drives is not None:
             yield from _drives(tier, tier.drives)
-    for tier in view.tiers:
-        words = memory_words(_name(tier.name), tier.curve)
-        if words:
-            half, four = (show_share(tier.curve.get(times)) for times in ("0.5", "4"))
-            more = f" (half: {half}, four times: {four})"
-            yield Text(words[0].upper() + words[1:] + more, style="dim")
 
 
 def _drives(tier: TierView, drives: DrivesView) -> Iterator[Text]:

@@ -25,7 +25,6 @@ from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.catalog import (
     DURABLE_LAG,
     LOAD_RATE,
-    MEMORY_CURVE,
     PREFILL_RATE,
     PREFIX,
     SLOT_BYTES,
@@ -202,7 +201,7 @@ _ESCAPED = {"n": "\n", '"': '"', "\\": "\\"}
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 _NEVER_SUMMED = frozenset(
-    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG, MEMORY_CURVE)
+    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
 )
 _LABELS = {
     name: tuple(label.name for label in metric.labels)

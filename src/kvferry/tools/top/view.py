@@ -79,7 +79,6 @@ class TierView:
     why_away: str = ""
     restored: int | None = None
     drives: DrivesView | None = None
-    curve: dict[str, float] = field(default_factory=dict)
     """Hit rate of this tier and the tiers above by multiples of its memory."""
     held: int = 0
 
@@ -323,7 +322,6 @@ def _tier_names(now: Reading) -> list[str]:
 
 def _tier(name: str, span: _Span, why_away: Mapping[str, str]) -> TierView:
     now = span.now
-    curve = {times: now.get(names.MEMORY_CURVE, name, times) for times in names.MEMORIES}
     return TierView(
         name=name,
         **{state: int(now.total(names.SLOTS, name, state)) for state in names.STATES},
@@ -335,9 +333,6 @@ def _tier(name: str, span: _Span, why_away: Mapping[str, str]) -> TierView:
         why_away=why_away.get(name, ""),
         restored=_maybe(now.get(names.RESTORED_BLOCKS, name)),
         drives=_drives(name, span),
-        curve={
-            times: min(1.0, max(0.0, share)) for times, share in curve.items() if share is not None
-        },
         held=int(now.total(names.PINNED_SLOTS, name)),
     )
 

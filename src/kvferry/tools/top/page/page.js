@@ -75,12 +75,6 @@ function tier(view) {
   }
   box.append(label, bar);
   if (view.drives) box.append(...drives(view, view.drives));
-  const [now, twice] = [view.curve["1"], view.curve["2"]];
-  if (now !== undefined && twice !== undefined) {
-    const memory = view.name === "host" ? "host memory" : view.name;
-    const shares = `about ${share(twice)} instead of ${share(now)} of prompt tokens`;
-    box.append(make("p", `Twice the ${memory}: ${shares}`, "soft"));
-  }
   return box;
 }
 

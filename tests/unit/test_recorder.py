@@ -1,0 +1,258 @@
+"""Recordings: requests written beside the engine, as a trace that can be simulated."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvferry
+from kvferry.config import Config
+from kvferry.errors import ConfigError
+from kvferry.hints import Hints
+from kvferry.sim.simulation import Simulation, Trial, simulate
+from kvferry.telemetry.recorder import RecordedRequest, Recorder, TraceWriter
+from kvferry.telemetry.traces import TraceReader, keys_of_numbers
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.workload import Chat, serve
+
+
+def observed(numbers: list[int], at: float = 0.0, found: int = 0) -> RecordedRequest:
+    chain = keys_of_numbers(np.array(numbers, dtype=np.uint64))
+    return RecordedRequest(at, chain, len(numbers), 16 * len(numbers), found)
+
+
+def recorder_of(path: Path, **more: object) -> Recorder:
+    settings = {"block_tokens": 16, "most_bytes": 1 << 20, "now": 0.0, **more}
+    return Recorder(path, **settings)  # type: ignore[arg-type]
+
+
+class Gate:
+    """A file system that hangs until it is opened."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.is_open, self.began = threading.Event(), threading.Event()
+        self._write = recorder.writer.write
+        recorder.writer.write = self.write  # type: ignore[method-assign]
+
+    def write(self, *args: object, **more: object) -> None:
+        self.began.set()
+        assert self.is_open.wait(20)
+        self._write(*args, **more)  # type: ignore[arg-type]
+
+
+def test_the_engine_never_waits_and_nothing_grows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = recorder_of(tmp_path / "trace.jsonl", pause=lambda seconds: None)
+    gate, request = Gate(recorder), observed(list(range(16)))
+    request.end(1)
+    for _ in range(10_000):
+        recorder.see(request)
+    assert recorder.num_missed > 5000
+    assert len(recorder._waiting) <= 4096
+    gate.is_open.set()
+    recorder.close()
+    assert "came faster than they could be recorded" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_recording_is_finished_though_close_did_not_wait_for_it(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: a thread that was slow when the engine closed left a cut gzip file and itself."""
+    recorder = recorder_of(tmp_path / name)
+    gate = Gate(recorder)
+    for number in range(3):
+        recorder.see(observed(list(range(16 * number, 16 * number + 16))))
+    assert recorder._thread is not None
+    recorder.close()
+    assert gate.began.is_set()
+    assert recorder._thread.is_alive()
+    assert "its recording ends later" in caplog.text
+    gate.is_open.set()
+    recorder._thread.join(20)
+    assert not recorder._thread.is_alive()
+    text = (tmp_path / name).read_bytes()
+    lines = (gzip.decompress(text) if name.endswith("gz") else text).splitlines()
+    assert 2 <= len(lines) <= 4
+
+
+def test_it_writes_several_in_a_burst_and_then_rests_as_it_has_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs 1.5 ms of a clock that only writing moves: so three of them are a burst."""
+    now, rests, left = [0.0], [], []
+
+    def rest(seconds: float) -> None:
+        rests.append(seconds)
+        left.append(len(recorder._waiting))
+
+    monkeypatch.setattr("kvferry.telemetry.recorder.time.thread_time", lambda: now[0])
+    recorder = recorder_of(tmp_path / "trace.jsonl", pause=rest)
+    write = recorder._write_one
+    monkeypatch.setattr(
+        recorder, "_write_one", lambda: (write(), now.__setitem__(0, now[0] + 1.5e-3))
+    )
+    recorder._waiting.extend(observed([n]) for n in range(8))
+    recorder._write(before=1.0)
+    assert left == [5, 2]
+    assert rests == pytest.approx([19 * 4.5e-3] * 2)
+    recorder.close()
+
+
+def recorded(path: Path, *requests: RecordedRequest, **more: int) -> None:
+    recorder = recorder_of(path, **more)
+    for request in requests:
+        recorder.see(request)
+    recorder.close()
+
+
+def test_a_recording_has_no_keys_of_ours_and_equal_ones_stay_equal(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    chain = list(range(100, 140))
+    first, second = observed(chain, 1.0, 64), observed([*chain, *range(200, 216)], 2.0)
+    first.end(7)
+    second.hints = Hints(continues=True, within=30.0, tenant="acme")
+    recorded(path, first, second)
+    text = path.read_bytes()
+    assert b"acme" not in text
+    reader = TraceReader([path])
+    assert reader.block_tokens == 128
+    a, b = reader
+    assert (a.input_tokens, a.output_tokens, a.hit_tokens, a.num_full) == (640, 7, 64, 5)
+    assert b.at == 1.0
+    assert b.hints == Hints(continues=True, within=30.0)
+    assert a.numbers.tolist() == b.numbers[:5].tolist()
+    assert len(set(b.numbers.tolist())) == 7
+    real = set(first.keys.array[:, 0].tolist()) | set(first.keys.array[:, 1].tolist())
+    assert not real & set(a.numbers.tolist())
+    recorded(tmp_path / "other.jsonl", observed(chain))
+    (again,) = TraceReader([tmp_path / "other.jsonl"])
+    assert not set(again.numbers.tolist()) & set(a.numbers.tolist()), "another secret"
+
+
+def test_it_is_written_in_the_order_of_arrival_once_the_answer_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = recorder_of(path, block_tokens=128)
+    slow, quick = observed([1], 0.0), observed([2], 1.0)
+    recorder._waiting.extend([slow, quick])
+    quick.end(3)
+    recorder._write(before=0.0)
+    assert list(recorder._waiting) == [slow, quick], "the first is not over"
+    slow.end(9)
+    recorder._write(before=0.0)
+    recorder._waiting.extend([observed([3], 10.0), observed([4], 500.0)])
+    recorder._write(before=440.0)  # no line waits for ever
+    recorder.writer.flush()
+    assert [each.output_tokens for each in TraceReader([path])] == [9, 3, 0]
+    assert len(recorder._waiting) == 1
+    recorder.close()
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_files_are_the_owners_alone_bounded_and_read_in_order(tmp_path: Path, name: str) -> None:
+    before = os.umask(0)
+    try:
+        path = tmp_path / name
+        requests = [observed(list(range(n, n + 16)), float(n)) for n in range(0, 3200, 16)]
+        recorded(path, *requests, most_bytes=12_000)
+    finally:
+        os.umask(before)
+    files = sorted(each for each in tmp_path.iterdir() if not each.name.startswith("."))
+    assert len(files) == 4
+    assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in files)
+    assert sum(each.stat().st_size for each in files) < 14_000
+    reader = TraceReader(files)
+    times = [each.at for each in reader]
+    assert reader.num_late == 0
+    assert len(times) > 50
+    assert times == sorted(times)
+
+
+def test_an_earlier_recording_is_kept_and_two_writers_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorded(path, observed(list(range(16))))
+    one = TraceWriter(path, block_tokens=16, most_bytes=1 << 20)
+    two = TraceWriter(path, block_tokens=16, most_bytes=1 << 20)
+    assert (one.path.name, two.path.name) == ("trace.jsonl", "trace.jsonl-1")
+    one.close()
+    two.close()
+    assert len(list(TraceReader([tmp_path / "trace.jsonl.1"]))) == 1
+
+
+def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path / "no" / "folder", tmp_path, link):
+        with pytest.raises(ConfigError, match="record: cannot write"):
+            TraceWriter(path, block_tokens=16, most_bytes=1 << 20)
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(ConfigError, match="record: expected a whole path"):
+        Config(record="trace.jsonl")
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TraceWriter(tmp_path / "trace.jsonl", block_tokens=16, most_bytes=1 << 20)
+    assert writer._raw is not None
+    os.close(writer._raw.fileno())  # whatever is written now fails
+    for _ in range(3):
+        writer.write(0.0, b"12345678", 16)
+        writer.flush()
+    writer.close()
+    assert caplog.text.count("recording to") == 1
+
+
+def test_the_library_does_not_say_how_long_an_answer_was(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    kv = [np.zeros((32, 2, 16, 2, 8), np.float32)]
+    with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", record=str(path)) as ferry:
+        keys = ferry.keys(list(range(320)))
+        ferry.match(keys)
+        ferry.wait(ferry.store(keys, list(range(20))))
+        ferry.match(keys)
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [(line["input"], line["hit"]) for line in lines] == [(320, 0), (320, 320)]
+    assert not any("output" in line for line in lines)
+    assert len(list(TraceReader([path], strict=True))) == 2
+
+
+def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    shape = ModelShape(
+        vocab=97, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, hidden=16
+    )
+    chat = Chat(
+        num_conversations=14, num_turns=4, opening_tokens=700, question_tokens=200,
+        answer_tokens=8, num_users=2, vocab=97,
+    )  # fmt: skip
+    config = Config(record=str(path), load_policy="always", policy="lru")
+    with (
+        Runner(Decoder(shape), num_blocks=220) as runner,
+        Offloader(runner, host_bytes=900 * 1024, config=config) as offloader,
+    ):
+        engine = Engine(runner, limits=Limits(), offloader=offloader)
+        serve(engine, chat)
+        engine.drain()
+        num_slots, evicted = offloader.host.num_slots, offloader.stats().pool.evicted
+    assert evicted > 100, "it must have had to choose"
+    requests = list(TraceReader([path]))
+    assert len(requests) == 56
+    asked = sum(each.input_tokens for each in requests)
+    found = sum(each.hit_tokens or 0 for each in requests) / asked
+    assert sum(each.output_tokens for each in requests) > 0
+    simulated = simulate(
+        Simulation(paths=(path,), trials=(Trial("lru", (num_slots // 8,)),), jobs=1, bound=False)
+    )
+    (score,) = simulated.scores
+    assert 0.2 < found < 0.9
+    assert abs(score.whole.token_ratio - found) < 0.12
