@@ -11,13 +11,24 @@ from click.testing import CliRunner
 
 from kvferry.config import describe
 from kvferry.scheduler.journal import Reason
-from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV
+from kvferry.settings.eviction import POLICIES
+from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV, STORE_KINDS
 from kvferry.telemetry.catalog import catalog
+from kvferry.telemetry.endpoint import ACTIONS
 from kvferry.tools.cli.commands import kvferry as cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-OURS = ("quickstart", "cli", "operations", "tuning", "troubleshooting", "comparison", "lineage")
+OURS = (
+    "quickstart",
+    "cli",
+    "operations",
+    "tuning",
+    "troubleshooting",
+    "comparison",
+    "lineage",
+    "migration",
+)
 
 
 @pytest.fixture(params=OURS)
@@ -67,6 +78,18 @@ def test_every_reason_for_a_miss_is_explained():
     page = (DOCS / "troubleshooting.md").read_text()
     for reason in set(Reason) - {Reason.NOTHING_MISSED}:
         assert f"`{reason.value}`" in page
+
+
+def test_our_column_of_the_comparison_is_what_the_code_has():
+    lines = (DOCS / "comparison.md").read_text().splitlines()
+    ours = {row[1].strip(): row[2] for line in lines if len(row := line.split("|")) == 8}
+    words = {name: set(re.findall(r"\w+", ours[name])) for name in ours}
+    assert words["tiers"] >= {"host", "disk", *STORE_KINDS}
+    named = words["eviction"] - {"learns", "when", "conversations", "return", "or", "your", "own"}
+    assert named == {kind.name for kind in POLICIES}
+    assert words["cache control"] >= set(ACTIONS)
+    settings = {setting.name for setting in describe()}
+    assert {"tenants", "load_policy", "disk_size", "remote"} <= settings
 
 
 def test_every_page_is_in_the_navigation():
