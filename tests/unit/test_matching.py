@@ -47,13 +47,13 @@ def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
         return match(request, told, computed_tokens=computed, max_tokens=31)
 
     for _ in range(10):
-        assert ask("b").num_tokens == 12
+        assert ask("b").num_tokens == 16
     assert len(looks) == 1
-    assert ask("c", computed=8).to_load == 4
-    assert ask("d", computed=12).state is MatchState.MISS
+    assert ask("c", computed=8).to_load == 8
+    assert ask("d", computed=12).to_load == 4
     assert ask("e", computed=16).state is MatchState.MISS
     desk.keep("f", told, 28)
-    assert ask("b").num_tokens == 20
+    assert ask("b").num_tokens == 24
 
 
 def test_others_stores_do_not_make_it_look_again() -> None:

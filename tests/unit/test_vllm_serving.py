@@ -45,7 +45,7 @@ def listen(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> BlockEvents:
     )
     monkeypatch.setattr(events_form, "vllm_events", lambda: (kinds, lambda name: name))
     scheduler = vllm.serving.scheduler
-    log = BlockEvents(scheduler.pool, scheduler.groups, VllmEvents(BLOCK_TOKENS))
+    log = BlockEvents(scheduler.pool, scheduler.groups, VllmEvents((0, 1), BLOCK_TOKENS))
     vllm.serving.reports.events = log
     return log
 

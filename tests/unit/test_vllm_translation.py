@@ -60,22 +60,105 @@ def test_kinds_of_groups():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (configs(spec("MambaSpec", mamba_cache_mode="none")), "MambaSpec"),
-        (configs(spec("MambaSpec", mamba_cache_mode="all")), "MambaSpec"),
+        (configs(spec("MambaSpec", mamba_cache_mode="none")), "group 0 (MambaSpec) keeps no state"),
+        (configs(spec("MambaSpec", mamba_cache_mode="all")), "keeps no state"),
         (
             configs(spec("MambaSpec", mamba_cache_mode="align", num_speculative_blocks=2)),
-            "MambaSpec",
+            "states of drafts",
         ),
         (configs(STATE, hash_tokens=8), "names blocks of 8"),
-        (configs(spec("SinkFullAttentionSpec")), "SinkFullAttentionSpec"),
-        (configs(spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=8)), "Sliding"),
+        (configs(spec("SinkFullAttentionSpec")), "(SinkFullAttentionSpec) is of a kind"),
+        (
+            configs(FULL, spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=8)),
+            "group 1 (SlidingWindowSpec) keeps more than its window",
+        ),
         (configs(FULL, prefix_caching=False), "prefix caching is off"),
         (configs(FULL, decode_context_parallel_size=2), "decode_context_parallel_size"),
         (configs(), "no KV cache"),
     ],
 )
-def test_what_we_do_not_know_is_left_alone(given, words):
+def test_in_a_vllm_that_says_little_only_known_kinds_are_served(given, words):
     assert words in support_of(*given, recomputes_requests=True).refusal
+
+
+def telling(kind, *bases, **given):
+    """A spec of a vLLM that says by properties what its layers keep."""
+    bases = tuple(type(base, (SimpleNamespace,), {}) for base in bases) or (SimpleNamespace,)
+    told = {"block_size": 16, "prefix_cacheable": True, "dcp_sharded": True, **given}
+    cacheable, replays = told.pop("prefix_cacheable"), told.pop("prefix_replay_tokens", 0)
+    known = {"prefix_cacheable": cacheable, "prefix_replay_tokens": replays}
+    return type(kind, bases, known)(**told)
+
+
+WHOLE = telling("NewSpec", "FullAttentionSpec", tokens_per_state=1)
+RING = telling("RingSpec", block_size=8, prefix_cacheable=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "group"),
+    [
+        (WHOLE, reach.FullAttention(16)),
+        (telling("NewSpec", "FullAttentionSpec", sink_len=32), reach.FullAttention(16)),
+        (telling("NewSpec", "FullAttentionSpec", rswa_window=32), reach.FullAttention(16)),
+        (telling("NewSpec", sliding_window=64), reach.SlidingWindow(16, window=64)),
+        (
+            telling("NewSpec", sliding_window=64, extra_retained_tokens=8),
+            reach.SlidingWindow(16, window=72),
+        ),
+        (telling("NewSpec", attention_chunk_size=64), reach.ChunkedLocal(16, chunk=64)),
+        (
+            telling("NewSpec", mamba_cache_mode="align", num_speculative_blocks=2),
+            reach.RecurrentState(16),
+        ),
+        (
+            telling("NewSpec", "FullAttentionSpec", tokens_per_state=4),
+            reach.FullAttention(16, stops=16),
+        ),
+    ],
+)
+def test_an_unknown_kind_with_understood_properties_is_served(one, group):
+    support = support_of(*configs(one), recomputes_requests=True)
+    assert (support.refusal, support.groups) == ("", (group,))
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (telling("NewSpec"), "does not say which tokens its layers read"),
+        (telling("NewSpec", sliding_window=64, shift=3), "has shift, which kvferry does not know"),
+        (telling("NewSpec", "FullAttentionSpec", non_causal=True), "tokens that come later"),
+        (telling("NewSpec", mamba_cache_mode="all"), "keeps no state per block"),
+    ],
+)
+def test_what_is_not_understood_is_named_and_left_alone(one, words):
+    given = configs(WHOLE, one)
+    given[1].kv_cache_groups[1].layer_names = ["layer.3", "layer.5"]
+    refusal = support_of(*given, recomputes_requests=True).refusal
+    assert refusal.startswith("group 1 (NewSpec, layer.3 and 1 more) ")
+    assert words in refusal
+
+
+def test_scratch_is_left_out_and_says_where_a_hit_may_end():
+    given = configs(RING, telling("MainSpec", "FullAttentionSpec", tokens_per_state=4), RING)
+    layers = support_of(*given, recomputes_requests=True).layers
+    assert layers.group_ids == (1,)
+    assert layers.groups == (reach.FullAttention(16, stops=16),)
+    assert not layers.goes_alone
+    given[1].cache_hit_alignment_tokens = 64
+    assert support_of(*given, recomputes_requests=True).groups[0].stops == 64
+    replayed = telling("W", sliding_window=40, prefix_cacheable=False, prefix_replay_tokens=40)
+    layers = support_of(*configs(WHOLE, replayed), recomputes_requests=True).layers
+    assert (layers.group_ids, layers.replayed_tokens) == ((0,), 40)
+
+
+def test_blocks_of_context_parallel_ranks_have_the_tokens_of_all_of_them():
+    given = configs(
+        WHOLE,
+        telling("DraftSpec", "FullAttentionSpec", dcp_sharded=False),
+        decode_context_parallel_size=4,
+    )
+    support = support_of(*given, recomputes_requests=True)
+    assert support.groups == (reach.FullAttention(64), reach.FullAttention(16))
 
 
 def test_a_vllm_that_cannot_recover_gets_one_group_only():
@@ -185,7 +268,8 @@ def test_the_free_queue_is_offered_soonest_first():
     pool = FakePool()
     for number, group in [(1, 0), (2, 1), (4, 0), (6, 0)]:
         pool.blocks[number].block_hash = b"hash%d" % number + group.to_bytes(4, "big")
-    offered = VllmEngine((), NAMESPACE, pool).next_evicted
+    both = (reach.FullAttention(16), reach.FullAttention(16))
+    offered = VllmEngine(both, NAMESPACE, pool).next_evicted
     offers = {group: (keys, ids) for group, keys, ids in offered(5)}
     assert offers[0] == (adopt(NAMESPACE, [b"hash1", b"hash4"]), [1, 4])
     assert offers[1] == (adopt(NAMESPACE, [b"hash2"]), [2])

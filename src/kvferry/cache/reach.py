@@ -40,17 +40,23 @@ _FIRST_LOOK = 64
 
 @dataclass(frozen=True)
 class Group(ABC):
-    """The shape of one group: layers that share a block table. Knows no blocks, only lengths."""
+    """The shape of one group: layers that share a block table. Knows no blocks, only lengths.
+
+    ``stops`` is for what a model keeps beside its blocks: only where it is empty may a hit end.
+    """
 
     block_tokens: int
+    _: KW_ONLY
+    stops: int = 1
 
     def __post_init__(self) -> None:
         _require_positive("block_tokens", self.block_tokens)
+        _require_positive("stops", self.stops)
 
     @property
     def stop_tokens(self) -> int:
         """Hits can end only at multiples of this, whatever is present."""
-        return 1
+        return self.stops
 
     @property
     def look_back(self) -> int | None:
@@ -114,7 +120,7 @@ class RecurrentState(Group):
 
     @property
     def stop_tokens(self) -> int:
-        return self.block_tokens
+        return math.lcm(self.block_tokens, self.stops)
 
     @property
     def look_back(self) -> int:
@@ -141,7 +147,7 @@ def needed(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
     _require_not_negative("computed_tokens", computed_tokens)
     if num_tokens % group.stop_tokens:
         raise InputError(
-            f"no hit of {num_tokens} tokens: {type(group).__name__} keeps its state only every "
+            f"no hit of {num_tokens} tokens: with {type(group).__name__} one can end only every "
             f"{group.stop_tokens} tokens; ask for a multiple of that"
         )
     first_token = max(group.first_token(num_tokens), computed_tokens)

@@ -126,6 +126,7 @@ class Matcher:
         self.hash_tokens = hash_tokens
         self._chained = [isinstance(group, reach.FullAttention) for group in self.groups]
         self.is_full = all(self._chained)
+        self._has_states = any(isinstance(group, reach.RecurrentState) for group in self.groups)
         self._host = host
         self._lower = lower
         self._ratios = [group.block_tokens // hash_tokens for group in self.groups]
@@ -335,6 +336,9 @@ class Matcher:
                 longest = min(longest, num_blocks * group.block_tokens)
             longest = max(longest - longest % self._step, computed_tokens)
         else:
+            if spare_tokens and self._has_states:
+                proven = self._proven(present, computed_tokens) - spare_tokens
+                max_tokens, spare_tokens = min(max_tokens, max(proven, computed_tokens)), 0
             longest = reach.longest_hit(
                 self.groups,
                 present,
@@ -345,6 +349,20 @@ class Matcher:
         if not spare_tokens or longest <= computed_tokens:
             return longest
         return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
+
+    def _proven(self, present: Present, computed_tokens: int) -> int:
+        """How far all but the states are there: a draft model has none, and asks for one block
+        more of the others alone.
+        """
+        both = zip(self.groups, present, strict=True)
+        others = [each for each in both if not isinstance(each[0], reach.RecurrentState)]
+        if not others:
+            return computed_tokens + len(present[0]) * self.groups[0].block_tokens
+        groups, here = zip(*others, strict=True)
+        end = max(len(each) * group.block_tokens for group, each in others)
+        return reach.longest_hit(
+            groups, here, end, alignment=self.alignment, computed_tokens=computed_tokens
+        )
 
     def first_missing(self, found: Lookup) -> Missing | None:
         """The block that stopped the host's hit."""

@@ -85,7 +85,7 @@ class Requests:
     """The requests of one scheduler. Owns which live, which have pinned hits, and what is released.
 
     The other attributes are what requests match, load and store with. ``sizes`` are the tokens of a
-    block, by group. The last ``spare_tokens`` of a request are neither loaded nor stored.
+    block, by group. A hit ends ``spare_tokens`` before what is found of a request.
     ``released`` are device blocks that no transfer touches any more, until the engine is told.
     """
 
@@ -554,10 +554,10 @@ class Request:
         return self._store(tables, self.storable(num_tokens))
 
     def storable(self, num_tokens: int) -> int:
-        """As many of these tokens as have keys, may be stored, and will not be taken back."""
+        """As many of these tokens as have keys and may be stored."""
         requests = self._requests
         covered = len(self.chain) * requests.matcher.hash_tokens
-        return min(min(num_tokens, covered) - requests.spare_tokens, self.progress.most_tokens)
+        return min(num_tokens, covered, self.progress.most_tokens)
 
     def unstored_from(self, num_tokens: int) -> int | None:
         """From which token on something of so many storable tokens is to be stored, if it is."""
@@ -595,7 +595,7 @@ class Request:
         """
         requests, deferred = self._requests, self._requests.deferred
         step = requests.least_tokens if deferred is None else deferred.step
-        return num_tokens >= self.progress.next_from + step + requests.spare_tokens
+        return num_tokens >= self.progress.next_from + step
 
     @property
     def stored_tokens(self) -> int:

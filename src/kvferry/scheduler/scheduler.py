@@ -159,8 +159,8 @@ class Scheduler:
         ``hash_block_tokens`` is what one key of a request's chain covers (default: the smallest
         block). ``num_device_blocks`` lets the bounds on loads and stores follow the device's size,
         ``block_bytes`` (of one device block, per group) lets bytes in flight and load times be
-        known. ``spare_tokens`` at the end of what is known of a request are neither loaded nor
-        stored: drafts of them may still be refused. ``tiers`` lie below the host. ``joins_loads``
+        known. A hit ends ``spare_tokens`` early: the last block of a draft model's layers depends
+        on the token behind it. ``tiers`` lie below the host. ``joins_loads``
         says that the engine shares device blocks between requests: a block that one request loads
         then serves the others once it has landed, so a second request that wants it waits and loads
         nothing. With ``loads_early`` a hit's last blocks may still come up when it is answered; see

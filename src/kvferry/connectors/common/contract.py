@@ -104,6 +104,11 @@ class SessionSetup:
     ``fails_by_block`` says that this is enough for the engine to recover. ``engine_here`` counts
     the engines of a data-parallel server on this host. ``refusal`` says why the model is not
     served, ``overlap_refusal`` why no request may run before its load has landed.
+
+    With ``uses_drafts`` some layers are a draft model's: their KV was computed with
+    ``lookahead_tokens`` more than a block has. ``verifies_drafts`` covers drafts of any origin,
+    which the engine may refuse a step later. A hit of no more than ``replayed_tokens`` is computed
+    again; ``goes_alone`` says that the last token of a hit can be computed by itself.
     """
 
     config: Config
@@ -113,6 +118,11 @@ class SessionSetup:
     refusal: str = ""
     fails_by_block: bool = True
     uses_drafts: bool = False
+    verifies_drafts: bool = False
+    lookahead_tokens: int = 0
+    replayed_tokens: int = 0
+    goes_alone: bool = True
+    gives_up_blocks: bool = False
     engine_here: int = 0
     overlap_refusal: str = ""
     event_forms: Callable[[int], EventForms] | None = None
@@ -127,4 +137,5 @@ class SessionSetup:
     @property
     def is_full(self) -> bool:
         """Whether no block is given up while its request runs."""
-        return all(isinstance(group, FullAttention) for group in self.groups)
+        is_full = all(isinstance(group, FullAttention) for group in self.groups)
+        return is_full and not self.gives_up_blocks

@@ -130,11 +130,14 @@ class Serving:
         self._setup = setup
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
-        self._claims_whole = setup.is_full and not setup.uses_drafts
+        self._claims_whole = setup.is_full and setup.goes_alone and not setup.uses_drafts
         self._is_lazy = setup.config.store_mode == "lazy"
-        # The last block that a draft model wrote may be of tokens that were refused later.
+        # The last block that a draft model wrote belongs to tokens that need not come again.
         step = reach.hit_alignment(groups, hash_block_tokens=engine.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
+        # Drafts of this step may be refused in the next, and a state cannot go back to before.
+        has_states = any(isinstance(group, reach.RecurrentState) for group in groups)
+        self._stores_a_step_late = setup.verifies_drafts and has_states
         tiers = tiers_of_ranks(shapes.values(), setup.config)
         self.scheduler = self._make_scheduler(shapes, tiers)
         self._requests: dict[str, RequestState] = {}
@@ -223,7 +226,7 @@ class Serving:
         if match.state is MatchState.MISS:
             return 0
         state.claimed = match.num_tokens - computed_tokens
-        return state.claimed
+        return state.claimed if match.num_tokens > self._setup.replayed_tokens else 0
 
     def allocated(
         self,
@@ -351,7 +354,7 @@ class Serving:
     def _store_running(self, scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may compute unobserved."""
         least = LONG_TOKENS if scheduled and not self._is_lazy else 0
-        step_tokens = self._rests.step + self._spare_tokens
+        step_tokens, late = self._rests.step, self._setup.lookahead_tokens
         for request_id, num_new in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -359,7 +362,9 @@ class Serving:
             ours = state.ours
             if ours.state is not State.RUNNING:
                 ours.run()
-            computed_tokens = state.theirs.num_computed_tokens + num_new
+            computed_tokens = state.theirs.num_computed_tokens - late
+            if not self._stores_a_step_late:
+                computed_tokens += num_new
             if computed_tokens >= ours.progress.next_from + step_tokens:
                 self._store(ours, computed_tokens)
             if not state.is_timed and (prefill := state.time_prefill()) is not None:
@@ -446,13 +451,13 @@ class Serving:
         ``block_ids`` are the blocks it had, by group. (Those of a window are stored at once: soon
         they belong to other requests.)
         """
-        self._num_quiet = 0
+        self._num_quiet, late = 0, self._setup.lookahead_tokens
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             if self.reports.takes_orders:
                 self.scheduler.control.remember(state.ours.id, state.keys.keys())
             state.keys.had_blocks = block_ids
-            if held := state.ours.leave(request.num_computed_tokens):
+            if held := state.ours.leave(request.num_computed_tokens - late):
                 self._hold(held)
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import vllm
@@ -59,12 +59,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSession
         self._is_scheduler = role == KVConnectorRole.SCHEDULER
         self._by_request = not support.fails_by_block
+        self._group_ids = support.layers.group_ids
         if self._is_scheduler:
             facts = setup.setup_of(vllm_config, kv_cache_config, config, support)
             self._namespace = setup.namespace_of(vllm_config, kv_cache_config, 1)
             self._session = SchedulerSession(facts)
         else:
-            self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+            groups = kv_cache_config.kv_cache_groups
+            self._groups = [groups[number].layer_names for number in self._group_ids]
             self._num_blocks = kv_cache_config.num_blocks
             self._worker = WorkerSession(
                 place=setup.place_of(vllm_config, kv_cache_config),
@@ -93,7 +95,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register(lambda: kv_cache_of(kv_caches, self._groups, self._num_blocks))
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
-        """One tensor holds all layers of the only group."""
+        """One tensor holds all layers of the only group; that vLLM has no others then."""
         self.register_kv_caches({names[0]: kv_cache for names in self._groups})
 
     def get_handshake_metadata(self) -> Any:
@@ -158,8 +160,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._bind(gpu_block_pool)
 
     def _bind(self, pool: Any, manager: Any = None) -> None:
-        groups = self._session.setup.groups
-        self._session.bind(lambda: VllmEngine(groups, self._namespace, pool, manager))
+        groups, ids = self._session.setup.groups, self._group_ids
+        self._session.bind(lambda: VllmEngine(groups, self._namespace, pool, manager, ids))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._session.meet_ranks(list(metadata.values()))
@@ -180,7 +182,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._session.allocated(request, blocks.get_block_ids, num_external_tokens)
+        served = self._served
+        self._session.allocated(
+            request, lambda: served(blocks.get_block_ids()), num_external_tokens
+        )
+
+    def _served(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Of vLLM's tables, those of the groups that are stored and loaded."""
+        return [tables[number] for number in self._group_ids]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         return self._session.orders(step_of(scheduler_output))
@@ -199,7 +208,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._session.finished(request, block_ids)
+        self._session.finished(request, self._served(block_ids))
         return False, None
 
     def has_pending_push_work(self) -> bool:

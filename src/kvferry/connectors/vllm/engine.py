@@ -84,10 +84,19 @@ class VllmEngine:
     """
 
     def __init__(
-        self, groups: Sequence[Group], namespace: Namespace, block_pool: Any, manager: Any = None
+        self,
+        groups: Sequence[Group],
+        namespace: Namespace,
+        block_pool: Any,
+        manager: Any = None,
+        group_ids: Sequence[int] | None = None,
     ) -> None:
-        """``namespace`` is for hash blocks of one token: the pool says how many they have."""
+        """``namespace`` is for hash blocks of one token: the pool says how many they have.
+
+        ``group_ids`` are vLLM's numbers of the groups; of its others nothing is known here.
+        """
         self._groups = groups
+        self._ids = tuple(range(len(groups)) if group_ids is None else group_ids)
         self._pool = block_pool
         self._manager = manager
         self.hash_tokens = int(block_pool.hash_block_size)
@@ -161,7 +170,8 @@ class VllmEngine:
                 ids.append(block.block_id)
             block = block.next_free_block
         for group, (hashes, ids) in named.items():
-            yield group, adopt(self._namespace, hashes), ids
+            if group in self._ids:
+                yield self._ids.index(group), adopt(self._namespace, hashes), ids
 
     # -- tables ---------------------------------------------------------------------------------
 
@@ -180,7 +190,7 @@ class VllmEngine:
         if self._manager is not None:
             known = self._manager.get_block_ids(keys.request.request_id)
         return [
-            self.table(known[number], num_tokens // group.block_tokens)
+            self.table(known[self._ids[number]], num_tokens // group.block_tokens)
             if known is not None and not isinstance(group, RecurrentState)
             else self._by_content(number, keys.request.block_hashes, num_tokens, from_token)
             for number, group in enumerate(self._groups)
@@ -214,7 +224,8 @@ class VllmEngine:
         first = min(from_token // block_tokens, length)
         names = hashes[(first + 1) * per_block - 1 : length * per_block : per_block]
         table = [NO_BLOCK] * first
-        suffix = number.to_bytes(_GROUP_BYTES, "big")
+        group_id = self._ids[number]
+        suffix = group_id.to_bytes(_GROUP_BYTES, "big")
         wanted, there = [name + suffix for name in names], had[first:length]
         known = map(_hash_of, map(blocks.__getitem__, there))
         if list(known) == wanted:  # mostly: at once
@@ -223,7 +234,7 @@ class VllmEngine:
             if blocks[likely].block_hash == whole:
                 table.append(likely)
             else:
-                cached = self._pool.get_cached_block(name, [number])
+                cached = self._pool.get_cached_block(name, [group_id])
                 table.append(cached[0].block_id if cached else NO_BLOCK)
         return np.array(table, dtype=np.int64)
 

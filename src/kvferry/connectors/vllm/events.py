@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,9 @@ class _Block:
 class VllmEvents:
     """Makes vLLM's events: medium CPU is host memory, STORAGE any tier below it. Owns nothing."""
 
-    def __init__(self, hash_tokens: int) -> None:
+    def __init__(self, group_ids: Sequence[int], hash_tokens: int) -> None:
+        """``group_ids`` are vLLM's numbers of the groups that are stored."""
+        self._group_ids = group_ids
         self._hash_tokens = hash_tokens
         self._events, self._name = vllm_events()
         self.host: str = self._events.MEDIUM_CPU
@@ -36,7 +39,7 @@ class VllmEvents:
             tokens=array("L", request.all_token_ids[start : start + size]),
             lora_id=lora.adapter_id if lora else None,
             lora_name=lora.name if lora else None,
-            group=group,
+            group=self._group_ids[group],
         )
 
     def stored(self, block: _Block, medium: str) -> Any:

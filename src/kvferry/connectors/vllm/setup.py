@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import util
 from typing import Any
 
@@ -14,22 +15,34 @@ from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.ranks import RankPlace
 from kvferry.connectors.vllm.control import VllmTokens, find_waker
 from kvferry.connectors.vllm.events import VllmEvents
+from kvferry.connectors.vllm.kinds import Layers, layers_of, specs_of
 from kvferry.core.identity import Namespace
 from kvferry.rank import Contents
 from kvferry.types import Rank
+
+_CONTEXT_SIZES = ("decode_context_parallel_size", "prefill_context_parallel_size")
+"""How many ranks share a request's tokens: in the first case each has its part of every block."""
+
+_INTERLEAVED = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+"""How many neighbours among the tokens one of these ranks has."""
 
 
 @dataclass(frozen=True)
 class Support:
     """Whether this model can be served, and what its groups are."""
 
-    groups: tuple[reach.Group, ...] = ()
+    layers: Layers = field(default_factory=Layers)
     refusal: str = ""
+
+    @property
+    def groups(self) -> tuple[reach.Group, ...]:
+        return self.layers.groups
 
     @property
     def fails_by_block(self) -> bool:
         """Whether naming the blocks that were not loaded is enough for vLLM to compute them."""
-        return len(self.groups) == 1 and not isinstance(self.groups[0], reach.RecurrentState)
+        is_one = len(self.groups) == 1 and self.layers.goes_alone
+        return is_one and not isinstance(self.groups[0], reach.RecurrentState)
 
 
 def config_of(vllm_config: Any) -> Config:
@@ -45,67 +58,42 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
     it can only be told by block, and finds its way back from that with one group of attention: else
     a failed load would be the end of the engine, so no hit is ever claimed.
     """
-    parallel = vllm_config.parallel_config
-    cache = vllm_config.cache_config
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if not cache.enable_prefix_caching:
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if not vllm_config.cache_config.enable_prefix_caching:
         return Support(refusal="prefix caching is off, and blocks have no names without it")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return Support(refusal=f"{name} is above 1, which kvferry does not know")
-    if not specs:
+    if not num_groups:
         return Support(refusal="the model keeps no KV cache")
-    if len(specs) > 1 and not recomputes_requests:
+    if num_groups > 1 and not recomputes_requests:
         return Support(
-            refusal=f"the model has {len(specs)} groups of layers, and this vLLM cannot recover "
+            refusal=f"the model has {num_groups} groups of layers, and this vLLM cannot recover "
             "from a failed load with more than one"
         )
-    groups = []
-    for number, spec in enumerate(specs):
-        group = _group_of(spec)
-        if group is None:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    for name in _CONTEXT_SIZES:
+        is_told = all(hasattr(spec, "dcp_sharded") for spec in specs)
+        if _size(vllm_config, name) > 1 and not is_told:
             return Support(
-                refusal=f"group {number} has {type(_single(spec)).__name__}, "
-                "which kvferry does not know"
+                refusal=f"{name} is above 1, and this vLLM does not say which layers it divides"
             )
-        groups.append(group)
+    layers = layers_of(kv_cache_config, _size(vllm_config, _CONTEXT_SIZES[0]))
+    if layers.refusal:
+        return Support(refusal=layers.refusal)
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
-    for group in groups:
+    for group in layers.groups:
         if isinstance(group, reach.RecurrentState) and group.block_tokens != hash_tokens:
             return Support(
                 refusal=f"recurrent states are kept every {group.block_tokens} tokens, but vLLM "
                 f"names blocks of {hash_tokens}: a state may be written over after it was named"
             )
-    support = Support(tuple(groups))
+    support = Support(layers)
     if not support.fails_by_block and not recomputes_requests:
         return Support(refusal="this vLLM cannot recover from a failed load of a recurrent state")
     return support
 
 
-def _group_of(spec: Any) -> reach.Group | None:
-    """By exact kind: a kind derived from one we know may well keep other bytes."""
-    one = _single(spec)
-    kind, block_tokens = type(one).__name__, int(spec.block_size)
-    if kind in ("FullAttentionSpec", "MLAAttentionSpec"):
-        return reach.FullAttention(block_tokens)
-    if kind == "SlidingWindowSpec" and not getattr(one, "extra_retained_tokens", 0):
-        return reach.SlidingWindow(block_tokens, window=int(one.sliding_window))
-    if kind == "ChunkedLocalAttentionSpec":
-        return reach.ChunkedLocal(block_tokens, chunk=int(one.attention_chunk_size))
-    # Only where vLLM keeps a state per block, by the block's hash, and writes it once.
-    is_aligned = getattr(one, "mamba_cache_mode", "") == "align"
-    if kind == "MambaSpec" and is_aligned and not getattr(one, "num_speculative_blocks", 0):
-        return reach.RecurrentState(block_tokens)
-    return None
-
-
-def _single(spec: Any) -> Any:
-    """The one kind of a group whose layers differ only in size."""
-    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
-        specs = list(spec.kv_cache_specs.values())
-        if len({type(s) for s in specs}) == 1:
-            return specs[0]
-    return spec
+def _size(vllm_config: Any, name: str) -> int:
+    """A number of ranks, 1 where this vLLM has no such thing."""
+    return int(getattr(vllm_config.parallel_config, name, None) or 1)
 
 
 def preferred_layout() -> str | None:
@@ -141,6 +129,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
     }
     geometry = {
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        **_context_of(vllm_config),
         "groups": [
             {"layers": list(group.layer_names), "kind": repr(group.kv_cache_spec)}
             for group in kv_cache_config.kv_cache_groups
@@ -155,6 +144,13 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
         overrides=_text(overrides),
         block_tokens=hash_tokens,
     )
+
+
+def _context_of(vllm_config: Any) -> dict[str, Any]:
+    """Which rank has which tokens of a block; nothing where each has all of them."""
+    if all(_size(vllm_config, name) == 1 for name in _CONTEXT_SIZES):
+        return {}
+    return {name: _size(vllm_config, name) for name in _CONTEXT_SIZES + _INTERLEAVED}
 
 
 def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
@@ -188,9 +184,9 @@ def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     told = getattr(kv_cache_config, "kv_tp_replicas", None)
     if told is not None:
         return int(told)
-    kinds = {type(_single(g.kv_cache_spec)).__name__ for g in kv_cache_config.kv_cache_groups}
+    specs = [each for g in kv_cache_config.kv_cache_groups for each in specs_of(g.kv_cache_spec)]
     size = int(vllm_config.parallel_config.tensor_parallel_size)
-    return size if kinds == {"MLAAttentionSpec"} else 1
+    return size if {type(each).__name__ for each in specs} == {"MLAAttentionSpec"} else 1
 
 
 def setup_of(
@@ -199,7 +195,7 @@ def setup_of(
     """The scheduler side of one server; ConfigError for a policy that does not exist."""
     for policy in (config.policy, config.tier_policy):
         policy_named(policy)  # refused now, like any other setting, not once ranks are up
-    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    parallel, layers = vllm_config.parallel_config, support.layers
     speculative = vllm_config.speculative_config
     # Layers of such a draft model run behind the model's own, and keep KV as well.
     uses_drafts = speculative is not None and bool(speculative.use_eagle())
@@ -211,12 +207,17 @@ def setup_of(
         config=config,
         groups=support.groups,
         num_ranks=int(parallel.world_size),
-        reported_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 1,
+        reported_tokens=layers.groups[0].block_tokens if layers.groups else 1,
         refusal=support.refusal,
         fails_by_block=support.fails_by_block,
         uses_drafts=uses_drafts,
+        verifies_drafts=speculative is not None,
+        lookahead_tokens=_lookahead(vllm_config) if uses_drafts else 0,
+        replayed_tokens=layers.replayed_tokens,
+        goes_alone=layers.goes_alone,
+        gives_up_blocks=layers.gives_up_blocks,
         engine_here=int(parallel.data_parallel_rank_local or 0),
-        event_forms=VllmEvents if has_listeners else None,
+        event_forms=partial(VllmEvents, layers.group_ids) if has_listeners else None,
         keys_of_tokens=lambda hash_tokens: VllmTokens(
             replace(namespace, block_tokens=hash_tokens), algorithm
         ),
@@ -226,9 +227,17 @@ def setup_of(
     return replace(setup, overlap_refusal=_overlap_refusal(setup, parallel))
 
 
+def _lookahead(vllm_config: Any) -> int:
+    """Tokens behind a block that its KV of draft layers was computed with."""
+    told = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if told is None:  # an older vLLM: no module of a chain looks further than all of them
+        told = vllm_config.speculative_config.num_speculative_tokens
+    return max(1, int(told or 1))
+
+
 def _overlap_refusal(setup: SessionSetup, parallel: Any) -> str:
     """Why no request of this server may run before its load has landed; empty where it may."""
-    if len(setup.groups) != 1 or not setup.is_full:
+    if len(setup.groups) != 1 or not setup.is_full or not setup.goes_alone:
         return "only one group of full attention can be waited for layer by layer"
     if setup.uses_drafts:
         return "the layers of a draft model run after the model's own"

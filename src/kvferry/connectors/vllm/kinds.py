@@ -1,0 +1,184 @@
+"""What vLLM's layers keep: its specs' properties as kinds of reach, or why they are not understood.
+
+A vLLM whose specs say ``prefix_cacheable`` says all that matters by properties, and a kind that is
+new is served if every property it brings is known, or is off (has its default). An older vLLM says
+less: there only kinds known by name are served, for a kind derived from one may keep other bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from kvferry.cache import reach
+
+_FORMAT = """
+    alignment block_size block_stride_alignment blocks_per_request bounded_replay cache_dtype_str
+    cache_role dcp_sharded dtype dtypes head_size head_size_v is_draft is_index_group_leader
+    kv_quant_mode mamba_type max_tp_shards model_version non_causal_multi_token_decode
+    num_head_slots num_heads num_kv_heads page_size page_size_padded prefill_checkpoint_alignment
+    num_prefill_checkpoint_blocks num_speculative_blocks shapes state_content_bytes
+    topk_buffer_width tp_replicated
+"""
+"""Fields that decide a block's bytes, which are opaque, and not which blocks a request reads."""
+
+_REACH = """
+    attention_chunk_size extra_retained_tokens mamba_cache_mode non_causal rswa_window sink_len
+    sliding_window tokens_per_state
+"""
+"""Fields that decide which blocks a request reads. All of them are looked at here."""
+
+_UNDERSTOOD = frozenset((_FORMAT + _REACH).split())
+
+_KNOWN_BEFORE = {
+    "ChunkedLocalAttentionSpec",
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "SlidingWindowSpec",
+}
+
+
+class _NotServedError(Exception):
+    """Why a group of layers is not understood; its text follows the group's name."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model's groups of layers that are stored and loaded, and what the others ask of a hit.
+
+    ``group_ids`` are vLLM's numbers of ``groups``. A hit of no more than ``replayed_tokens`` is of
+    no use: they are computed again. ``goes_alone`` says that the last token of a hit can be
+    computed again by itself; ``gives_up_blocks`` that a request loses blocks while it runs, also
+    where every layer reads all keys. ``refusal`` names the group that is not understood, and why.
+    """
+
+    groups: tuple[reach.Group, ...] = ()
+    group_ids: tuple[int, ...] = ()
+    replayed_tokens: int = 0
+    goes_alone: bool = True
+    gives_up_blocks: bool = False
+    refusal: str = ""
+
+
+def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
+    """What ``kv_cache_config`` asks of kvferry, with KV spread over ``dcp_size`` ranks."""
+    groups: list[reach.Group] = []
+    ids: list[int] = []
+    specs: list[Any] = []
+    step = 1
+    replayed, has_scratch = 0, False
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        try:
+            kinds = [_kind_of(each, dcp_size) for each in specs_of(spec)]
+            _require(len(set(kinds)) == 1, "has layers that keep different tokens")
+            if getattr(group, "host_resident", False):
+                raise _NotServedError("keeps its KV in host memory that vLLM manages itself")
+        except _NotServedError as error:
+            return Layers(refusal=f"{_name(number, group)} {error}")
+        step = math.lcm(step, _block_tokens(spec, dcp_size))
+        kind = kinds[0]
+        if kind is None or not getattr(group, "enable_kv_transfer", True):
+            has_scratch = True
+            replayed = max(replayed, int(getattr(spec, "prefix_replay_tokens", 0)))
+            continue
+        groups.append(kind)
+        ids.append(number)
+        specs += specs_of(spec)
+    if not groups:
+        return Layers(refusal="the model keeps no KV cache that outlives its request")
+    compressed = {int(spec.tokens_per_state) for spec in specs if _tokens_per_state(spec) > 1}
+    if has_scratch or compressed:
+        step = int(getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or step)
+        # What is still open at the end of a hit is not there: so nothing may be.
+        groups[0] = replace(groups[0], stops=math.lcm(step, *compressed))
+    return Layers(
+        tuple(groups),
+        tuple(ids),
+        replayed_tokens=replayed,
+        goes_alone=not (has_scratch or compressed),
+        gives_up_blocks=any(getattr(spec, "rswa_window", None) for spec in specs),
+    )
+
+
+def _name(number: int, group: Any) -> str:
+    """A group's number, kind and first layer, for the log."""
+    kind = type(specs_of(group.kv_cache_spec)[0]).__name__
+    names = list(getattr(group, "layer_names", ()))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"group {number} ({kind}{f', {names[0]}{more}' if names else ''})"
+
+
+def specs_of(spec: Any) -> Sequence[Any]:
+    """The specs of a group's layers, which may differ in size."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
+def _block_tokens(spec: Any, dcp_size: int) -> int:
+    return int(spec.block_size) * (dcp_size if getattr(spec, "dcp_sharded", False) else 1)
+
+
+def _tokens_per_state(spec: Any) -> Any:
+    return getattr(spec, "tokens_per_state", 1)
+
+
+def _kind_of(spec: Any, dcp_size: int) -> reach.Group | None:
+    """How far one layer reads; None where its blocks are of no use to another request."""
+    kind = type(spec).__name__
+    if not hasattr(spec, "prefix_cacheable"):
+        _require(kind in _KNOWN_BEFORE, "is of a kind that kvferry does not know in this vLLM")
+        _require(not getattr(spec, "extra_retained_tokens", 0), "keeps more than its window")
+        _require(
+            not getattr(spec, "num_speculative_blocks", 0),
+            "keeps states of drafts that this vLLM may refuse later",
+        )
+    elif unknown := [field for field in _fields_in_use(spec) if field not in _UNDERSTOOD]:
+        raise _NotServedError(f"has {', '.join(unknown)}, which kvferry does not know")
+    elif not spec.prefix_cacheable:
+        return None
+    return _reach_of(spec, _block_tokens(spec, dcp_size))
+
+
+def _reach_of(spec: Any, block_tokens: int) -> reach.Group:
+    _require(not getattr(spec, "non_causal", False), "attends to tokens that come later")
+    mode = getattr(spec, "mamba_cache_mode", None)
+    if mode is not None:
+        # Only so vLLM keeps a state per block, by the block's hash, and writes it once.
+        _require(mode == "align", f"keeps no state per block (mamba_cache_mode is {mode})")
+        return reach.RecurrentState(block_tokens)
+    window = getattr(spec, "sliding_window", None)
+    chunk = getattr(spec, "attention_chunk_size", None)
+    if _keeps_all_tokens(spec):
+        return reach.FullAttention(block_tokens)
+    if window is not None:
+        # The retained tokens are read again where several draft layers look ahead.
+        retained = int(getattr(spec, "extra_retained_tokens", 0))
+        return reach.SlidingWindow(block_tokens, window=int(window) + retained)
+    if chunk is not None:
+        return reach.ChunkedLocal(block_tokens, chunk=int(chunk))
+    raise _NotServedError("does not say which tokens its layers read")
+
+
+def _keeps_all_tokens(spec: Any) -> bool:
+    """Whether vLLM keeps every block; what a layer of such a spec skips it merely does not read."""
+    names = {kind.__name__ for kind in type(spec).__mro__}
+    return bool(names & {"FullAttentionSpec", "MLAAttentionSpec"})
+
+
+def _fields_in_use(spec: Any) -> list[str]:
+    """The fields that have another value than their default."""
+    if not is_dataclass(spec):
+        return sorted(vars(spec))
+    return [
+        field.name
+        for field in fields(spec)
+        if field.default is MISSING or getattr(spec, field.name) != field.default
+    ]
+
+
+def _require(is_met: bool, reason: str) -> None:
+    if not is_met:
+        raise _NotServedError(reason)
