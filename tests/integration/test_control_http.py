@@ -295,12 +295,12 @@ def test_the_command_line(polled, tmp_path):
         return CliRunner().invoke(cli, ["control", *words, "--url", polled.url], env=env)
 
     named = ("--tokens", str(tokens), "--token-file", str(file))
-    assert "Of 64 tokens 64 are in host memory" in run("lookup", *named).output
+    assert "Tokens: 64, 64 of them in host memory" in run("lookup", *named).output
     assert "4 blocks pinned." in run("pin", *named, "--seconds", "1h").output
     assert json.loads(run("lookup", *named, "--json").output)["held_blocks"] == 4
     assert "4 blocks unpinned." in run("unpin", *named).output
     assert run("hint", *named, "--hints", '{"ended": true}').exit_code == 0
-    assert "No block of it is pinned." in run("prefetch", *named).output
+    assert "Pinned now: 0 blocks" in run("prefetch", *named).output
     env = {"KVFERRY_CONTROL_TOKEN": TOKEN}
     key = polled.ferry.keys(TOKENS)[0].hex()
     assert run("lookup", "--key", key, env=env).exit_code == 0
@@ -344,7 +344,7 @@ def test_what_is_held_and_whose_is_shown():
         assert [(tenant.name, tenant.slots) for tenant in view.tenants] == [("none", {"host": 4})]
         with StringIO() as out:
             Console(file=out, width=100).print(Screen(view))
-            assert "Pinned: 4 on host" in out.getvalue()
+            assert "Pinned: 4 blocks (host)" in out.getvalue()
             assert "Tenant none: 4 slots" in out.getvalue()
         told = read_as(
             Explained,

@@ -190,6 +190,7 @@ ODD = [
     '{"requests": [null, 5, "x", []]}',
     '{"requests": [{}]}',
     '{"requests": [{"request_id": null, "reason": 5, "asked_tokens": "x", "host_tokens": {}}]}',
+    '{"requests": [{"request_id": "a", "tier_hit_tokens": {"host": "x"}}]}',
     '{"requests": [{"request_id": "a", "asked_tokens": NaN}]}',
     '{"requests": [{"request_id": "a", "asked_tokens": 1e999}]}',
     '{"requests": [{"request_id": "a", "asked_tokens": ' + "9" * 5000 + "}]}",
@@ -288,4 +289,4 @@ def test_a_page_before_a_broken_endpoint_says_so(hostile):
 )
 def test_addresses_that_are_none(url):
     for arguments in (("top", url, "--once"), ("explain", "--url", url)):
-        refuses(run(*arguments), "is no address")
+        refuses(run(*arguments), "is not an address")

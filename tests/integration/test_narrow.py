@@ -79,6 +79,7 @@ def test_the_live_page(folder, tmp_path):
             "reason": "nothing_missed",
             "asked_tokens": 1_234_567,
             "host_tokens": 1_234_567,
+            "tier_hit_tokens": {"host": 1_234_567},
         }
         for n in range(3)
     ]

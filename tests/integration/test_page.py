@@ -101,11 +101,11 @@ def test_tiers_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_pat
     endpoint.tiers_away = {"disk": f"rank 1: full {EVIL}"}
     dom = browse(server.url, tmp_path)
     text = re.sub(r"<[^>]+>", " ", dom)
-    assert "away: rank 1: full &lt;img" in text
+    assert "unavailable: rank 1: full &lt;img" in text
     assert "6,000 of 10,000 slots" in text
-    assert "asked for 4,000 blocks, 999 found" in text
-    assert "3 blocks not durable yet (the oldest for 0.4 s)" in text
-    assert "failed blocks: 2 damaged" in text
+    assert "999 of 4,000 requested blocks found" in text
+    assert "3 blocks not durable yet (oldest 0.4 s)" in text
+    assert "2 blocks failed (damaged)" in text
     assert "<img" not in dom
 
 

@@ -100,11 +100,11 @@ def served():
 def test_explain_tells_a_hit_a_miss_and_the_latest(served):
     url, hit, miss = served
     told = invoke("explain", hit, "--url", url).output
-    assert "Asked for 64 tokens: 0 were on the device, 64 in host memory" in told
+    assert "Tokens: 64 = 0 on the device, 64 in host memory, 0 not found" in told
     assert "host → device" in told
     assert "cpu" in told
     told = invoke("explain", miss, "--url", url).output
-    assert "First missing: token 0." in told
+    assert "First missing token: 0." in told
     assert "never_stored" in told
     assert "Nothing was copied" in told
     listed = invoke("explain", "--url", url).output

@@ -39,5 +39,5 @@ def test_it_is_told(is_decided: bool) -> None:
     told = read_as(Explained, read_json(json.dumps(served).encode()))
     out = io.StringIO()
     put_explained(told, Console(file=out, width=200))
-    words = "Load and forward pass: alone: 12.0 ms to load."
+    words = "Overlap with the forward pass: alone: 12.0 ms to load"
     assert (words in out.getvalue()) == is_decided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
@@ -12,6 +13,7 @@ from kvferry.errors import UnreachableError
 from kvferry.telemetry.catalog import IDLE, IDLE_INFO, INFO, Snapshot, exposition, installed_version
 from kvferry.telemetry.http import HttpServer
 from kvferry.tiers.disk.protocol import DiskFigures
+from kvferry.tools.top import scrape
 from kvferry.tools.top.scrape import explain, parse, read
 from kvferry.tools.top.view import Watch
 
@@ -52,7 +54,7 @@ def test_rates_are_between_two_looks():
     host, disk = view.tiers
     assert (host.cached, host.leased, host.total, host.slot_bytes) == (600, 100, 1000, 1_000_000)
     assert (disk.total, disk.slot_bytes) == (10000, None)
-    assert view.troubles["failed"] == 1
+    assert view.problems["failed copies"] == 1
     assert (view.in_flight, view.queued, view.leases) == (3, 4, 7)
 
 
@@ -85,7 +87,6 @@ def test_drives_say_what_they_do_what_fails_and_what_is_not_durable(endpoint):
     tier = {tier.name: tier for tier in watch.look().tiers}["disk"]
     assert tier.restored == 120
     assert tier.drives is not None
-    assert (tier.drives.read_bytes, tier.drives.written_bytes) == (9000, 5000)
     assert tier.drives.read_rate > 0
     assert tier.drives.write_rate == 0
     assert tier.drives.failed == {"damaged": 2}
@@ -93,7 +94,7 @@ def test_drives_say_what_they_do_what_fails_and_what_is_not_durable(endpoint):
     endpoint.show_as_vllm(Snapshot(counted, "1", disks={"disk": disk}))  # two engines
     told = {tier.name: tier for tier in Watch(endpoint.url).look().tiers}["disk"].drives
     assert told is not None
-    assert (told.read_bytes, told.durable_lag) == (2000, 0.25), "ages are not added up"
+    assert (told.pending, told.durable_lag) == (6, 0.25), "ages are not added up"
 
 
 def test_all_that_an_idle_connector_tells_is_enough_for_a_view(endpoint):
@@ -147,7 +148,35 @@ def test_of_vllms_engines_sizes_and_rates_are_not_added_up(endpoint):
 def test_an_endpoint_that_explains_nothing_says_where_to_ask(request_id):
     server = HttpServer(lambda path: None)  # as vLLM's: no such page
     try:
-        with pytest.raises(UnreachableError, match="set metrics_port among the connector"):
+        with pytest.raises(UnreachableError, match="only kvferry's own endpoint explains"):
             explain(server.url, request_id)
     finally:
         server.close()
+
+
+def test_a_vllm_before_its_first_request_is_loaded(endpoint):
+    """Seen red: a healthy server "has no kvferry metrics" until it had a request."""
+    endpoint.text = "# HELP vllm:kvferry_lookups_total Requests looked up.\n"
+    endpoint.requests = None
+    view = Watch(endpoint.url).look()
+    assert (view.queries, view.hit_rate, view.idle) == (0, None, "")
+
+
+def test_hits_are_told_apart_by_the_tier_that_had_them(endpoint):
+    counted = replace(
+        stats(queries=10), tier_hit_tokens={"device": 2000, "host": 1500, "disk": 6000}
+    )
+    endpoint.show(Snapshot(counted, "1"))
+    view = Watch(endpoint.url).look()
+    assert view.tokens == {"device": 2000, "host": 1500, "disk": 6000, "computed": 2500}
+    assert view.hit_rate == pytest.approx(9500 / 12_000)
+
+
+def test_the_usual_addresses_are_tried_and_what_answers_is_named(endpoint, monkeypatch):
+    port = urlsplit(endpoint.url).port
+    monkeypatch.setattr(scrape, "OWN_PORTS", range(port, port + 1))
+    monkeypatch.setattr(scrape, "VLLM_PORT", port)
+    assert scrape.find_endpoints() == [f"http://127.0.0.1:{port}"]
+    endpoint.text = "vllm:num_requests_running 3\n"
+    with pytest.raises(UnreachableError, match=rf"no kvferry found .*{port}/metrics answers, but"):
+        scrape.find_endpoints()

@@ -156,7 +156,7 @@ def format_size(size: int) -> str:
 def rounded_size(size: int) -> str:
     """A size for people to read, in the largest unit it has one of: 63.9GiB."""
     for unit, factor in _BINARY_UNITS:
-        if size >= factor:
+        if size >= factor * (1 - 0.05 / 1024):  # 1GiB, not 1024MiB
             return f"{size / factor:.1f}".removesuffix(".0") + unit
     return f"{size}B"
 

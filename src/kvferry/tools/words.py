@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARS = "▁▂▃▄▅▆▇█"
 _IDLE = {
-    "refused": "this model or these settings are not served; vLLM's log has the reason",
-    "failed": "something went wrong in kvferry and vLLM goes on without; its log has the error",
+    "refused": "kvferry cannot serve this model or these settings; vLLM's log has the reason",
+    "failed": "an internal error; vLLM continues without kvferry, and its log has the error",
 }
+_TIERS = {"device": "on the device", "host": "in host memory"}
 
 
 def clip(text: object, most: int = 200) -> str:
@@ -27,7 +30,7 @@ def counted(count: int, word: str) -> str:
 
 def show_bytes(num_bytes: float) -> str:
     for factor, unit in _SIZES:
-        if num_bytes >= factor:
+        if num_bytes >= factor * 0.99995:  # not 1000.0 of the next unit
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes:.0f} B"
 
@@ -54,3 +57,8 @@ def sparkline(values: list[float], width: int) -> str:
 def why_idle(reason: str) -> str:
     """Why nothing is served."""
     return _IDLE.get(reason, reason)
+
+
+def tier_words(tokens: Mapping[str, int]) -> str:
+    """Tokens by tier: "0 on the device, 240 in host memory, 1,472 on disk"."""
+    return ", ".join(f"{n:,} {_TIERS.get(name, f'on {name}')}" for name, n in tokens.items())

@@ -107,7 +107,7 @@ def check_a_clients_id(server: Server, ours: str, prompt: list[int]) -> None:
     )
     assert told.returncode == 0, told.stderr
     assert f"Request {asked}-" in told.stdout
-    assert "tokens: " in told.stdout
+    assert "Tokens: " in told.stdout
     refused = subprocess.run(
         [sys.executable, "-m", "kvferry", "explain", "--url", f"127.0.0.1:{server.port}"],
         capture_output=True,

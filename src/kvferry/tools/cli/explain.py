@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +15,40 @@ from rich.text import Text
 
 from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableError
 from kvferry.settings.kinds import read_secret
-from kvferry.tools.cli.output import as_json_option, grid, put_table, unbroken, url_option
+from kvferry.tools.cli.output import Rows, as_json_option, found, unbroken, url_option
 from kvferry.tools.top import scrape
 from kvferry.tools.top.scrape import (
     AnswerExplanation,
+    Copied,
     Explained,
     Recent,
-    base_url,
     post,
     read_as,
     read_json,
 )
-from kvferry.tools.words import clean, clip, counted, show_bytes, show_seconds
+from kvferry.tools.words import clean, clip, counted, show_bytes, show_seconds, tier_words
 
 _MOST_NAME = 500
 
 REASONS = {
-    "nothing_missed": "All tokens were on the device or in host memory.",
+    "nothing_missed": "All tokens were found.",
     "evicted": "It was stored and evicted later. More host memory would have kept it longer.",
-    "never_stored": "No request stored it before, or it found no room.",
-    "below_threshold": "Too few requests asked for it to be stored (store_threshold).",
-    "in_flight": "Its transfer to host memory had not ended.",
+    "never_stored": "It was never stored: no request had it before, or there was no room.",
+    "below_threshold": "Too few requests asked for it (store_threshold).",
+    "in_flight": "It was still being stored.",
     "other_namespace": "It was stored before a reset or a change of weights.",
     "not_promoted": "It was on a lower tier and was not promoted in time.",
-    "tier_unavailable": "It was on a tier that could not be used at that time.",
+    "tier_unavailable": "It was on a tier that was unavailable.",
     "load_slower": "It was stored, but computing it was expected to be faster than loading it.",
     "hint": "A hint of the request forbade loads.",
 }
 VERDICTS = {
-    "load_always": "load: load_policy says always",
-    "compute_always": "compute: load_policy says never",
-    "load_unmeasured": "load: there is no measurement yet",
-    "load_to_measure": "load: the last measurement of the link is too old",
-    "load_faster": "load: expected to be faster",
-    "compute_faster": "compute: expected to be faster",
+    "load_always": "load (load_policy is always)",
+    "compute_always": "compute (load_policy is never)",
+    "load_unmeasured": "load (not measured yet)",
+    "load_to_measure": "load (to renew an old measurement of the link)",
+    "load_faster": "load (expected to be faster)",
+    "compute_faster": "compute (expected to be faster)",
 }
 
 
@@ -55,14 +56,15 @@ VERDICTS = {
 @click.argument("request_id", metavar="[REQUEST]", required=False)
 @url_option
 @as_json_option
-def explain(request_id: str | None, url: str, as_json: bool) -> None:
-    """Say why a request hit or missed, and the path of each of its copies.
+def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
+    """Say why a request hit or missed, and show its copies.
 
     REQUEST is the engine's name for it, the id in the server's answer, or its X-Request-Id. Without
     REQUEST it lists the latest requests. An engine remembers about a thousand.
 
     The exit code is 1 if there is no answer, or the request is not remembered.
     """
+    url = found(url, explains=True)
     try:
         answer = scrape.explain(url, request_id)
         if as_json:
@@ -78,18 +80,25 @@ def explain(request_id: str | None, url: str, as_json: bool) -> None:
 
 
 def put_recent(recent: Recent, console: Console) -> None:
-    """Print the latest requests."""
+    """Print the latest requests, with a column for each tier that had some of their tokens."""
     if not recent.requests:
         console.print("There is no request yet.")
         return
-    table = grid("Request", "Asked", "From host", "First miss", left=["First miss"])
-    lines = []
+    tiers = dict.fromkeys(tier for row in recent.requests for tier in row.tier_hit_tokens)
+    rows = []
     for row in recent.requests:
-        name, reason = clip(row.request_id, _MOST_NAME), clip(row.reason or "–").replace("_", " ")
-        asked, found = _count(row.asked_tokens), _count(row.host_tokens)
-        table.add_row(Text(name), asked, found, Text(reason))
-        lines.append((name, f"{asked} asked, {found} from host; first miss: {reason}"))
-    put_table(table, lines, console)
+        reason = "none" if row.reason == "nothing_missed" else clip(row.reason or "–")
+        found = row.tier_hit_tokens or {"host": row.host_tokens or 0}
+        rows.append(
+            [
+                clip(row.request_id, _MOST_NAME),
+                "–" if row.asked_tokens is None else f"{row.asked_tokens:,}",
+                *(f"{found.get(tier, 0):,}" for tier in tiers),
+                reason.replace("_", " "),
+            ]
+        )
+    heads = ("Request", "Tokens", *(clip(tier, 40).capitalize() for tier in tiers), "Miss reason")
+    console.print(Rows(heads, rows, left=["Miss reason"]))
 
 
 def put_explained(explained: Explained, console: Console) -> None:
@@ -100,65 +109,62 @@ def put_explained(explained: Explained, console: Console) -> None:
 
     put(f"Request {explained.request_id}", "bold")
     if explained.explanation is None:
-        put("It had no lookup: it only stored, or was prefetched.")
+        put("There was no lookup: the request only stored, or was prefetched.")
     else:
-        _put_explanation(explained.explanation, console)
+        for words, style in _explanation(explained.explanation):
+            put(words, style)
     if explained.hints:
         put(f"Hints: {json.dumps(explained.hints)}")
     for words in explained.refused:
         put(f"Not done: {words}", "yellow")
     if explained.overlap:
-        put(f"Load and forward pass: {explained.overlap}.")
+        put(f"Overlap with the forward pass: {explained.overlap}")
     if explained.others:
-        put(f"Also of that name: {', '.join(explained.others)}", "dim")
+        put(f"Other requests of this name: {', '.join(explained.others)}", "dim")
     if not explained.copies:
         put("Nothing was copied for it yet.")
         return
-    table = grid("Copy", "Blocks", "Bytes", "Time", "Speed", "Path", "", left=["Path", ""])
-    lines = []
-    for copy in explained.copies:
-        route = clip(f"{copy.src} → {copy.dst}", _MOST_NAME)
-        size, seconds = show_bytes(copy.num_bytes), show_seconds(copy.seconds)
-        speed = f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–"
-        path = clip(", ".join(copy.paths) or "–")
-        failed = clip(copy.reason and f"failed: {copy.reason}")
-        cells = (f"{copy.num_blocks}", size, seconds, speed, Text(path), Text(failed))
-        table.add_row(Text(route), *cells)
-        words = (
-            f"{counted(copy.num_blocks, 'block')}, {size} in {seconds}, {speed}, {path} {failed}"
-        )
-        lines.append((route, words.rstrip()))
-    put_table(table, lines, console)
+    heads = ("Copy", "Blocks", "Bytes", "Time", "Speed", "Path")
+    console.print(Rows(heads, [_copy(copy) for copy in explained.copies], left=["Path"]))
     for words in dict.fromkeys(copy.why for copy in explained.copies if copy.why):
         for line in words.splitlines():
             console.print(Text(clean(line), style="dim"))
 
 
-def _put_explanation(why: AnswerExplanation, console: Console) -> None:
-    lower = f", {why.lower_tokens} were on lower tiers" if why.lower_tokens else ""
-    neither = max(0, why.asked_tokens - why.device_tokens - why.host_tokens)
-    console.print(
-        f"Asked for {why.asked_tokens} tokens: {why.device_tokens} were on the device, "
-        f"{why.host_tokens} in host memory, {neither} in neither{lower}."
-    )
-    at = f"First missing: token {why.first_missing}. " if why.first_missing is not None else ""
-    words = f"{REASONS[why.reason]} " if why.reason in REASONS else ""
-    console.print(Text(f"{at}{words}({clip(why.reason)})"))
+def _explanation(why: AnswerExplanation) -> Iterator[tuple[str, str]]:
+    """Lines and their styles."""
+    computed = max(0, why.asked_tokens - sum(why.by_tier.values()))
+    yield f"Tokens: {why.asked_tokens:,} = {tier_words(why.by_tier)}, {computed:,} not found", ""
+    if why.lower_tokens:
+        yield f"Not promoted: {why.lower_tokens:,} tokens on lower tiers", ""
+    reason = REASONS.get(why.reason, "")
+    if why.first_missing is not None:
+        yield f"First missing token: {why.first_missing:,}. {reason} ({why.reason})", ""
+    else:
+        yield f"{reason} ({why.reason})", ""
     if why.asked_blocks:
-        console.print(f"Tiers were asked for {counted(why.asked_blocks, 'block')}.")
+        yield f"Lower tiers were asked for {counted(why.asked_blocks, 'block')}.", ""
     for tier in why.tiers_away:
-        console.print(Text(f"Away: {clip(tier, _MOST_NAME)}", style="red"))
+        yield f"Unavailable: {tier}", "red"
     decision = why.decision
     if decision.verdict:
-        words = VERDICTS.get(decision.verdict, clip(decision.verdict))
+        words = VERDICTS.get(decision.verdict, decision.verdict)
         if decision.load_seconds is not None and decision.compute_seconds is not None:
             load, compute = map(show_seconds, (decision.load_seconds, decision.compute_seconds))
-            words += f", {load} to load against {compute} to compute"
-        console.print(Text(f"Decision: {words}."))
+            words += f": {load} to load, {compute} to compute"
+        yield f"Decision: {words}", ""
 
 
-def _count(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
+def _copy(copy: Copied) -> list[str]:
+    path = clip(", ".join(copy.paths) or "–")
+    return [
+        clip(f"{copy.src} → {copy.dst}", _MOST_NAME),
+        f"{copy.num_blocks:,}",
+        show_bytes(copy.num_bytes),
+        show_seconds(copy.seconds),
+        f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–",
+        f"{path}, failed: {clip(copy.reason)}" if copy.reason else path,
+    ]
 
 
 TOKEN_ENV = "KVFERRY_CONTROL_TOKEN"
@@ -177,8 +183,12 @@ _DID = {"pin": "pinned", "unpin": "unpinned", "drop": "dropped"}
 @url_option
 @click.option("--token-file", type=click.Path(), help=f"The file of the token, or {TOKEN_ENV}.")
 @as_json_option
-def control(action: str, url: str, token_file: str | None, as_json: bool, **given: Any) -> None:
-    """Change the blocks of a request: lookup, hint, pin, unpin, prefetch or drop.
+def control(
+    action: str, url: str | None, token_file: str | None, as_json: bool, **given: Any
+) -> None:
+    """Look up, pin, unpin, prefetch or drop the blocks of a request, or give it a hint.
+
+    ACTION is lookup, hint, pin, unpin, prefetch or drop.
 
     Name the blocks by --request, --tokens or --key. The server must allow it with its settings
     control and control_token. Its setting pin_share bounds the pins, which end with the server.
@@ -186,12 +196,13 @@ def control(action: str, url: str, token_file: str | None, as_json: bool, **give
     The exit code is 1 if there is no answer or the order is refused.
     """
     try:
-        order = _order(action, given)
-        answer = read_json(post(f"{base_url(url)}/control/{action}", order, _token(token_file)))
+        order, token = _order(action, given), _token(token_file)
+        url = found(url, explains=True)
+        answer = read_json(post(f"{url}/control/{action}", order, token))
     except KvferryError as error:
         if getattr(error, "code", None) != 501:
             raise
-        advice = "It takes no orders: start its server with control and control_token set"
+        advice = "Its server serves no control. Start it with control and control_token set"
         raise UnreachableError(f"{error}. {advice}") from error
     except ValueError as error:
         raise UnreachableError(f"{url} did not answer as expected: {clip(error)}") from error
@@ -238,9 +249,7 @@ def _read_tokens(name: str) -> list[int]:
 def _token(file: str | None) -> str:
     given = f"file:{file}" if file else os.environ.get(TOKEN_ENV, "")
     if not given:
-        raise ConfigError(
-            f"an order needs the server's token: give --token-file or set {TOKEN_ENV}"
-        )
+        raise ConfigError(f"the server asks for its token: give --token-file or set {TOKEN_ENV}")
     return read_secret("control_token", given)
 
 
@@ -253,20 +262,18 @@ def _put_answer(action: str, answer: dict[str, Any]) -> None:
 
     names, refused = answer.get("request_ids"), answer.get("refused")
     if isinstance(names, list) and len(names) > 1:
-        console.print(f"This answer took {len(names)} requests. The order is for all of them.")
+        console.print(f"This answer has {len(names)} requests. The action is for all of them.")
     console.print(
-        f"Of {count('tokens')} tokens {count('host_tokens')} are in host memory, "
-        f"{count('lower_tokens')} more are on lower tiers."
+        f"Tokens: {count('tokens'):,}, {count('host_tokens'):,} of them in host memory, "
+        f"{count('lower_tokens'):,} only on lower tiers"
     )
     if count("unknown_blocks"):
         unknown = counted(count("unknown_blocks"), "block")
-        console.print(f"It is unknown whether lower tiers have {unknown}.")
+        console.print(f"Lower tiers have not answered about {unknown}.")
     if action in _DID:
         console.print(f"{counted(count('blocks'), 'block')} {_DID[action]}.")
     if answer.get("is_under_way"):
         console.print("The rest is being promoted.")
-    held = count("held_blocks")
-    pinned = f"{counted(held, 'block')} of it pinned, on all tiers together."
-    console.print(pinned if held else "No block of it is pinned.")
+    console.print(f"Pinned now: {counted(count('held_blocks'), 'block')} on all tiers")
     for words in refused if isinstance(refused, list) else ():
         console.print(f"Not done: {clip(words)}", markup=False)

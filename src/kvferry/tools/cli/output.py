@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.tools.top.scrape import DEFAULT_URL
+from kvferry.errors import UnreachableError
+from kvferry.tools.top.scrape import VLLM_PORT, base_url, find_endpoints
 
 STDOUT = Path("-")
 _PIPE_WIDTH = 1000
+_LEAST_DRAWN = 6
+"""A narrower drawing shows nothing."""
+_WIDE = 150
+"""From this width on, drawings are twice as wide."""
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 url_option = click.option(
-    "--url", default=DEFAULT_URL, show_default=True, help="The engine's kvferry endpoint."
+    "--url", help="kvferry's endpoint.", show_default="the usual addresses on this machine"
 )
+
+
+def found(url: str | None, *, explains: bool = False) -> str:
+    """The given address, or the first of the usual ones that has kvferry.
+
+    Further ones are named on standard error. With ``explains`` vLLM's own does not count.
+    """
+    if url is not None:
+        return base_url(url)
+    urls = find_endpoints()
+    if explains:
+        vllms = urls[-1]
+        urls = [each for each in urls if not each.endswith(f":{VLLM_PORT}")]
+        if not urls:
+            raise UnreachableError(
+                f"{vllms} has kvferry's metrics but does not explain requests. kvferry's own "
+                "endpoint does: vLLM's log has its address, unless metrics_port is none"
+            )
+    if len(urls) > 1:
+        click.echo(f"Found {', '.join(urls)}. Using {urls[0]}.", err=True)
+    return urls[0]
 
 
 def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
@@ -78,23 +104,6 @@ def show(line: str) -> None:
         click.echo(line, err=True)
 
 
-@dataclass(frozen=True)
-class TerminalRoom:
-    """The columns of a terminal."""
-
-    console: Console
-    options: ConsoleOptions
-
-    @property
-    def width(self) -> int:
-        return self.options.max_width
-
-    def beside(self, table: Table) -> int:
-        """Columns that a table leaves free. Below zero the table does not fit."""
-        endless = self.options.update(width=10_000)
-        return self.width - Measurement.get(self.console, endless, table).maximum
-
-
 def unbroken() -> Console:
     """A console that breaks lines between words in a terminal, and never in a file or a pipe."""
     console = Console(highlight=False)
@@ -116,11 +125,47 @@ def grid(
     return table
 
 
-def put_table(table: Table, lines: Iterable[tuple[str, str]], console: Console) -> None:
-    """Print the table, or the same figures in lines if the table is too wide."""
-    if TerminalRoom(console, console.options).beside(table) >= 0:
-        console.print(table)
-        return
-    for name, words in lines:
-        console.print(Text(name))
-        console.print(Padding(Text(words), (0, 0, 0, 2)))
+Cell = str | Text | Callable[[int], Text]
+"""A text, or a function that draws so many columns."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table where it fits, else each row as lines. A number is never cut.
+
+    ``heads`` name the columns. The first cell of a row is its name. At most one cell of a row is
+    drawn, as wide as the room allows and at most ``most`` columns.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    left: Sequence[str] = ()
+    style: str = "bold"
+    most: int = 30
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        width = options.max_width
+        endless = options.update(width=10_000)
+        room = width - Measurement.get(console, endless, self._table(0)).maximum
+        has_drawing = any(callable(cell) for row in self.rows for cell in row)
+        if room >= (_LEAST_DRAWN if has_drawing else 0):
+            yield self._table(min(room, 2 * self.most if width >= _WIDE else self.most))
+            return
+        for row in self.rows:
+            yield Text.assemble(row[0], style=self.style)  # type: ignore[arg-type]
+            drawn = [cell(min(self.most, width - 2)) for cell in row if callable(cell)]
+            words = Text(", ").join(
+                Text.assemble(f"{head.lower()} " * bool(head), cell)
+                for head, cell in zip(self.heads[1:], row[1:], strict=True)
+                if not callable(cell) and cell not in ("", "–")
+            )
+            yield Padding(Group(*drawn, words), (0, 0, 0, 2))
+
+    def _table(self, width: int) -> Table:
+        table = grid(*self.heads, left=("", *self.left), style=self.style)
+        for row in self.rows:
+            cells = (cell(width) if callable(cell) else cell for cell in row)
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+        return table

@@ -12,13 +12,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from http import HTTPStatus
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 from kvferry.errors import InputError, UnreachableError
 from kvferry.telemetry import DEFAULT_PORT
@@ -35,10 +36,46 @@ from kvferry.tools.words import clip
 
 T = TypeVar("T")
 
-MOST_BYTES = 4 << 20
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+OWN_PORTS = range(DEFAULT_PORT, DEFAULT_PORT + 8)
+"""Ports of kvferry's own endpoint: the next one is used if one is taken."""
+VLLM_PORT = 8000
+
+DEADLINE_SECONDS = 5.0
+FIND_SECONDS = 2.0
+POST_SECONDS = 15.0
+"""An order waits for the engine's next step. The endpoint answers before this time is over."""
+
+MOST_BYTES = 32 << 20
 MOST_ROWS = 1024
+MOST_LINES = 100_000
+MOST_LINE = 16 << 10
+MOST_SERIES = 4096
 _MOST_TEXT = 4000
+_MOST_WORDS = 500
 _LARGEST = 1 << 63
+
+_ADDRESS = re.compile(r"[!-~]+")
+_SAMPLE = re.compile(
+    r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:\{(.*)\})?"
+    r"[ \t]*(?<=[\s}])([^\s{}]+)(?:[ \t]+-?[0-9]+)?[ \t]*"
+)
+_LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)')
+_ESCAPE = re.compile(r"\\(.)")
+_ESCAPED = {"n": "\n", '"': '"', "\\": "\\"}
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+_NEVER_SUMMED = frozenset(
+    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
+)
+_LABELS = {
+    name: tuple(label.name for label in metric.labels)
+    for metric in catalog()
+    for name in metric.series
+}
+
+Fetch = Callable[[str], bytes]
+Labels = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +89,7 @@ class AnswerDecision:
 
 @dataclass(frozen=True)
 class AnswerExplanation:
-    """The hits of a request and its first miss."""
+    """The hits of a request by tier, and its first miss."""
 
     asked_tokens: int
     device_tokens: int
@@ -63,6 +100,12 @@ class AnswerExplanation:
     decision: AnswerDecision = AnswerDecision()
     asked_blocks: int = 0
     tiers_away: tuple[str, ...] = ()
+    tier_hit_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Tokens found, by tier from the fastest to the slowest."""
+        return self.tier_hit_tokens or {"device": self.device_tokens, "host": self.host_tokens}
 
 
 @dataclass(frozen=True)
@@ -100,6 +143,7 @@ class RecentRequest:
     reason: str | None = None
     asked_tokens: int | None = None
     host_tokens: int | None = None
+    tier_hit_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,8 +156,6 @@ class Recent:
 
 def read_json(body: bytes) -> dict[str, Any]:
     """Parse a JSON object whose numbers are finite. Raises ValueError for anything else."""
-    if len(body) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
     try:
         answer = json.loads(body, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
@@ -178,41 +220,6 @@ def _member(kind: Any, value: Any, where: str) -> Any:
     raise ValueError(f"{where} has a wrong type or value")
 
 
-DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
-DEADLINE_SECONDS = 5.0
-POST_SECONDS = 15.0
-"""An order waits for the engine's next step. The endpoint answers before this time is over."""
-
-MOST_BYTES = 32 << 20
-MOST_LINES = 100_000
-MOST_LINE = 16 << 10
-MOST_SERIES = 4096
-LARGEST = float(1 << 63)
-_MOST_WORDS = 500
-
-_ADDRESS = re.compile(r"[!-~]+")
-_SAMPLE = re.compile(
-    r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:\{(.*)\})?"
-    r"[ \t]*(?<=[\s}])([^\s{}]+)(?:[ \t]+-?[0-9]+)?[ \t]*"
-)
-_LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)')
-_ESCAPE = re.compile(r"\\(.)")
-_ESCAPED = {"n": "\n", '"': '"', "\\": "\\"}
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-
-_NEVER_SUMMED = frozenset(
-    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
-)
-_LABELS = {
-    name: tuple(label.name for label in metric.labels)
-    for metric in catalog()
-    for name in metric.series
-}
-
-Fetch = Callable[[str], bytes]
-Labels = tuple[str, ...]
-
-
 class AnswerError(UnreachableError):
     """The endpoint refused. ``is_ours`` says that the endpoint is one of kvferry's."""
 
@@ -238,17 +245,17 @@ def base_url(url: str) -> str:
     except ValueError:  # brackets without an end, or a port that is no number
         known = False
     if not known or not _ADDRESS.fullmatch(full):
-        raise InputError(f"{clip(url)!r} is no address; write it as {DEFAULT_URL}")
+        raise InputError(f"{clip(url)!r} is not an address; write it as {DEFAULT_URL}")
     return full.rstrip("/").removesuffix("/metrics")
 
 
-def fetch(url: str) -> bytes:
+def fetch(url: str, seconds: float | None = None) -> bytes:
     """The body behind an http address. Uses no proxy and follows no redirect.
 
     Raises:
         UnreachableError: There is no answer, or a refusal. The message has a remedy.
     """
-    return _exchange(url, "GET", DEADLINE_SECONDS)
+    return _exchange(url, "GET", seconds or DEADLINE_SECONDS)
 
 
 def post(url: str, data: object, token: str) -> bytes:
@@ -267,7 +274,7 @@ def _exchange(
     parts, alarm = urlsplit(url), _Alarm(seconds)
     target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
     try:
-        connection = _connect(parts, alarm)
+        connection = _connect(url, alarm)
         try:
             connection.request(method, target, body, {"Accept": "text/plain", **(headers or {})})
             with connection.getresponse() as reply:
@@ -286,19 +293,20 @@ def _read_reply(reply: http.client.HTTPResponse, url: str, alarm: _Alarm) -> byt
     if reply.status != HTTPStatus.OK:
         detail = reply.read(_MOST_WORDS).decode(errors="replace").strip()
         where = reply.getheader("Location")
-        other = f"it points to {where}; ask there" if where else reply.reason
+        other = f"it redirects to {where}; give that address instead" if where else reply.reason
         raise AnswerError(url, reply.status, detail or other)
     read = reply.read(MOST_BYTES + 1)
     if len(read) > MOST_BYTES:
-        raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB; not ours")
+        raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB; it is not ours")
     if alarm.rang or reply.length:
         raise http.client.IncompleteRead(read, reply.length)
     return read
 
 
-def _connect(parts: SplitResult, alarm: _Alarm) -> http.client.HTTPConnection:
+def _connect(url: str, alarm: _Alarm) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    line = socket.create_connection((host, port), timeout=DEADLINE_SECONDS)
+    line = socket.create_connection((host, port), timeout=alarm.seconds)
     if parts.scheme == "https":
         context = ssl.create_default_context()
         line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
@@ -320,8 +328,8 @@ def _why_not(url: str, error: Exception, alarm: _Alarm, seconds: float) -> str:
     if isinstance(error, http.client.IncompleteRead):
         return f"{url} cannot be read: its answer was cut short"
     return (
-        f"{url} cannot be reached: {clip(error) or type(error).__name__}. Is the engine running, "
-        "with metrics_port set or ferry.serve_metrics() called?"
+        f"{url} cannot be reached: {clip(error) or type(error).__name__}. Is the engine running? "
+        "The library serves after ferry.serve_metrics()."
     )
 
 
@@ -332,6 +340,7 @@ class _Alarm:
     """
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.rang = False
         self._socket: socket.socket | None = None
         self._timer = threading.Timer(seconds, self._ring)
@@ -401,7 +410,7 @@ def _number(text: str) -> float | None:
     if not _NUMBER.fullmatch(text):
         raise ValueError(f"{clip(text, 40)!r} is no number")
     value = float(text)
-    return value if 0 <= value <= LARGEST else None
+    return value if 0 <= value <= _LARGEST else None
 
 
 @dataclass(frozen=True)
@@ -409,7 +418,7 @@ class Reading:
     """The metrics of an endpoint at one moment, by metric and by that metric's labels.
 
     Values that differ only in other labels, such as vLLM's engine, are summed. Of sizes and rates
-    the largest value counts.
+    the largest value counts. vLLM names the metrics before the first request gives them values.
     """
 
     at: float
@@ -446,7 +455,7 @@ def read(url: str, fetch: Fetch = fetch) -> Reading:
         raise UnreachableError(
             f"{target} does not speak the Prometheus format: {clip(error)}"
         ) from error
-    if not reading.values:
+    if not reading.values and f"# HELP vllm:{PREFIX}" not in text:
         raise UnreachableError(
             f"{target} answers, but has no kvferry metrics: is the connector configured?"
         )
@@ -472,6 +481,33 @@ def parse(text: str, *, at: float) -> Reading:
     return Reading(at, values, version)
 
 
+def find_endpoints() -> list[str]:
+    """The usual addresses on this machine that have kvferry's metrics, kvferry's own first.
+
+    Raises:
+        UnreachableError: None has. The message names what was tried and found.
+    """
+    urls = [f"http://127.0.0.1:{port}" for port in (*OWN_PORTS, VLLM_PORT)]
+
+    def look(url: str) -> str:
+        try:
+            read(url, partial(fetch, seconds=FIND_SECONDS))
+        except UnreachableError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(urls)) as pool:
+        found = dict(zip(urls, pool.map(look, urls), strict=True))
+    if any(not error for error in found.values()):
+        return [url for url, error in found.items() if not error]
+    answered = [error for error in found.values() if "cannot be reached" not in error]
+    raise UnreachableError(
+        f"no kvferry found at 127.0.0.1, ports {OWN_PORTS[0]} to {OWN_PORTS[-1]} and {VLLM_PORT}"
+        f"{''.join(f'; {clip(words)}' for words in answered)}. Start an engine with kvferry, or "
+        "give its address, such as localhost:8000"
+    )
+
+
 def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> dict[str, Any]:
     """The explanation of one request, or the latest requests, as unchecked JSON."""
     target = f"{base_url(url)}/explain"
@@ -482,8 +518,8 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
     except AnswerError as error:
         if error.code == HTTPStatus.NOT_FOUND and not error.is_ours:
             raise UnexplainedError(
-                f"{target} does not exist: requests are explained by kvferry's own endpoint. In "
-                "vLLM, set metrics_port among the connector's settings and ask there"
+                f"{target} does not exist: only kvferry's own endpoint explains requests. vLLM's "
+                "log has its address, unless metrics_port is none"
             ) from error
         raise
     except ValueError as error:

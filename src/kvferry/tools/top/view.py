@@ -22,6 +22,7 @@ from kvferry.telemetry.catalog import Metric
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
 from kvferry.tools.top.scrape import Reading, Recent, UnexplainedError, explain, read, read_as
 from kvferry.tools.words import why_idle
+from kvferry.types import DEVICE
 
 HISTORY = 60
 """Readings kept for sparklines."""
@@ -32,12 +33,11 @@ MOST_TIERS = MOST_ROUTES = 16
 _MOST_RECENT = 20
 _MOST_TENANTS = 8
 
-TROUBLES = {
-    "failed": names.FAILED,
-    "overdue": names.OVERDUE,
+PROBLEMS = {
+    "failed copies": names.FAILED,
+    "overdue copies": names.OVERDUE,
     "expired hits": names.EXPIRED_HITS,
-    "stale receipts": names.STALE_RECEIPTS,
-    "deferred stores": names.DEFERRED_STORES,
+    "late answers": names.STALE_RECEIPTS,
     "lost blocks": names.LOST_BLOCKS,
 }
 
@@ -46,15 +46,12 @@ TROUBLES = {
 class DrivesView:
     """The drives of one tier. ``failed`` counts blocks by reason."""
 
-    read_bytes: int
-    written_bytes: int
     read_rate: float
     write_rate: float
     failed: dict[str, int]
     pending: int
     durable_lag: float
     num_away: int
-    restarts: int
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class TierView:
     """One tier: its slots by state, and their bytes if the size of a slot is known.
 
     A tier that finds blocks by their keys has no slots, but blocks ``asked`` for and ``found``. A
-    tier that ``is_away`` cannot be used now. ``restored`` blocks are of an earlier process.
-    ``held`` slots are pinned.
+    tier that ``is_away`` is unavailable. ``restored`` blocks are of an earlier process. ``held``
+    slots are pinned.
     """
 
     name: str
@@ -79,7 +76,6 @@ class TierView:
     why_away: str = ""
     restored: int | None = None
     drives: DrivesView | None = None
-    """Hit rate of this tier and the tiers above by multiples of its memory."""
     held: int = 0
 
     @property
@@ -93,13 +89,13 @@ class TierView:
 
 @dataclass(frozen=True)
 class TenantView:
-    """One tenant: its slots by tier, its evicted blocks, its requests and their hit rate."""
+    """One tenant. ``loaded_share`` is of the tokens that its requests lacked on the device."""
 
     name: str
     slots: dict[str, int]
     evicted: int
     queries: int
-    hit_rate: float | None
+    loaded_share: float | None
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,14 @@ class RouteView:
 
 @dataclass(frozen=True)
 class View:
-    """The content of one screen. Rates are over the time since the previous reading."""
+    """The content of one screen. Rates are over the time since the previous reading.
+
+    A hit rate is the share of prompt tokens that were found on any tier, the device included.
+    ``tokens`` has the prompt tokens by the tier that had them, and those that were ``computed``.
+    """
 
     url: str
     at: float
-    seconds: float
     version: str
     idle: str
     queries: int
@@ -129,6 +128,7 @@ class View:
     hit_rate: float | None
     hit_rate_now: float | None
     hit_history: list[float | None]
+    tokens: dict[str, int]
     full_hits: int
     misses: dict[str, int]
     decisions: dict[str, int]
@@ -138,7 +138,8 @@ class View:
     queued: int
     bytes_in_flight: int
     leases: int
-    troubles: dict[str, int]
+    deferred_stores: int
+    problems: dict[str, int]
     pinned_bytes: int | None
     load_rate: float | None
     prefill_rate: float | None
@@ -190,20 +191,18 @@ class Watch:
         span = _Span(self._readings[-2] if len(self._readings) > 1 else now, now)
         spans = [_Span(*pair) for pair in pairwise(self._readings)]
         routes = sorted({(src, dst) for src, dst, _ in now.by_label(names.MOVED_BYTES)})
-        hit_history = [
-            _share(each.grown(names.HIT_TOKENS), each.grown(names.LOOKUP_TOKENS)) for each in spans
-        ]
+        hit_history = [_hit_rate(each.grown) for each in spans]
         return View(
             url=self.url,
             at=now.at,
-            seconds=span.seconds,
             version=now.version,
             idle=_idle(now),
             queries=int(now.total(names.LOOKUPS)),
             queries_per_second=span.rate(names.LOOKUPS),
-            hit_rate=_share(now.get(names.HIT_TOKENS), now.get(names.LOOKUP_TOKENS)),
+            hit_rate=_hit_rate(now.total),
             hit_rate_now=hit_history[-1] if hit_history else None,
             hit_history=hit_history,
+            tokens=_tokens(now),
             full_hits=int(now.total(names.FULL_HITS)),
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
@@ -213,7 +212,8 @@ class Watch:
             queued=int(now.total(names.QUEUED)),
             bytes_in_flight=int(now.total(names.BYTES_IN_FLIGHT)),
             leases=int(now.total(names.LEASES)),
-            troubles={word: int(now.total(metric)) for word, metric in TROUBLES.items()},
+            deferred_stores=int(now.total(names.DEFERRED_STORES)),
+            problems={word: int(now.total(metric)) for word, metric in PROBLEMS.items()},
             pinned_bytes=_maybe(now.get(names.PINNED_BYTES)),
             load_rate=now.get(names.LOAD_RATE),
             prefill_rate=now.get(names.PREFILL_RATE),
@@ -257,6 +257,23 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
+def _hit_rate(count: Callable[..., float]) -> float | None:
+    """The share of prompt tokens found, from what ``count`` gives for a metric."""
+    on_device = count(names.TIER_HIT_TOKENS, DEVICE)
+    prompts = on_device + count(names.LOOKUP_TOKENS)
+    return _share(on_device + count(names.HIT_TOKENS), prompts)
+
+
+def _tokens(now: Reading) -> dict[str, int]:
+    """Prompt tokens by the tier that had them, and the rest as computed."""
+    found = {tier: int(n) for (tier,), n in now.by_label(names.TIER_HIT_TOKENS).items()}
+    if not found:
+        return {}
+    computed = now.total(names.LOOKUP_TOKENS) - now.total(names.HIT_TOKENS)
+    tiers = list(found.items())[:MOST_TIERS]
+    return {**dict(tiers), "computed": max(0, int(computed))}
+
+
 def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
     """Counts by the only label of a metric, the largest first, without zeros."""
     found = {labels[0]: int(value) for labels, value in reading.by_label(metric).items() if value}
@@ -282,15 +299,12 @@ def _drives(tier: str, span: _Span) -> DrivesView | None:
         return None
     failed = {why: int(now.total(names.DRIVE_FAILED, tier, why)) for why in names.DRIVE_ERRORS}
     return DrivesView(
-        read_bytes=int(now.total(names.DRIVE_BYTES, tier, "read")),
-        written_bytes=int(now.total(names.DRIVE_BYTES, tier, "write")),
         read_rate=span.rate(names.DRIVE_BYTES, tier, "read"),
         write_rate=span.rate(names.DRIVE_BYTES, tier, "write"),
         failed={why: count for why, count in failed.items() if count},
         pending=int(now.total(names.PENDING_BLOCKS, tier)),
         durable_lag=now.total(names.DURABLE_LAG, tier),
         num_away=int(now.total(names.DRIVES_UNAVAILABLE, tier)),
-        restarts=int(now.total(names.DRIVE_RESTARTS, tier)),
     )
 
 

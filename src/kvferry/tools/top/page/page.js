@@ -62,8 +62,8 @@ function tier(view) {
     ? "" : ` (${bytes(used * view.slot_bytes)} of ${bytes(total * view.slot_bytes)})`;
   const told = view.asked === null
     ? `${number(used)} of ${number(total)} slots${size}, ${number(view.evicted)} evicted`
-    : `asked for ${counted(view.asked, "block")}, ${number(view.found || 0)} found`;
-  const away = view.why_away ? `away: ${view.why_away}` : "away";
+    : `${number(view.found || 0)} of ${counted(view.asked, "requested block")} found`;
+  const away = view.why_away ? `unavailable: ${view.why_away}` : "unavailable";
   label.append(
     make("strong", view.name),
     make("span", view.is_away ? `${away}; ${told}` : told, view.is_away ? "bad" : ""),
@@ -79,14 +79,14 @@ function tier(view) {
 }
 
 function drives(view, told) {
-  const lag = told.pending ? ` (the oldest for ${told.durable_lag.toFixed(1)} s)` : "";
-  const began = view.restored ? `, began with ${counted(view.restored, "block")}` : "";
+  const lag = told.pending ? ` (oldest ${told.durable_lag.toFixed(1)} s)` : "";
+  const began = view.restored ? `, ${counted(view.restored, "block")} found at start` : "";
   const lines = [make("p", `drives: ${bytes(told.read_rate)}/s read, ${bytes(told.write_rate)}/s `
     + `written, ${counted(told.pending, "block")} not durable yet${lag}${began}`, "drives")];
-  const failed = Object.entries(told.failed).map(([why, count]) => `${number(count)} ${why}`);
-  const troubles = failed.length ? [`failed blocks: ${failed.join(", ")}`] : [];
-  if (told.num_away) troubles.push(`${counted(told.num_away, "drive")} away`);
-  if (troubles.length) lines.push(make("p", troubles.join("; "), "drives bad"));
+  const problems = Object.entries(told.failed)
+    .map(([why, count]) => `${counted(count, "block")} failed (${why})`);
+  if (told.num_away) problems.push(`${counted(told.num_away, "drive")} unavailable`);
+  if (problems.length) lines.push(make("p", problems.join(", "), "drives bad"));
   return lines;
 }
 
@@ -100,8 +100,8 @@ function route(view) {
   row.append(
     cell("", `${view.src} → ${view.dst}`, "name"),
     cell("now", `${bytes(view.bytes_per_second)}/s`, "number"),
-    cell("last minute", history), cell("while copying", speed, "number"),
-    cell("in all", bytes(view.total_bytes), "number"), cell("paths", paths || "–", "soft"),
+    cell("last minute", history), cell("copy speed", speed, "number"),
+    cell("total", bytes(view.total_bytes), "number"), cell("paths", paths || "–", "soft"),
   );
   return row;
 }
@@ -113,17 +113,17 @@ function tenant(view) {
     cell("", view.name, "name"), cell("slots", slots.join(", ") || "–"),
     cell("evicted", number(view.evicted), "number"),
     cell("requests", number(view.queries), "number"),
-    cell("hit rate", share(view.hit_rate), "number"),
+    cell("device misses loaded", share(view.loaded_share), "number"),
   );
   return row;
 }
 
-function counts(id, values, nothing) {
+function counts(id, values, nothing, show = number) {
   const total = Object.values(values).reduce((sum, count) => sum + count, 0);
   const rows = Object.entries(values).flatMap(([name, count]) => {
     const bar = make("div", null, "bar");
     bar.append(part("cached", count, total));
-    return [make("span", words(name)), bar, make("span", number(count), "number")];
+    return [make("span", words(name)), bar, make("span", show(count, total), "number")];
   });
   byId(id).replaceChildren(...(rows.length ? rows : [make("p", nothing)]));
 }
@@ -131,45 +131,51 @@ function counts(id, values, nothing) {
 function request(row) {
   const line = make("tr");
   const shown = (value) => (value === null || value === undefined ? "–" : number(value));
+  const found = Object.entries(row.tier_hit_tokens).filter(([, count]) => count)
+    .map(([name, count]) => `${name} ${number(count)}`);
   line.append(
-    cell("", row.request_id, "name"), cell("asked, tokens", shown(row.asked_tokens), "number"),
-    cell("from host", shown(row.host_tokens), "number"),
-    cell("first miss", row.reason ? words(row.reason) : "–"),
+    cell("", row.request_id, "name"), cell("tokens", shown(row.asked_tokens), "number"),
+    cell("found", found.join(", ") || "–"),
+    cell("miss reason", row.reason === "nothing_missed" ? "none" : words(row.reason || "–")),
   );
   return line;
 }
 
 function draw(view) {
-  say("version", view.idle ? `${view.version}, idle (${view.idle}): nothing is served` : view.version);
+  say("version", view.idle ? `${view.version}, idle: ${view.idle}` : view.version);
   byId("version").className = view.idle ? "bad" : "";
   say("source", `${view.url}, ${new Date(1000 * view.at).toLocaleTimeString()}`);
-  say("hit-rate", share(view.hit_rate));
+  say("hit-rate", view.queries ? share(view.hit_rate) : "–");
   const now = view.hit_rate_now === null ? "" : `, ${share(view.hit_rate_now)} now`;
-  say("hit-note", `of tokens hit${now}`);
+  say("hit-note", view.queries ? `hit rate${now}` : "loaded, no request yet");
   line(byId("hit-line"), view.hit_history, 1);
   say("queries", number(view.queries));
   say("queries-rate", `${view.queries === 1 ? "request" : "requests"}, ${view.queries_per_second.toFixed(1)}/s, ${counted(view.full_hits, "full hit")}`);
   say("in-flight", number(view.in_flight));
-  say("in-flight-note", `in flight, ${number(view.queued)} queued, ${bytes(view.bytes_in_flight)}, ${counted(view.leases, "lease")}`);
+  say("in-flight-note", `${view.in_flight === 1 ? "copy" : "copies"} in flight (${bytes(view.bytes_in_flight)}), ${number(view.queued)} queued, ${counted(view.deferred_stores, "store")} deferred, ${counted(view.leases, "lease")}`);
   say("pinned", bytes(view.pinned_bytes));
-  const troubles = Object.entries(view.troubles).filter(([, count]) => count);
-  say("troubles", troubles.length ? number(troubles.reduce((sum, [, count]) => sum + count, 0)) : "none");
-  byId("troubles").className = view.troubles.failed || view.troubles.overdue ? "bad" : "";
-  const named = troubles.length === 1
-    ? troubles[0][0] : troubles.map(([name, count]) => `${name} ${number(count)}`).join(", ");
-  say("troubles-note", named || "troubles");
+  const problems = Object.entries(view.problems).filter(([, count]) => count);
+  say("problems", number(problems.reduce((sum, [, count]) => sum + count, 0)));
+  byId("problems").className = view.problems["failed copies"] ? "bad" : "";
+  const named = problems.map(([name, count]) => `${number(count)} ${name}`).join(", ");
+  say("problems-note", named || "problems");
+  const part = (count, total) => `${share(count / total)}, ${number(count)}`;
+  const tokens = Object.entries(view.tokens)
+    .map(([name, count]) => [name === "computed" ? name : `found on ${name}`, count]);
+  byId("tokens-section").hidden = !view.queries || !tokens.length;
+  counts("tokens", Object.fromEntries(tokens), "", part);
   byId("tiers").replaceChildren(...view.tiers.map(tier));
   byId("tenants-section").hidden = !view.tenants.length;
   byId("tenants").tBodies[0].replaceChildren(...view.tenants.map(tenant));
   byId("routes").hidden = !view.routes.length;
   byId("no-routes").hidden = Boolean(view.routes.length);
   byId("routes").tBodies[0].replaceChildren(...view.routes.map(route));
-  counts("misses", view.misses, "Nothing was missed.");
-  counts("decisions", view.decisions, "No decision yet.");
+  counts("misses", view.misses, "none");
+  counts("decisions", view.decisions, "none");
   const rates = [];
-  if (view.load_rate !== null) rates.push(`loads bring ${bytes(view.load_rate)}/s`);
-  if (view.prefill_rate !== null) rates.push(`prefill makes ${number(Math.round(view.prefill_rate))} tokens/s`);
-  say("rates", rates.length ? `Measured: ${rates.join(", ")}.` : "");
+  if (view.load_rate !== null) rates.push(`loads ${bytes(view.load_rate)}/s`);
+  if (view.prefill_rate !== null) rates.push(`prefill ${number(Math.round(view.prefill_rate))} tokens/s`);
+  say("rates", rates.length ? `Measured: ${rates.join(", ")}` : "");
   byId("recent-section").hidden = !view.recent.length;
   byId("recent").tBodies[0].replaceChildren(...view.recent.map(request));
   document.querySelector("main").hidden = false;
@@ -186,7 +192,7 @@ async function look() {
     if (data.view) draw(data.view);
   } catch (error) {
     byId("error").hidden = false;
-    say("error", "This page's own server has gone. Start it again: kvferry top --web");
+    say("error", "The server of this page does not answer. Start it again: kvferry top --web");
   }
   setTimeout(look, 1000 * pause);
 }
