@@ -85,10 +85,17 @@ class Worker:
                 self._refuse(transfer.id, f"{type(error).__name__}: {error}")
 
     def poll(self) -> list[Receipt]:
-        """Receipts since the last call; never blocks."""
+        """Receipts since the last call; never blocks.
+
+        What a mover raises is passed on; the receipts of the others come with the next call.
+        """
         receipts, self._refused = self._refused, []
-        for mover in self._movers:
-            receipts += mover.poll()
+        try:
+            for mover in self._movers:
+                receipts += mover.poll()
+        except BaseException:
+            self._refused = receipts
+            raise
         return receipts
 
     def health(self) -> list[Health]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -223,7 +223,9 @@ class TierMover:
         self._close_seconds = close_seconds
         self._sizes = np.array([host.slot_bytes], dtype=np.int64)
         self._num_attached = 0
-        self._ailment = ""
+        self._ailment = self._fault = ""
+        self._under_way: dict[BatchId, int] = {}
+        """How many blocks each batch has whose result has not come yet."""
         self._is_closed = False
 
     @property
@@ -252,14 +254,22 @@ class TierMover:
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""
         self._require_open()
-        self._tier.submit(self._batch(transfer))
+        self._submit(self._batch(transfer))
 
     def ask(self, question: Question) -> None:
         """Have the tier look up which keys it has."""
         self._require_open()
         end = time.monotonic() + question.within
         keys = Keys(question.keys)
-        self._tier.submit(Batch(BatchId(question.id), Way.FIND, keys, end, runs=question.runs))
+        self._submit(Batch(BatchId(question.id), Way.FIND, keys, end, runs=question.runs))
+
+    def _submit(self, batch: Batch) -> None:
+        self._under_way[batch.id] = len(batch)
+        try:
+            self._tier.submit(batch)
+        except Exception:
+            del self._under_way[batch.id]
+            raise
 
     def forget(self) -> None:
         """As :meth:`kvferry.tiers.contract.Tier.forget`."""
@@ -267,16 +277,35 @@ class TierMover:
         self._tier.forget()
 
     def poll(self) -> list[Receipt]:
-        """Receipts of what ended since the last call; never blocks."""
-        return [self._receipt(result) for result in self._tier.poll()]
+        """Receipts of what ended since the last call; never blocks, and never raises.
+
+        A tier that raises counts as unavailable until it answers again.
+        """
+        return self._receipts(self._tier.poll)
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` passed); returns the receipts."""
-        return [self._receipt(result) for result in self._tier.drain(timeout)]
+        return self._receipts(self._tier.drain, timeout)
+
+    def _receipts(self, verb: Callable[..., Iterable[Result]], *args: object) -> list[Receipt]:
+        """What a tier's ``poll`` or ``drain`` returns; a user's own tier may return anything."""
+        fault, receipts = "", list[Receipt]()
+        try:
+            for result in verb(*args):
+                try:
+                    receipts.append(self._receipt(result))
+                except _NOT_A_RESULT as error:
+                    log.error("tier %s: a result is ignored: %s", self._tier.name, error)
+        except Exception as error:
+            fault = f"{verb.__name__} failed: {type(error).__name__}: {error}"
+            if not self._fault:
+                log.exception("tier %s is unavailable until it answers again", self._tier.name)
+        self._fault = fault
+        return receipts
 
     def health(self) -> Health | None:
         """Whether the tier went away or came back since the last call; None: neither."""
-        ailment = self._tier.ailment
+        ailment = self._fault or self._tier.ailment
         if ailment == self._ailment:
             return None
         self._ailment = ailment
@@ -362,24 +391,43 @@ class TierMover:
             self._num_attached = ready
 
     def _receipt(self, result: Result) -> Receipt:
-        outcome, reason = Outcome.OK, ""
+        """The receipt of a batch; raises one of ``_NOT_A_RESULT`` where the tier has no such one.
+
+        A result that says nothing clear of a batch's blocks fails all of them.
+        """
+        batch_id = result.batch_id
+        if batch_id not in self._under_way:
+            raise ValueError(f"batch {batch_id} is not under way, or has ended already")
+        num_blocks = self._under_way.pop(batch_id)
+        outcome, reason, num_bytes, seconds = Outcome.OK, "", 0, 0.0
         failed: tuple[int, ...] = ()
-        if not result.ok.all():
-            outcome = Outcome.PARTIAL if result.ok.any() else Outcome.FAILED
-            reason = next(iter(result.reasons.values()), "")
-            if outcome is Outcome.PARTIAL:
-                failed = tuple(np.flatnonzero(~result.ok).tolist())
+        try:
+            ok = result.ok
+            if type(ok) is not np.ndarray or ok.dtype != np.bool_ or ok.shape != (num_blocks,):
+                given = f"{len(ok)} flags" if isinstance(ok, Sized) else type(ok).__name__
+                raise ValueError(f"{given} for {num_blocks} blocks")
+            num_bytes, seconds = int(result.num_bytes), float(result.seconds)
+            if not ok.all():
+                outcome = Outcome.PARTIAL if ok.any() else Outcome.FAILED
+                reason = str(next(iter(result.reasons.values()), ""))
+                if outcome is Outcome.PARTIAL:
+                    failed = tuple(np.flatnonzero(~ok).tolist())
+        except Exception as error:
+            outcome = Outcome.FAILED
+            reason = f"tier {self._tier.name}: its result makes no sense: {error}"
         return Receipt(
-            TransferId(result.batch_id),
+            TransferId(batch_id),
             self._rank,
             outcome,
             reason,
-            result.num_bytes,
-            result.seconds,
+            num_bytes,
+            seconds,
             "tier",
             failed=failed,
         )
 
+
+_NOT_A_RESULT = (AttributeError, TypeError, ValueError)
 
 _VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close")
 
