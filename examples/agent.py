@@ -120,7 +120,7 @@ def main() -> None:
                 serving.close()
             cost[tiers, hints] = serving.num_prefilled
             first = float(np.median(serving.first_token_seconds)) * 1000
-            known = "they say what they know" if hints else "nothing said"
+            known = "with hints" if hints else "without hints"
             row = f"{words}, {known}"
             print(f"{row:<46}{serving.num_prefilled:>8} tokens{first:>11.1f} ms")
     assert all(answer == answers[0] for answer in answers), "a hint changed an answer"
