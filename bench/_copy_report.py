@@ -332,7 +332,7 @@ def _lines(data: dict[str, Any]) -> list[tuple[str, str, str, float, str]]:
     lines = [(AUTO_PATH, "kvferry, planner's choice", OURS, 3.0, "")]
     for (name, colour), dash in zip(_colours(data).items(), cycle(DASHES), strict=False):
         path = BY_NAME.get(name)
-        if path is None or path.pays_per_segment:
+        if path is None or not path.needs_kernels:
             lines.append((name, path.title if path is not None else name, colour, 2.0, dash))
     return lines
 
@@ -343,7 +343,7 @@ def _colours(data: dict[str, Any]) -> dict[str, str]:
     others = [name for name in timed if name not in BY_NAME]
     ours = sorted(
         (name for name in reversed(BY_NAME) if name in timed),
-        key=lambda name: not BY_NAME[name].pays_per_segment,
+        key=lambda name: BY_NAME[name].needs_kernels,
     )
     return dict(zip([*others, *ours], cycle(COLOURS), strict=False))
 

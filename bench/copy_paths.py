@@ -27,8 +27,7 @@ from _copy_report import plot, report
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
-from kvferry.transfer.driver.base import Priority
-from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver import Driver, Priority
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import Means, open_paths
@@ -180,9 +179,9 @@ flight does; one alone is timed too."""
 SCATTERED_SEGMENTS = (8 * KiB, 32 * KiB)
 """Segment sizes at which the planner's choice is looked at with scattered host slots too."""
 
-PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if path.pays_per_segment)
-HEED_RUNS = tuple(path.name for path in COPY_PATHS if not path.pays_per_segment)
-BESIDE_MODEL = tuple(path.name for path in COPY_PATHS if not path.is_stopgap)
+PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if not path.needs_kernels)
+HEED_RUNS = tuple(path.name for path in COPY_PATHS if path.needs_kernels)
+BESIDE_MODEL = tuple(path.name for path in COPY_PATHS if path.needs_pinned)
 
 Progress = Callable[[str], None]
 
@@ -215,7 +214,7 @@ class CopyBenchmark:
 
     def __init__(
         self,
-        driver: CudaDriver,
+        driver: Driver,
         effort: Effort,
         progress: Progress,
         *,
@@ -234,7 +233,7 @@ class CopyBenchmark:
         began = time.perf_counter()
         profile = calibrate(self.driver, self.ours.paths, progress=self.progress)
         took = time.perf_counter() - began
-        save_profile(profile, profile_file(self.driver.identity(), self.ours.paths))
+        save_profile(profile, profile_file(self.driver.identity()))
         self.planner = Planner(profile, self.ours.paths)
         result = BenchResult(
             {
@@ -353,7 +352,7 @@ class CopyBenchmark:
 
     def _slowdown(self) -> Iterator[SlowdownRow]:
         # Imported here: it needs torch, whose absence has been reported before.
-        from kvferry.transfer.planner.slowdown import MatmulLoad, WeightLoad, measure_slowdown
+        from _slowdown import MatmulLoad, WeightLoad, measure_slowdown
 
         for make_load in (MatmulLoad, WeightLoad):
             load = make_load()
@@ -454,9 +453,9 @@ class CopyBenchmark:
         )
         chosen = self._choice(job)
         repeats = self.effort.small_repeats if job.num_bytes <= 8 * MiB else self.effort.repeats
-        hopeful = dict.fromkeys(
-            [chosen, *(e.path for e in estimates if e.seconds < 3 * estimates[0].seconds)]
-        )
+        hopeful = dict.fromkeys([chosen, *(estimate.path for estimate in estimates)])
+        if segment_bytes >= 128 * KiB:
+            hopeful["dma"] = None
         seconds: dict[str, float] = {}
         for _ in range(2):
             for path in hopeful:
@@ -567,7 +566,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MiB:.4g} MiB"
 
 
-def run(driver: CudaDriver, effort: Effort, command: str, *, published: bool) -> BenchResult:
+def run(driver: Driver, effort: Effort, command: str, *, published: bool) -> BenchResult:
     """One run of all sections, with the published design beside our paths if asked for."""
     designs: dict[str, Any] = {}
     with driver.current():
@@ -603,8 +602,8 @@ def main() -> int:
     args = parser.parse_args()
     missing = [name for name in ("torch", "triton") if find_spec(name) is None]
     try:
-        driver = CudaDriver.open(args.device)
-    except (OSError, DriverError) as error:
+        driver = Driver.open(args.device)
+    except DriverError as error:
         print(f"no NVIDIA GPU here: {error}")
         return SKIPPED
     if missing:

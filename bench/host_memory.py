@@ -29,8 +29,7 @@ from kvferry.errors import DriverError
 from kvferry.hostmem.growth import Pin
 from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.slots import Bytes, PrivateMemory, populate
-from kvferry.transfer.driver.base import Driver, Priority
-from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
+from kvferry.transfer.driver import Driver, Priority
 
 SLOT_BYTES = 2 * MiB
 MATMUL = 8192
@@ -67,7 +66,7 @@ class Bench:
         return HostMemory(
             self.size,
             SLOT_BYTES,
-            registrar=DriverRegistrar(self.driver),
+            registrar=self.driver,
             pin=Pin.REQUIRED,
             busy=lambda: busy,
             pci_bus_id=self.driver.identity().pci_bus_id,
@@ -108,13 +107,12 @@ class Bench:
         The machine's limit, then, and the peer's way. Everything is held until the end, so that
         each gets pages nobody had before.
         """
-        registrar = DriverRegistrar(self.driver)
         held: list[Any] = []
         rates: dict[str, list[float]] = {"bare_calls": [], "torch": []}
         for _ in range(2):
             memory = PrivateMemory(BESIDE_BYTES).bytes
             began = time.perf_counter()
-            registered = make_ready(memory, registrar)
+            registered = make_ready(memory, self.driver)
             rates["bare_calls"].append(BESIDE_BYTES / (time.perf_counter() - began) / 1e9)
             held.append((memory, registered))
             began = time.perf_counter()
@@ -123,7 +121,7 @@ class Bench:
             held.append((pinned, []))
         for _, registered in held:
             for address in registered:
-                registrar.unregister(address)
+                self.driver.unregister_host(address)
         self.figures["beside_fresh"] = {"bytes_each": BESIDE_BYTES, "gb_per_s": rates}
         self.say("beside_fresh")
 
@@ -308,14 +306,14 @@ class Bench:
         print(f"{name}: {json.dumps(self.figures[name], default=str)}", flush=True)
 
 
-def make_ready(memory: Bytes, registrar: DriverRegistrar) -> list[int]:
+def make_ready(memory: Bytes, driver: Driver) -> list[int]:
     """Touch and register in plain loops, a part for each processor; the addresses registered."""
     base = int(memory.ctypes.data)
     threads = len(os.sched_getaffinity(0))
 
     def one(start: int) -> int:
         populate(memory[start : start + PART_BYTES])
-        registrar.register(base + start, PART_BYTES)
+        driver.register_host(base + start, PART_BYTES)
         return base + start
 
     with ThreadPoolExecutor(threads) as pool:
@@ -372,7 +370,7 @@ def main() -> int:
         print("needs torch")
         return SKIPPED
     try:
-        driver = open_driver()
+        driver = Driver.open()
     except DriverError as error:
         print(f"needs a GPU: {error}")
         return SKIPPED

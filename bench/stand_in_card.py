@@ -15,7 +15,7 @@ from typing import Any
 
 import kvferry.transfer.kernels.launch as launching
 import kvferry.transfer.planner.choose as planning
-from kvferry.transfer.driver.cuda import BATCH_WITHOUT_FAIL_INDEX, CudaDriver
+from kvferry.transfer.driver import BATCH_WITHOUT_FAIL_INDEX, Driver
 from kvferry.transfer.kernels.launch import ARGUMENTS
 from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
 from kvferry.transfer.planner.profile import builtin_profile
@@ -166,7 +166,7 @@ def _put(out: Any, value: Any) -> int:
     return 0
 
 
-def stand_in() -> tuple[StandInLibcuda, CudaDriver]:
+def stand_in() -> tuple[StandInLibcuda, Driver]:
     """The library, and the driver of CUDA on it.
 
     Kernels are not compiled, nothing runs them; nor is the card measured, paths are picked as on
@@ -175,4 +175,4 @@ def stand_in() -> tuple[StandInLibcuda, CudaDriver]:
     library = StandInLibcuda()
     planning.load_profile = lambda *_: builtin_profile()  # type: ignore[attr-defined]
     launching.compile_for = lambda *_: (b"", b"copy_rows")
-    return library, CudaDriver(library)
+    return library, Driver(library)

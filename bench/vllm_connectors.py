@@ -194,7 +194,7 @@ def provenance(script: str, *, needs_gpu: bool = True) -> dict[str, str]:
     """From a process of its own: this one must not hold the card."""
     code = (
         "import json, vllm; from kvferry.transfer.planner.measure import provenance; "
-        "from kvferry.transfer.driver.opening import open_driver; d = open_driver(0); "
+        "from kvferry.transfer.driver import Driver; d = Driver.open(0); "
         "print('PROVENANCE' + json.dumps(provenance(d) | {'vllm': vllm.__version__}))"
     )
     if not needs_gpu:

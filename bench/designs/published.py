@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import Means, Path
 from kvferry.transfer.paths.direct import DmaPath, descriptors

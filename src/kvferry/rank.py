@@ -27,8 +27,7 @@ from kvferry.hostmem.memory import HostMemory, SharedMemory, SlotLayout
 from kvferry.settings.copy_paths import COPY_PATHS
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import TierMover, open_tiers
-from kvferry.transfer.driver.base import Driver
-from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import GroupLayout
@@ -253,14 +252,13 @@ def open_on_gpu(
     activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:
         if driver is None:
-            driver = open_driver(device)
+            driver = Driver.open(device)
             undo.callback(driver.close)
         path_set = open_paths(driver, ring_bytes=config.staging_ring)
         undo.callback(path_set.close)
         # Before there is host memory: its growth beside a calibration would be measured with it.
         planner = open_planner(driver, path_set.paths, copy_path=config.copy_path)
-        registrar = DriverRegistrar(driver)
-        host = _open_host(layouts, config, activity, num_ranks_here, shared, registrar)
+        host = _open_host(layouts, config, activity, num_ranks_here, shared, driver)
         undo.callback(host.close)
         if not host.is_pinned:
             # A kernel that touches memory the driver does not know kills the process's GPU work.
@@ -291,17 +289,17 @@ def _open_host(
     activity: Activity,
     num_ranks_here: int | None,
     shared: SharedMemory | None,
-    registrar: DriverRegistrar | None = None,
+    driver: Driver | None = None,
 ) -> HostMemory:
-    """Host slots for the blocks of these groups; a ``registrar`` pins them for its card."""
+    """Host slots for the blocks of these groups; a ``driver`` pins them for its card."""
     return HostMemory(
         config.host,
         _slot_bytes(layouts),
-        registrar=registrar,
+        registrar=driver,
         pin=Pin(config.host_pin),
         busy=activity.is_busy,
         wanted=activity.slots_wanted,
-        pci_bus_id=registrar.pci_bus_id if registrar is not None else None,
+        pci_bus_id=driver.identity().pci_bus_id if driver is not None else None,
         num_ranks=num_ranks_here,
         shared=shared,
         spare_bytes=_spare_bytes(layouts, config),

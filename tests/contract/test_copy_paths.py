@@ -18,11 +18,11 @@ from kvferry.errors import ConfigError
 from kvferry.settings import copy_paths
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, CopyPath, path_names
 from kvferry.transfer.job import Direction
-from kvferry.transfer.paths import contract
 from kvferry.transfer.paths.contract import Means, class_of, common_variants, open_paths
 from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.profile import builtin_profile
 
+KV = make_kv("layers")
 PAGE = Path(__file__).parents[2] / "docs" / "copy-engine.md"
 
 
@@ -53,10 +53,9 @@ def test_a_setting_can_name_each_and_no_other() -> None:
 
 
 def test_each_can_be_planned_without_a_measurement() -> None:
-    profile = builtin_profile()
     for way in Direction:
-        assert {cell.path for cell in profile.cells if cell.direction is way} == set(BY_NAME)
-        assert {cell.path for cell in profile.busy if cell.direction is way} == set(BY_NAME)
+        for name in BY_NAME:
+            assert Planner(builtin_profile(), [name]).choose(way, KV.layout, 3, True) == name
 
 
 def test_there_is_always_one_that_asks_for_nothing() -> None:
@@ -80,15 +79,12 @@ def test_one_more_is_an_entry_in_the_list(monkeypatch: pytest.MonkeyPatch) -> No
         loop,
         name="swift",
         load=replace(loop.load, start=1e-9, per_segment=0.0, rate=1e12),
-        is_stopgap=False,
+        fallback=1,
     )
-    for module in (copy_paths, contract):
-        monkeypatch.setattr(module, "COPY_PATHS", (*COPY_PATHS, swift))
-        monkeypatch.setattr(module, "BY_NAME", {**BY_NAME, "swift": swift})
-    monkeypatch.setattr("kvferry.transfer.planner.profile.COPY_PATHS", (swift,))
+    monkeypatch.setattr(copy_paths, "COPY_PATHS", (*COPY_PATHS, swift))
+    monkeypatch.setitem(BY_NAME, "swift", swift)
     driver: Any = FakeDriver()
     opened = open_paths(driver, ring_bytes=1 << 16)
     assert set(opened.paths) == {*path_names(with_kernels=False)} >= {"swift"}
-    layout = make_kv("layers").layout
     planner = Planner(builtin_profile(), opened.paths)
-    assert planner.choose(Direction.LOAD, layout, 3, False) == "swift"
+    assert planner.choose(Direction.LOAD, KV.layout, 3, False) == "swift"

@@ -16,7 +16,7 @@ from tests.fakes.planner import FixedPlanner
 from tests.fakes.rig import Rig
 
 from kvferry.errors import ClosedError, LayoutError
-from kvferry.transfer.driver.base import Priority
+from kvferry.transfer.driver import Priority
 from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction

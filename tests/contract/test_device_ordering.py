@@ -21,7 +21,7 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry.transfer.driver.base import Addresses, Driver, SourceOrder
+from kvferry.transfer.driver import Addresses, Driver, SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.direct import DmaPath
 

@@ -16,6 +16,9 @@ from kvferry.cache.leases import as_slots
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
+from kvferry.transfer.paths import contract
+from kvferry.transfer.paths.contract import PathSet
+from kvferry.transfer.paths.direct import DmaPath
 from kvferry.transfer.planner import choose
 from kvferry.transfer.planner.profile import Profile, builtin_profile
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
@@ -109,6 +112,8 @@ def test_a_machine_is_measured_before_its_host_memory_grows(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choose, "calibrate", measure)
+    paths = PathSet({name: DmaPath(driver) for name in ("kernel", "staged")})
+    monkeypatch.setattr(contract, "open_paths", lambda *_, **__: paths)
     auto = settings(copy_path="auto")
     rank = open_on_gpu([KV.layout], auto, driver=driver, compute_stream=lambda: 0)
     assert rank.host.growth.wait(60)

@@ -25,7 +25,7 @@ class FakeRegistrar:
         self._inside = 0
         self._lock = threading.Lock()
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register_host(self, address: int, num_bytes: int) -> None:
         with self._lock:
             self.num_calls += 1
             number = self.num_calls
@@ -46,6 +46,6 @@ class FakeRegistrar:
             with self._lock:
                 self._inside -= 1
 
-    def unregister(self, address: int) -> None:
+    def unregister_host(self, address: int) -> None:
         with self._lock:
             del self.held[address]

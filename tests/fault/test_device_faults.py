@@ -14,7 +14,7 @@ from tests.fakes.rig import PATHS, Rig
 
 from kvferry.cache.leases import as_slots
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
+from kvferry.transfer.driver import Addresses, BatchForm, SourceOrder
 from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import QUICK_BYTES

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from tests.fakes.planner import FixedPlanner
 
 from kvferry.cache.leases import as_slots
-from kvferry.transfer.driver.base import Priority
-from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver import Driver, Priority
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
@@ -28,7 +27,7 @@ class Card:
 
     def __init__(
         self,
-        driver: CudaDriver,
+        driver: Driver,
         device_bytes: int,
         layout: Callable[[int], GroupLayout],
         *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_char_p, c_uint, c_uint32, c_uint64, c_void_p
 
-from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver import Driver
 
 PTX = b"""
 .version 7.0
@@ -48,7 +48,7 @@ DONE:
 class SlowFill:
     """Owns the loaded module."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._launch = driver.bind(
             "cuLaunchKernel", c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p

@@ -19,8 +19,7 @@ from tests.gpu.card import Bytes, Card
 from tests.gpu.slow_kernel import SlowFill
 
 from kvferry.cache.leases import as_slots
-from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
-from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver import Addresses, BatchForm, Driver, SourceOrder
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout, TensorView, describe
 from kvferry.transfer.paths.contract import Path
@@ -36,7 +35,7 @@ MiB = 1 << 20
 Make = Callable[[int], GroupLayout]
 
 
-class LeakyDriver(CudaDriver):
+class LeakyDriver(Driver):
     """Keeps every promise until told to drop the waits of one stream, or the order of reads."""
 
     deaf_stream: int | None = None
@@ -78,12 +77,12 @@ def make_card(driver: LeakyDriver) -> Iterator[Callable[..., Card]]:
         yield make
 
 
-def make_path(driver: CudaDriver, path: str, stack: ExitStack) -> Path:
+def make_path(driver: Driver, path: str, stack: ExitStack) -> Path:
     if path == "loop":
         return LoopPath(driver)
     if path.startswith("dma"):
         if path == "dma-12080":
-            driver = CudaDriver.open()
+            driver = Driver.open()
             driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
             stack.callback(driver.close)
         return DmaPath(driver)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.fakes.driver import FakeDriver
 
-from kvferry.transfer.driver.base import EventPool, Priority
+from kvferry.transfer.driver import EventPool, Priority
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.engine.flags import HostFlags
 from kvferry.transfer.paths.contract import Path

@@ -9,12 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.driver import FakeDriver
 
 from kvferry.errors import ClosedError, DriverError
-from kvferry.transfer.driver.base import BatchForm, Priority, SourceOrder, pcie_link
-from kvferry.transfer.driver.cuda import BATCH_WITH_FAIL_INDEX, BATCH_WITHOUT_FAIL_INDEX, CudaDriver
-from kvferry.transfer.driver.hip import HipDriver
-from kvferry.transfer.driver.opening import open_driver
+from kvferry.hostmem.memory import HostMemory
+from kvferry.transfer.driver import (
+    BATCH_WITH_FAIL_INDEX,
+    BATCH_WITHOUT_FAIL_INDEX,
+    BatchForm,
+    Driver,
+    Priority,
+    SourceOrder,
+    pcie_link,
+)
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 801: b"CUDA_ERROR_NOT_SUPPORTED"}
 
@@ -131,7 +138,7 @@ def test_the_form_follows_the_driver_not_a_header(
     version: int, form: BatchForm, logged: str | None
 ) -> None:
     library = FakeLibcuda(version)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     assert driver.batch_form is form
     if logged is None:
         with pytest.raises(DriverError) as caught:
@@ -149,7 +156,7 @@ def test_the_form_follows_the_driver_not_a_header(
 
 def test_a_refusal_carries_the_drivers_words_and_what_was_asked() -> None:
     library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     library.codes["cuMemcpyAsync"] = 1
     with pytest.raises(DriverError) as caught:
         driver.copy_async(0x40, 0x80, 7, 0x500)
@@ -160,7 +167,7 @@ def test_a_refusal_carries_the_drivers_words_and_what_was_asked() -> None:
 
 def test_the_fail_index_is_read_where_there_is_one() -> None:
     library = FakeLibcuda(12080)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     library.codes["batch"] = 1
     with pytest.raises(DriverError, match="copy 1: 16 bytes from 0x200 to 0x80"):
         driver.copy_batch_async(*ARRAYS, SourceOrder.STREAM, 0x500)
@@ -168,7 +175,7 @@ def test_the_fail_index_is_read_where_there_is_one() -> None:
 
 def test_streams_are_non_blocking_and_urgent_in_the_drivers_own_range() -> None:
     library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     assert driver.create_stream(Priority.HIGH) == 0x500
     driver.create_stream(Priority.LOW)
     assert [call[1:] for call in library.called("cuStreamCreateWithPriority")] == [(1, -5), (1, 0)]
@@ -176,7 +183,7 @@ def test_streams_are_non_blocking_and_urgent_in_the_drivers_own_range() -> None:
 
 def test_the_rest_of_the_calls_reach_the_library() -> None:
     library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     with driver.current():
         assert driver.alloc_device(100) == 0xD000
         assert driver.alloc_host(100) == 0xF000
@@ -193,13 +200,13 @@ def test_the_rest_of_the_calls_reach_the_library() -> None:
     assert library.called("cuMemHostRegister_v2") == [(0x1000, 4096, 1)]
     assert library.called("cuStreamWaitEvent") == [(2, 1, 0)]
     pushes, pops = library.called("cuCtxPushCurrent_v2"), library.called("cuCtxPopCurrent_v2")
-    assert pushes == [(0xC0,)]
-    assert len(pops) == 1
+    assert pushes == 3 * [(0xC0,)]  # once more for each call that pins, from whatever thread
+    assert len(pops) == 3
 
 
 def test_close_lets_go_once_and_refuses_after() -> None:
     library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     driver.close()
     driver.close()
     assert len(library.called("cuDevicePrimaryCtxRelease_v2")) == 1
@@ -208,7 +215,7 @@ def test_close_lets_go_once_and_refuses_after() -> None:
 
 
 def test_identity_names_card_driver_and_link() -> None:
-    identity = CudaDriver(FakeLibcuda(13000)).identity()
+    identity = Driver(FakeLibcuda(13000)).identity()
     assert (identity.name, identity.driver_version) == ("Card", 13000)
     assert identity.pci_bus_id == "0000:ab:00.0"
 
@@ -229,42 +236,13 @@ def test_a_machine_without_a_driver_says_what_was_tried(monkeypatch: pytest.Monk
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(DriverError, match=r"libcuda\.so\.1.*libamdhip64"):
-        open_driver()
-
-
-def hip_library(version: int) -> tuple[Any, list[tuple[Any, ...]]]:
-    log: list[tuple[Any, ...]] = []
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            def function(*args: Any) -> Any:
-                log.append((name, *args))
-                if name == "hipDriverGetVersion":
-                    return put(args[0], version)
-                return 0
-
-            return SimpleFunction(function)
-
-    return Library(), log
-
-
-@pytest.mark.parametrize(("version", "num_attributes"), [(70200000, 0), (71300000, 1)])
-def test_hip_passes_attributes_only_where_they_are_taken(version: int, num_attributes: int) -> None:
-    library, log = hip_library(version)
-    driver = HipDriver(library)
-    assert driver.max_batch == 8192
-    with driver.current():
-        driver.copy_batch_async(*ARRAYS, SourceOrder.STREAM, 0x500)
-        driver.copy_async(0x40, 0x80, 7, 0x500)
-    batch = next(entry for entry in log if entry[0] == "hipMemcpyBatchAsync")
-    assert batch[7] == num_attributes
-    assert ("hipMemcpyAsync", 0x40, 0x80, 7, 4, 0x500) in log
+    with pytest.raises(DriverError, match=r"no NVIDIA driver .*libcuda\.so\.1"):
+        Driver.open()
 
 
 def test_a_missing_entry_point_is_named() -> None:
     with pytest.raises(DriverError, match="this driver has no cuDriverGetVersion"):
-        CudaDriver(SimpleNamespace())
+        Driver(SimpleNamespace())
 
 
 def test_read_only_arrays_are_passed_without_a_copy() -> None:
@@ -272,18 +250,18 @@ def test_read_only_arrays_are_passed_without_a_copy() -> None:
     a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
     for array in fixed:
         array.flags.writeable = False
-    CudaDriver(library).copy_batch_async(a, b, c, SourceOrder.STREAM, 0x500)
+    Driver(library).copy_batch_async(a, b, c, SourceOrder.STREAM, 0x500)
     ((dsts, srcs, sizes, *_),) = library.called("batch 13000")
     assert [dsts, srcs, sizes] == [array.ctypes.data for array in fixed]
 
 
 def test_a_driver_without_versioned_look_up_has_no_batch() -> None:
-    assert CudaDriver(FakeLibcuda(11040, with_look_up=False)).batch_form is BatchForm.ABSENT
+    assert Driver(FakeLibcuda(11040, with_look_up=False)).batch_form is BatchForm.ABSENT
 
 
 def test_a_stream_is_idle_busy_or_broken() -> None:
     library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     assert driver.stream_is_idle(0x500)
     library.codes["cuStreamQuery"] = 600
     assert not driver.stream_is_idle(0x500)
@@ -294,7 +272,7 @@ def test_a_stream_is_idle_busy_or_broken() -> None:
 
 def test_events() -> None:
     library = FakeLibcuda(13000)
-    driver = CudaDriver(library)
+    driver = Driver(library)
     assert driver.create_event(timing=False) == 0xE2
     assert driver.create_event(timing=True) == 0xE0
     assert driver.elapsed_seconds(1, 2) == pytest.approx(2.5e-3)
@@ -304,3 +282,45 @@ def test_events() -> None:
     library.codes["cuEventQuery"] = 1
     with pytest.raises(DriverError):
         driver.event_is_done(1)
+
+
+THREAD_LOCAL = 1
+
+
+class CapturingLibcuda(FakeLibcuda):
+    """Pins only in a thread that does not mind another one's capture, as the real one does."""
+
+    def __init__(self) -> None:
+        super().__init__(13000)
+        self.mode = 0
+        self._functions["cuThreadExchangeStreamCaptureMode"] = self._exchange
+        self._functions["cuMemHostRegister_v2"] = self._pin
+        self._functions["cuMemHostUnregister"] = self._pin
+
+    def _exchange(self, out: Any) -> int:
+        out._obj.value, self.mode = self.mode, out._obj.value
+        return 0
+
+    def _pin(self, *args: Any) -> int:
+        return 0 if self.mode == THREAD_LOCAL else 1
+
+
+def test_memory_is_pinned_while_another_thread_captures_a_graph() -> None:
+    library = CapturingLibcuda()
+    driver = Driver(library)
+    driver.register_host(4096, 4096)
+    driver.unregister_host(4096)
+    assert library.mode == 0, "the thread's own mode was not put back"
+    library._functions["cuMemHostRegister_v2"] = lambda *args: 1
+    with pytest.raises(DriverError):
+        driver.register_host(4096, 4096)
+    assert library.mode == 0, "a refusal puts it back too"
+
+
+def test_a_pool_pins_through_the_driver_and_gives_back() -> None:
+    driver = FakeDriver()
+    with HostMemory(1 << 20, 10_007, registrar=driver, chunk_bytes=1 << 16) as host:
+        assert host.growth.wait(60)
+        assert host.is_pinned
+        assert driver.leaks() == {"registrations": len(host.tier.chunks)}
+    assert driver.leaks() == {}

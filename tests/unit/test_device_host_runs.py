@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer.driver.base import SourceOrder
+from kvferry.transfer.driver import SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths import direct

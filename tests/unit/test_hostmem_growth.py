@@ -61,8 +61,8 @@ def test_the_first_chunk_serves_while_the_others_wait() -> None:
     first_done = threading.Event()
 
     class Gated(FakeRegistrar):
-        def register(self, address: int, num_bytes: int) -> None:
-            super().register(address, num_bytes)
+        def register_host(self, address: int, num_bytes: int) -> None:
+            super().register_host(address, num_bytes)
             if not first_done.is_set():
                 first_done.set()
                 self.gate.clear()
@@ -94,9 +94,9 @@ def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPa
             at_work[what] -= 1
 
     class Watched(FakeRegistrar):
-        def register(self, address: int, num_bytes: int) -> None:
+        def register_host(self, address: int, num_bytes: int) -> None:
             work("pin")
-            super().register(address, num_bytes)
+            super().register_host(address, num_bytes)
 
     def watched(memory: Bytes) -> None:
         work("touch")
@@ -151,9 +151,9 @@ def test_beside_a_busy_model_one_chunk_at_a_time_is_pinned_with_nine_times_as_lo
     spans: list[tuple[float, float]] = []
 
     class Watched(FakeRegistrar):
-        def register(self, address: int, num_bytes: int) -> None:
+        def register_host(self, address: int, num_bytes: int) -> None:
             began = time.monotonic()
-            super().register(address, num_bytes)
+            super().register_host(address, num_bytes)
             spans.append((began, time.monotonic()))
 
     registrar = Watched(seconds=0.002)
@@ -313,8 +313,8 @@ def test_memory_that_runs_out_stops_the_growth_before_the_kernel_does() -> None:
     meminfo = Meminfo(32 * GiB)
 
     class Eating(FakeRegistrar):
-        def register(self, address: int, num_bytes: int) -> None:
-            super().register(address, num_bytes)
+        def register_host(self, address: int, num_bytes: int) -> None:
+            super().register_host(address, num_bytes)
             if self.num_calls >= 4:
                 meminfo.left = GiB  # someone else took it
 

@@ -66,11 +66,11 @@ _NUM_REPORTS = 4  # lines of progress in the log
 class Registrar(Protocol):
     """Makes host memory known to a driver; called from several threads at once."""
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register_host(self, address: int, num_bytes: int) -> None:
         """Pin memory that is mapped and populated; raises what the driver says."""
 
-    def unregister(self, address: int) -> None:
-        """Undo one ``register``, while the memory is still mapped."""
+    def unregister_host(self, address: int) -> None:
+        """Undo one ``register_host``, while the memory is still mapped."""
 
 
 class Pin(Enum):
@@ -387,7 +387,7 @@ class Growth:
         assert self._registrar is not None
         chunk = self._chunks[index]
         address = int(self._bytes.ctypes.data) + chunk.start
-        self._registrar.register(address, chunk.num_bytes)
+        self._registrar.register_host(address, chunk.num_bytes)
         with self._lock:
             self._registered[address] = chunk.num_bytes
 
@@ -425,7 +425,7 @@ class Growth:
         for address in addresses:
             try:
                 assert self._registrar is not None
-                self._registrar.unregister(address)
+                self._registrar.unregister_host(address)
             except Exception as error:  # the others must still be given back
                 log.warning("host memory stays registered: %s", error)
             with self._lock:

@@ -6,6 +6,7 @@ is a file in ``transfer/paths`` and an entry in ``COPY_PATHS``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 AUTO_PATH = "auto"
@@ -14,22 +15,28 @@ AUTO_PATH = "auto"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a path costs in one direction, roughly: for machines that could not be measured.
+    """What a path costs in one direction.
 
-    Seconds to start, per segment and per run of adjacent host slots, and bytes per second after
-    that. Beside a model: its GB/s there and alone, in the copies it is used for, and the
-    milliseconds of model time that each gigabyte takes. ``queueing_ms_per_gb`` is the interpreter's
-    time: steps of the engine wait for it too, and no model that is timed on the card shows it.
+    Seconds to start, per segment and per run of adjacent host slots, and bytes per second.
+    Calibration replaces these. Beside a model copies take ``stretch`` times as long, and each
+    gigabyte takes ``lost_ms_per_gb`` milliseconds from the model or from the engine's interpreter.
     """
 
     start: float
-    per_segment: float
     rate: float
-    beside_gbps: float
-    alone_gbps: float
-    lost_ms_per_gb: float
+    per_segment: float = 0.0
     per_run: float = 0.0
-    queueing_ms_per_gb: float = 0.0
+    stretch: float = 1.0
+    lost_ms_per_gb: float = 1.0
+
+    def seconds(self, num_bytes: int, num_segments: int, num_runs: int) -> float:
+        """How long a copy takes while the card has nothing else to do."""
+        work = num_bytes / self.rate + num_segments * self.per_segment
+        return self.start + work + (num_runs - 1) * self.per_run
+
+    def lost_seconds(self, num_bytes: int) -> float:
+        """What a copy takes from a model that runs beside it."""
+        return num_bytes * self.lost_ms_per_gb * 1e-12
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,8 @@ class CopyPath:
     needs_kernels: bool = False  # a CUDA card and Triton
     # Without it, copying memory that the driver does not know would fail, or end all GPU work.
     needs_pinned: bool = True
-    pays_per_segment: bool = False  # small segments make it slow; adjacent slots do not help
     queues_at_once: bool = False  # a launch or two queue all of a copy, however large it is
-    is_stopgap: bool = False  # never the best where the driver has the batch call: not timed there
+    fallback: int = 0  # only picked where there is no path of a lower number
 
 
 COPY_PATHS = (
@@ -60,28 +66,29 @@ COPY_PATHS = (
         title="one copy per segment",
         how="one driver call per segment",
         implementation="kvferry.transfer.paths.direct:LoopPath",
-        load=Cost(10e-6, 3e-6, 55e9, beside_gbps=4.0, alone_gbps=4.0, lost_ms_per_gb=1.0),
-        store=Cost(10e-6, 3e-6, 55e9, beside_gbps=8.0, alone_gbps=8.0, lost_ms_per_gb=1.0),
+        load=Cost(10e-6, 55e9, per_segment=3e-6),
+        store=Cost(10e-6, 55e9, per_segment=3e-6),
         needs_pinned=False,
-        pays_per_segment=True,
-        is_stopgap=True,
+        fallback=2,
     ),
     CopyPath(
         "dma",
         title="batch DMA",
         how="one batch call for all segments",
         implementation="kvferry.transfer.paths.direct:DmaPath",
-        load=Cost(15e-6, 2e-6, 55e9, beside_gbps=4.5, alone_gbps=4.5, lost_ms_per_gb=1.0),
-        store=Cost(15e-6, 0.5e-6, 55e9, beside_gbps=17.0, alone_gbps=20.0, lost_ms_per_gb=1.0),
-        pays_per_segment=True,
+        load=Cost(15e-6, 55e9, per_segment=2e-6),
+        store=Cost(15e-6, 55e9, per_segment=0.5e-6),
+        # Where kernels can be launched it was at best 1.3% faster than they, and cost the model
+        # up to 246 ms per gigabyte: its call holds back the model's launches.
+        fallback=1,
     ),
     CopyPath(
         "kernel",
         title="kernel over the link",
         how="threads of the card read or write host memory",
         implementation="kvferry.transfer.paths.kernel:KernelPath",
-        load=Cost(25e-6, 0.0, 51e9, beside_gbps=40.0, alone_gbps=51.0, lost_ms_per_gb=1.5),
-        store=Cost(25e-6, 0.0, 52e9, beside_gbps=40.0, alone_gbps=52.0, lost_ms_per_gb=7.0),
+        load=Cost(15e-6, 50e9, stretch=1.4, lost_ms_per_gb=1.9),
+        store=Cost(13e-6, 51e9, stretch=1.2, lost_ms_per_gb=5.9),
         needs_kernels=True,
         queues_at_once=True,
     ),
@@ -90,17 +97,15 @@ COPY_PATHS = (
         title="ring on the device",
         how="a kernel gathers blocks into a ring in device memory, large copies do the rest",
         implementation="kvferry.transfer.paths.staged:StagedPath",
-        # 918 MB are queued by some 300 calls in 3.3 ms (one NVIDIA H200, 2026-11-18). Counted for
-        # loads alone: a store by a kernel, the other way, costs the card more than that.
-        load=Cost(
-            60e-6, 0.0, 54e9, 21.0, 54.0, lost_ms_per_gb=1.5, per_run=0.5e-6, queueing_ms_per_gb=3.5
-        ),
-        store=Cost(60e-6, 0.0, 54e9, 28.0, 54.0, lost_ms_per_gb=1.5, per_run=0.5e-6),
+        # 3.5 of a load's 4.7 ms are the engine's interpreter: 918 MB are queued by some 300 calls
+        # in 3.3 ms. Not counted for stores: by a kernel they cost the card more than that.
+        load=Cost(30e-6, 54e9, per_run=0.7e-6, stretch=1.3, lost_ms_per_gb=4.7),
+        store=Cost(38e-6, 55e9, per_run=0.4e-6, stretch=1.3, lost_ms_per_gb=0.7),
         needs_kernels=True,
     ),
 )
-"""All of them. The costs are those of a PCIe Gen5 x16 card (one NVIDIA H200, driver 580), rounded;
-only their relations matter."""
+"""All of them. The costs are one NVIDIA H200's (docs/benchmarks/copy-h200.md), rounded. Their
+relations matter; calibration measures the start, the rate and the runs on each machine."""
 
 BY_NAME = {path.name: path for path in COPY_PATHS}
 
@@ -108,3 +113,9 @@ BY_NAME = {path.name: path for path in COPY_PATHS}
 def path_names(*, with_kernels: bool) -> tuple[str, ...]:
     """The paths there are on a machine that can, or cannot, launch copy kernels."""
     return tuple(path.name for path in COPY_PATHS if with_kernels or not path.needs_kernels)
+
+
+def candidates(paths: Collection[str]) -> tuple[str, ...]:
+    """The names among ``paths`` that are worth choosing from: no fallback where it has a better."""
+    least = min((BY_NAME[name].fallback for name in paths), default=0)
+    return tuple(name for name in paths if BY_NAME[name].fallback == least)

@@ -18,7 +18,7 @@ from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
 from kvferry.tools.doctor.drive import MOST_BYTES, DriveFacts, file_system, nearest_directory
 from kvferry.tools.doctor.machine import Environment, Finding, Gpu, fail, ok, warn
-from kvferry.transfer.driver.base import BatchForm
+from kvferry.transfer.driver import BatchForm
 
 _OLDEST, _NEWEST = (3, 10), (3, 14)
 _PLUGINS = "vllm.general_plugins"
@@ -169,8 +169,6 @@ def _without(env: Environment, error: str) -> Finding:
 
 def _driver_words(env: Environment, gpu: Gpu) -> str:
     version = gpu.identity.driver_version
-    if not gpu.is_cuda:
-        return f"HIP {version}"
     release = _RELEASE.search(env.read("/proc/driver/nvidia/version") or "")
     words = f"for CUDA up to {version // 1000}.{version % 1000 // 10}"
     return f"{release[1]}, {words}" if release else words
@@ -251,7 +249,7 @@ def _packages(env: Environment, gpu: Gpu) -> Iterator[Finding]:
         yield fail("torch", f"{torch} is a build without GPU support", remedy)
     else:
         yield ok("torch", torch)
-    if triton is None and gpu.is_cuda:
+    if triton is None:
         yield warn(
             "triton",
             "not installed: no kernel and staged paths, small segments copy at a fraction of the "
@@ -259,13 +257,13 @@ def _packages(env: Environment, gpu: Gpu) -> Iterator[Finding]:
             "pip install 'kvferry[gpu]'",
         )
     else:
-        yield ok("triton", triton or "not used on this kind of card")
-    if env.has_profile(gpu.identity, path_names(with_kernels=gpu.is_cuda and triton is not None)):
+        yield ok("triton", triton)
+    if env.has_profile(gpu.identity, path_names(with_kernels=triton is not None)):
         yield ok("calibration", "this machine has been measured")
     else:
         yield warn(
             "calibration",
-            "this machine has not been measured: the first start takes a second or two longer",
+            "this machine has not been measured: the first start takes a second longer",
             "kvferry calibrate, on an idle GPU",
         )
 

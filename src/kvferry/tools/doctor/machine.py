@@ -20,9 +20,8 @@ from kvferry.tiers.ipc import child
 from kvferry.tiers.ipc.messages import FrameKind, pack_text, unpack_text
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tools.doctor.drive import DriveFacts, look_at_drive
-from kvferry.transfer.driver.base import BatchForm, DeviceIdentity, Driver, Priority
-from kvferry.transfer.driver.opening import open_driver
-from kvferry.transfer.planner.profile import load_profile, profile_file
+from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
+from kvferry.transfer.planner.profile import has_profile
 
 _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24
@@ -70,12 +69,11 @@ class Gpu:
     width: str | None = None
     max_speed: str | None = None
     max_width: str | None = None
-    is_cuda: bool = True
 
 
 def look_at_gpu(device: int) -> Gpu:
     """Open the driver, wake the link with a few copies, and read its speed."""
-    driver = open_driver(device)
+    driver = Driver.open(device)
     try:
         identity = driver.identity()
         folder = f"/sys/bus/pci/devices/{_sysfs_name(identity.pci_bus_id)}"
@@ -91,7 +89,6 @@ def look_at_gpu(device: int) -> Gpu:
             width=width,
             max_speed=max_speed,
             max_width=max_width,
-            is_cuda=type(driver).__name__ == "CudaDriver",
         )
     finally:
         driver.close()
@@ -205,9 +202,7 @@ class Environment:
     drive: Callable[[str], DriveFacts] = look_at_drive
     reach: Callable[[], str] = look_at_reach
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
-    has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
-        load_profile(profile_file(gpu, paths), paths) is not None
-    )
+    has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = has_profile
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
 
     @property

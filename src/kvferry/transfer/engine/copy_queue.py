@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Driver, EventPool
+from kvferry.transfer.driver import Driver, EventPool
 from kvferry.transfer.engine.flags import HostFlag, HostFlags
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.paths.contract import Path

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.errors import DeadlineError, DriverError
-from kvferry.transfer.driver.base import Driver, EventPool, Handles
+from kvferry.transfer.driver import Driver, EventPool, Handles
 from kvferry.types import TransferId
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
 from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
-from kvferry.transfer.driver.base import Driver, EventPool, Handles, Priority
+from kvferry.transfer.driver import Driver, EventPool, Handles, Priority
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.engine.flags import FlagProbe, FlagWatchdog, HostFlags
 from kvferry.transfer.job import Direction, JobFactory

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvferry.errors import DriverError, InputError
-from kvferry.transfer.driver.base import Driver, Handles, Priority
-from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout, Int64s
 
@@ -350,14 +349,11 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 class CudaLauncher:
     """Owns the compiled kernels of one device."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
         self._launches: dict[Variant, Launch] = {}
         self._modules: list[int] = []
-        # Without a signature: to convert eleven arguments by one takes as long as the call. So what
-        # is an address must be a c_void_p, or ctypes cuts it to 32 bits.
-        self._call = driver.bind("cuLaunchKernel")
 
     def prepare(self, variant: Variant) -> Launch:
         with self._lock:
@@ -378,14 +374,19 @@ class CudaLauncher:
 
     def close(self) -> None:
         with self._lock, self._driver.current():
-            unload = self._driver.bind("cuModuleUnload", c_void_p)
             while self._modules:
-                unload(self._modules.pop())
+                self._driver.bind("cuModuleUnload", c_void_p)(self._modules.pop())
             self._launches.clear()
 
     def _launch_of(self, function: int, threads: int) -> Launch:
         # A closure, no look-up: what comes before the launch of a small copy is part of its time.
-        call, check, kernel = self._call, self._driver.check, c_void_p(function)
+        # No signature: to convert eleven arguments by one takes as long as the call. So what is an
+        # address must be a c_void_p, or ctypes cuts it to 32 bits.
+        call, check, kernel = (
+            self._driver.bind("cuLaunchKernel"),
+            self._driver.check,
+            c_void_p(function),
+        )
 
         def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
             on, pointers = c_void_p(stream), arguments.pointers

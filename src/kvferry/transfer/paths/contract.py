@@ -11,8 +11,7 @@ from typing import ClassVar
 
 from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS, CopyPath, path_names
-from kvferry.transfer.driver.base import Driver
-from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.kernels.launch import CudaLauncher, Launcher, Variant
 
@@ -135,9 +134,6 @@ def common_variants() -> Sequence[Variant]:
 
 def _open_launcher(driver: Driver) -> CudaLauncher | None:
     """With kernels that compile and load: else every transfer by one of them would fail."""
-    if not isinstance(driver, CudaDriver):
-        log.info("copy kernels are for CUDA only; copying by %s", WITHOUT_KERNELS)
-        return None
     if util.find_spec("triton") is None:
         log.warning(
             "Triton is not installed: copying by %s. pip install 'kvferry[gpu]'", WITHOUT_KERNELS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.launch import Grid, IdBuffers, Kernels, Launcher, widest
 from kvferry.transfer.paths.contract import QUICK_BYTES, Means, Path

@@ -33,7 +33,7 @@ from itertools import cycle
 
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Driver, EventPool, Handles, Priority
+from kvferry.transfer.driver import Driver, EventPool, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.launch import (
     Grid,

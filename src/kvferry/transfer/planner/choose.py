@@ -1,32 +1,25 @@
-"""The planner: which path for which transfer, by the measurements of this machine.
+"""The planner: which path for which transfer, by what paths cost on this machine.
 
-Between measured sizes it interpolates the time: linearly in the bytes of the transfer, because a
-copy costs a start and then so much per byte; linearly in one over the segment size, because smaller
-segments are more segments. Both are exact for a path whose time is
-``a + b * bytes + c * segments``. Scattered host slots cost a path that copies runs one by one
-a start and so much per run, measured too.
+A copy costs a start, then so much per byte, per segment and per run of adjacent host slots. By such
+costs, fitted to the timings of an H200, every choice was within 5% of the best path
+(docs/benchmarks/copy-h200.json, 74 copies in each of two runs).
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
 
 from kvferry.errors import InputError, KvferryError
-from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
-from kvferry.transfer.driver.base import Driver
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, candidates
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.planner.measure import calibrate
 from kvferry.transfer.planner.profile import (
-    BusyCell,
-    Cell,
     Profile,
     builtin_profile,
     load_profile,
@@ -40,7 +33,6 @@ MODEL_WEIGHT = 8.0
 """One millisecond of model time counts as so many of copy time while the model runs: every request
 in the batch waits for the model, only a few for a copy."""
 
-MAX_REMEMBERED = 4096
 GB = 1e9
 
 
@@ -58,92 +50,6 @@ class Estimate:
         return self.seconds + MODEL_WEIGHT * self.lost_seconds
 
 
-class _Curve:
-    """Seconds over bytes at one segment size: linear between points, linear beyond."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        ordered = sorted(cells, key=lambda cell: cell.num_bytes)
-        self._bytes = [cell.num_bytes for cell in ordered]
-        self._seconds = [cell.seconds for cell in ordered]
-
-    def at(self, num_bytes: int) -> float:
-        if len(self._bytes) == 1:
-            return self._seconds[0] * max(1.0, num_bytes / self._bytes[0])
-        right = min(max(bisect.bisect_left(self._bytes, num_bytes), 1), len(self._bytes) - 1)
-        x0, x1 = self._bytes[right - 1], self._bytes[right]
-        y0, y1 = self._seconds[right - 1], self._seconds[right]
-        value = y0 + (y1 - y0) * (num_bytes - x0) / (x1 - x0)
-        # Below the smallest copy measured the start is all that counts.
-        return max(value, min(self._seconds[0], self._seconds[0] * num_bytes / self._bytes[0]))
-
-
-class _Surface:
-    """Seconds of one path in one direction, over segment size, bytes and runs of host slots."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        in_one_run = [cell for cell in cells if cell.num_runs == 1]
-        sizes = sorted({cell.segment_bytes for cell in in_one_run})
-        self._sizes = sizes
-        self._curves = [
-            _Curve([c for c in in_one_run if c.segment_bytes == size]) for size in sizes
-        ]
-        self._scattered, self._per_run = _line(
-            [
-                (
-                    cell.num_runs - 1,
-                    cell.seconds - self._in_one_run(cell.segment_bytes, cell.num_bytes),
-                )
-                for cell in cells
-                if cell.num_runs > 1
-            ]
-        )
-
-    def at(self, segment_bytes: float, num_bytes: int, num_runs: int = 1) -> float:
-        seconds = self._in_one_run(segment_bytes, num_bytes)
-        if num_runs > 1:
-            seconds += self._scattered + self._per_run * (num_runs - 1)
-        return seconds
-
-    def _in_one_run(self, segment_bytes: float, num_bytes: int) -> float:
-        sizes, curves = self._sizes, self._curves
-        if segment_bytes <= sizes[0]:
-            # Below all measured sizes: as many segments of the smallest size cost at least that.
-            return curves[0].at(int(num_bytes * sizes[0] / segment_bytes))
-        if segment_bytes >= sizes[-1]:
-            return curves[-1].at(num_bytes)
-        right = bisect.bisect_left(sizes, segment_bytes)
-        share = (1 / sizes[right - 1] - 1 / segment_bytes) / (
-            1 / sizes[right - 1] - 1 / sizes[right]
-        )
-        low, high = curves[right - 1].at(num_bytes), curves[right].at(num_bytes)
-        return low + (high - low) * share
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The start and slope, neither negative, of the line that fits ``points`` best."""
-    if not points:
-        return 0.0, 0.0
-    middle, mean = (fmean(values) for values in zip(*points, strict=True))
-    spread = sum((x - middle) ** 2 for x, _ in points)
-    slope = sum((x - middle) * (y - mean) for x, y in points) / spread if spread else mean / middle
-    if slope < 0:
-        return max(0.0, mean), 0.0
-    start = mean - slope * middle
-    if start < 0:
-        through_nothing = sum(x * y for x, y in points) / sum(x * x for x, _ in points)
-        return 0.0, max(0.0, through_nothing)
-    return start, slope
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """One path beside a model, on average over the loads it was measured with."""
-
-    stretch: float
-    """How much longer a copy takes than on an idle card."""
-    lost_seconds_per_byte: float
-
-
 class Planner:
     """Chooses by a profile among the ``paths`` an engine has; ``pinned`` overrules it."""
 
@@ -154,27 +60,11 @@ class Planner:
             raise InputError(f"path {pinned!r} is pinned, but there are only {sorted(paths)}")
         self.profile = profile
         self.pinned = pinned
-        self._surfaces: dict[Direction, dict[str, _Surface]] = {}
-        for direction in Direction:
-            known = [cell for cell in profile.cells if cell.direction is direction]
-            self._surfaces[direction] = {
-                path: _Surface([cell for cell in known if cell.path == path])
-                for path in paths
-                if any(cell.path == path and cell.num_runs == 1 for cell in known)
-            }
-            if pinned is None and not self._surfaces[direction]:
-                raise InputError(
-                    f"the profile knows none of the paths {sorted(paths)} for a {direction.value}"
-                )
-        self._beside = {
-            (direction, path): _average(
-                [c for c in profile.busy if c.direction is direction and c.path == path]
-            )
+        names = candidates(paths) if pinned is None else (pinned,)
+        self._costs = {
+            direction: {name: profile.cost(direction, name) for name in names}
             for direction in Direction
-            for path in paths
         }
-        self._remembered: OrderedDict[tuple[Direction, int, int, int, bool, int, bool], str]
-        self._remembered = OrderedDict()
 
     def choose(
         self,
@@ -190,21 +80,17 @@ class Planner:
 
         ``busy`` says that the model runs now, ``num_runs`` how many runs of neighbours the host
         slots make up. For a transfer ``in_parts`` it is the best path that queues a copy at once,
-        if there is one: the reader of the parts is told of them when all are queued.
+        if there is one: the reader of the parts is told of them when all are queued. (A load of
+        917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens came after
+        26.6 and 29.7 ms. One NVIDIA H200, vLLM 0.26, 2026-11-18.)
         """
-        if self.pinned is not None:
-            return self.pinned
-        num_runs = _counted(num_runs)
-        size = (layout.block_bytes, layout.num_segments, num_blocks)
-        key = (direction, *size, busy, num_runs, in_parts)
-        path = self._remembered.get(key)
-        if path is None:
-            found = self.estimates(direction, layout, num_blocks, busy, num_runs)
-            path = (_at_once(found) if in_parts else None) or found[0].path
-            self._remembered[key] = path
-            if len(self._remembered) > MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
-        return path
+        if len(self._costs[direction]) == 1:
+            return next(iter(self._costs[direction]))
+        names = [
+            each.path for each in self.estimates(direction, layout, num_blocks, busy, num_runs)
+        ]
+        at_once = [name for name in names if in_parts and BY_NAME[name].queues_at_once]
+        return (at_once or names)[0]
 
     def estimates(
         self,
@@ -215,16 +101,15 @@ class Planner:
         num_runs: int = 1,
     ) -> list[Estimate]:
         """What each path would cost, the best first."""
-        num_bytes = num_blocks * layout.block_bytes
-        segment_bytes = layout.block_bytes / layout.num_segments
+        num_bytes, num_segments = num_blocks * layout.block_bytes, num_blocks * layout.num_segments
         found = []
-        for path, surface in self._surfaces[direction].items():
-            seconds, lost = surface.at(segment_bytes, num_bytes, num_runs), 0.0
+        for path, cost in self._costs[direction].items():
+            seconds = cost.seconds(num_bytes, num_segments, num_runs)
             if busy:
-                beside = self._beside[direction, path]
-                seconds *= beside.stretch
-                lost = (beside.lost_seconds_per_byte + _queueing(direction, path)) * num_bytes
-            found.append(Estimate(path, seconds, lost))
+                lost = cost.lost_seconds(num_bytes)
+                found.append(Estimate(path, seconds * cost.stretch, lost))
+            else:
+                found.append(Estimate(path, seconds))
         return sorted(found, key=lambda estimate: estimate.score)
 
     def explain(
@@ -247,7 +132,7 @@ class Planner:
             what += f", host slots in {num_runs} runs"
         if self.pinned is not None:
             return f"{what}: {self.pinned}, because copy_path pins it."
-        estimates = self.estimates(direction, layout, num_blocks, busy, _counted(num_runs))
+        estimates = self.estimates(direction, layout, num_blocks, busy, num_runs)
         lines = [f"{what}: {estimates[0].path}."]
         for estimate in estimates:
             line = (
@@ -263,40 +148,6 @@ class Planner:
         source = self.profile.provenance.get("source", "a profile")
         lines.append(f"  From {source}.")
         return "\n".join(lines)
-
-
-def _at_once(estimates: Sequence[Estimate]) -> str | None:
-    """The best of the paths that queue a copy at once, though another one may be faster.
-
-    A load of 917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens
-    came after 26.6 and 29.7 ms. (One NVIDIA H200, vLLM 0.26, 2026-11-18.)
-    """
-    names = (estimate.path for estimate in estimates)
-    return next((name for name in names if name in BY_NAME and BY_NAME[name].queues_at_once), None)
-
-
-def _queueing(direction: Direction, path: str) -> float:
-    """Seconds of the interpreter per byte, which the engine's steps need too."""
-    known = BY_NAME.get(path)
-    if known is None:
-        return 0.0
-    cost = known.load if direction is Direction.LOAD else known.store
-    return cost.queueing_ms_per_gb / 1e3 / GB
-
-
-def _counted(num_runs: int) -> int:
-    """The next power of two, so that remembered choices do not depend on every single slot."""
-    return 1 << (num_runs - 1).bit_length()
-
-
-def _average(cells: Sequence[BusyCell]) -> _Beside:
-    """The mean over all measured model loads; an unmeasured path costs nothing extra."""
-    if not cells:
-        return _Beside(1.0, 0.0)
-    return _Beside(
-        stretch=fmean(max(1.0, cell.idle_gbps / max(cell.gbps, 1e-3)) for cell in cells),
-        lost_seconds_per_byte=fmean(max(0.0, cell.lost_ms_per_gb) for cell in cells) / 1e3 / GB,
-    )
 
 
 @dataclass(frozen=True)
@@ -315,13 +166,10 @@ class PathChoices:
     def _planner(self) -> Planner:
         return Planner(self.profile, self.paths, pinned=self.pinned)
 
-    def load_seconds(self, group: int, num_blocks: int, *, busy: bool) -> float | None:
-        """How long a load of so many blocks takes by what was measured; None where it was not."""
-        planner, layout = self._planner, self.layouts[group]
-        found = planner.estimates(Direction.LOAD, layout, num_blocks, busy)
-        if planner.pinned is not None:
-            found = [estimate for estimate in found if estimate.path == planner.pinned]
-        return found[0].seconds if found else None
+    def load_seconds(self, group: int, num_blocks: int, *, busy: bool) -> float:
+        """How long a load of so many blocks takes."""
+        layout = self.layouts[group]
+        return self._planner.estimates(Direction.LOAD, layout, num_blocks, busy)[0].seconds
 
     def why(
         self,
@@ -353,7 +201,9 @@ def open_planner(
     """
     if copy_path != AUTO_PATH:
         return Planner(builtin_profile(), paths, pinned=copy_path)
-    file = profile_file(driver.identity(), paths)
+    if len(candidates(paths)) == 1:
+        return Planner(builtin_profile("there is one path to choose from"), paths)
+    file = profile_file(driver.identity())
     profile = load_profile(file, paths)
     if profile is None:
         try:

@@ -1,36 +1,33 @@
-"""Calibration: time the paths on this very machine, in a second or two.
+"""Calibration: time the paths on this very machine, in a fraction of a second.
 
-Each path is timed by direction, segment size and transfer size on an idle card, then beside a
-running model. A path that is hopeless for small segments does not copy many of them. A server's
-first start waits for all this, so nothing is timed more often than a choice between paths needs.
+Each path is timed by direction and transfer size on an idle card, with host slots in one run and
+scattered, and the costs that fit best are kept. A server's first start waits for all this, so
+nothing is timed more often than a choice between paths needs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
-import logging
 import pathlib
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from importlib import import_module, metadata, util
+from importlib import import_module, metadata
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.core.quantities import KiB, MiB
-from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS
-from kvferry.transfer.driver.base import BatchForm, Driver, Handles, Priority
+from kvferry.settings.copy_paths import Cost, candidates
+from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.planner.profile import LEAST_GBPS, MOST_LOST_MS, BusyCell, Cell, Profile
-
-log = logging.getLogger(__name__)
+from kvferry.transfer.planner.profile import Profile, builtin_cost
 
 GB = 1e9
 
@@ -208,25 +205,14 @@ class CopyRig:
 
 MODULE_VERSION = pathlib.Path("/sys/module/nvidia/version")
 
-SEGMENT_BYTES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 2 * MiB)
+SEGMENT_BYTES = (4 * KiB, 16 * KiB)
+"""What a kernel does costs the same for larger ones."""
 NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
+SCATTERED_BYTES = NUM_BYTES[-2:]
 SEGMENTS_PER_BLOCK = 64
 SMALL_REPEATS, REPEATS = 5, 3
 LARGE = 16 * MiB
 """From here on three repeats do: what scatters is the start."""
-HOPELESS = 2.0
-"""A path is not timed on more bytes of the same segments if the last ones it was given alone took
-it so many times as long as the best path took for all."""
-
-SCATTERED = (4 * KiB, 16 * KiB)
-"""Segment sizes at which paths are timed with host slots that are no neighbours."""
-SCATTERED_BYTES = NUM_BYTES[-2:]
-
-BUSY_SEGMENT, BUSY_SEGMENT_IF_PAID = 16 * KiB, 2 * MiB
-"""Segment size at which a path is timed beside a model, and one that pays for each segment: sizes
-at which it may be chosen."""
-BUSY_BYTES = 64 * MiB
-BUSY_ROUNDS = 8
 
 Progress = Callable[[str], None]
 
@@ -234,71 +220,56 @@ Progress = Callable[[str], None]
 def calibrate(
     driver: Driver, paths: Mapping[str, Path], *, progress: Progress = lambda _: None
 ) -> Profile:
-    """Time ``paths`` on the device of ``driver``; what cannot be timed is left out.
-
-    Where the driver has the batch copy, a stopgap for it has nothing to offer.
-    """
-    candidates = dict(paths)
-    if driver.batch_form is not BatchForm.ABSENT:
-        stopgaps = {path.name for path in COPY_PATHS if path.is_stopgap}
-        candidates = {name: paths[name] for name in paths if name not in stopgaps} or candidates
+    """Time those of ``paths`` that there is a choice between, on the device of ``driver``."""
+    names = candidates(paths)
     with driver.current():
         # Half of the host's slots are left out to scatter the others.
         rig = CopyRig(driver, num_bytes=NUM_BYTES[-1], host_bytes=2 * NUM_BYTES[-1])
         try:
-            cells = []
+            costs = {}
             for direction in Direction:
-                for segment_bytes in SEGMENT_BYTES:
-                    progress(f"{direction.value}, segments of {segment_bytes // KiB} KiB")
-                    cells += list(_time_paths(rig, direction, segment_bytes, candidates))
-                cells += list(_time_scattered(rig, direction, candidates))
-            busy = tuple(_time_beside_model(rig, candidates, progress))
+                jobs = list(_jobs(rig, direction))
+                taken = []
+                for job in jobs:
+                    progress(f"{direction.value}, {job.num_bytes // KiB} KiB")
+                    repeats = REPEATS if job.num_bytes >= LARGE else SMALL_REPEATS
+                    calls = [rig.call(paths[name], job) for name in names]
+                    taken.append(rig.time_in_turn(calls, direction, repeats=repeats))
+                for index, name in enumerate(names):
+                    seconds = np.array([times[index].seconds for times in taken])
+                    costs[direction, name] = _fit(builtin_cost(direction, name), jobs, seconds)
         finally:
             rig.close()
-    return Profile(tuple(cells), busy, provenance(driver), paths=frozenset(paths))
+    return Profile(costs, provenance(driver))
 
 
-def _time_paths(
-    rig: CopyRig, direction: Direction, segment_bytes: int, paths: Mapping[str, Path]
-) -> Iterator[Cell]:
-    """Larger and larger transfers, by each path in turn until it is hopeless.
+def _jobs(rig: CopyRig, direction: Direction) -> Iterator[CopyJob]:
+    """Larger and larger transfers, the largest with scattered host slots too."""
+    for segment_bytes in SEGMENT_BYTES:
+        for num_bytes in NUM_BYTES:
+            segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
+            num_blocks = num_bytes // (segments * segment_bytes)
+            yield rig.job(direction, segment_bytes, segments, num_blocks)
+            if num_bytes in SCATTERED_BYTES and num_blocks > 1:
+                yield rig.job(direction, segment_bytes, segments, num_blocks, scattered=True)
 
-    In turn, so that a machine that slows down for a while does so for all of them.
+
+def _fit(cost: Cost, jobs: Sequence[CopyJob], seconds: npt.NDArray[np.float64]) -> Cost:
+    """``cost`` with the start, rate and seconds per run that fit the timings best, none negative.
+
+    Errors count by their share of the time, so that small copies weigh as much as large ones.
     """
-    in_race = dict(paths)
-    before: dict[str, float] = {}
-    for num_bytes in NUM_BYTES:
-        if num_bytes < segment_bytes:
-            continue
-        segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
-        job = rig.job(direction, segment_bytes, segments, num_bytes // (segments * segment_bytes))
-        repeats = REPEATS if num_bytes >= LARGE else SMALL_REPEATS
-        seconds = {
-            name: rig.time(path, job, repeats=repeats).seconds for name, path in in_race.items()
-        }
-        best = min(seconds.values())
-        for name, taken in seconds.items():
-            yield Cell(direction, name, segment_bytes, num_bytes // segment_bytes, taken)
-            if taken - before.get(name, taken) > HOPELESS * best:
-                del in_race[name]
-        before = seconds
-
-
-def _time_scattered(
-    rig: CopyRig, direction: Direction, paths: Mapping[str, Path]
-) -> Iterator[Cell]:
-    for segment_bytes, num_bytes in itertools.product(SCATTERED, SCATTERED_BYTES):
-        num_blocks = num_bytes // (segment_bytes * SEGMENTS_PER_BLOCK)
-        if num_blocks < 2:
-            continue
-        job = rig.job(direction, segment_bytes, SEGMENTS_PER_BLOCK, num_blocks, scattered=True)
-        # The largest come in a row, if they come; then the start of the first hardly counts.
-        in_flight = 2 if num_bytes == SCATTERED_BYTES[-1] else 1
-        for path in COPY_PATHS:
-            if path.name in paths and not path.pays_per_segment:
-                found = rig.time(paths[path.name], job, repeats=REPEATS, in_flight=in_flight)
-                size = (segment_bytes, num_blocks * SEGMENTS_PER_BLOCK)
-                yield Cell(direction, path.name, *size, found.seconds, num_blocks)
+    rows = [(1.0, job.num_bytes / GB, len(job.run_heads) - 1) for job in jobs]
+    table = np.array(rows) / np.maximum(seconds, 1e-9)[:, None]
+    found, used = np.zeros(3), [0, 1, 2]
+    while used:
+        best = np.linalg.lstsq(table[:, used], np.ones(len(rows)), rcond=None)[0]
+        if (best >= 0).all():
+            found[used] = best
+            break
+        used = [column for column, value in zip(used, best, strict=True) if value >= 0]
+    start, per_gb, per_run = found.tolist()
+    return replace(cost, start=start, rate=GB / max(per_gb, 1e-6), per_run=per_run)
 
 
 def provenance(driver: Driver) -> dict[str, str]:
@@ -331,40 +302,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _time_beside_model(
-    rig: CopyRig, paths: Mapping[str, Path], progress: Progress
-) -> Iterator[BusyCell]:
-    if util.find_spec("torch") is None:
-        log.warning("torch is not installed: what copies cost the model is not measured")
-        return
-    # Imported here: torch is heavy, and only these loads need it.
-    from kvferry.transfer.planner.slowdown import MatmulLoad, WeightLoad, measure_slowdown, release
-
-    for make_load in (MatmulLoad, WeightLoad):
-        try:
-            load = make_load()
-        except RuntimeError as error:
-            # Servers fill the card; what is left may not hold the weights.
-            log.warning("what copies cost the model is not measured in full: %s", error)
-            continue
-        for direction in Direction:
-            for name, path in paths.items():
-                progress(f"{name}, {direction.value}, beside {load.name}")
-                is_paid = BY_NAME[name].pays_per_segment
-                segment = BUSY_SEGMENT_IF_PAID if is_paid else BUSY_SEGMENT
-                segments = min(SEGMENTS_PER_BLOCK, BUSY_BYTES // segment)
-                job = rig.job(direction, segment, segments, BUSY_BYTES // (segment * segments))
-                idle = max(
-                    job.num_bytes / rig.time(path, job, repeats=REPEATS).seconds / GB, LEAST_GBPS
-                )
-                found = measure_slowdown(
-                    rig, load, path, job, rounds=BUSY_ROUNDS, phases=1, warm_up=4
-                )
-                # Noise makes a copy that costs nothing seem to give time back.
-                lost = min(max(found.lost_ms_per_gb, 0.0), MOST_LOST_MS)
-                gbps = max(found.gbps, LEAST_GBPS)
-                yield BusyCell(direction, name, load.name, gbps, idle, lost)
-        del load
-        release()

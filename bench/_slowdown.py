@@ -74,11 +74,6 @@ class WeightLoad:
             torch.mm(self._tokens, weights, out=self._out)
 
 
-def release() -> None:
-    """Return the memory of deleted loads to the card, for the server's own use."""
-    torch.cuda.empty_cache()
-
-
 IN_FLIGHT = 3
 """Copies queued at a time: enough that the link never waits for the host."""
 

@@ -1,4 +1,4 @@
-"""The one thin layer between kvferry and a card: its driver, through ctypes.
+"""The one thin layer between kvferry and a card: libcuda.so.1 through ctypes.
 
 Everything the copy engine asks of a card goes through ``Driver``, so that a fake can stand in for
 all of it. Handles are plain integers. Every refusal is a DriverError in the driver's own words.
@@ -10,10 +10,21 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,56 +42,44 @@ Addresses = npt.NDArray[np.uint64]
 SYSFS = Path("/sys/bus/pci/devices")
 UNKNOWN_LINK = "unknown"
 
-UNSAFE_STREAMS = frozenset((0, 1, 2))
-"""The default stream and its two special handles (legacy, per-thread).
-
-The batch copy refuses them, and on the legacy one a copy would wait for, and hold up, everything.
-"""
-
 SUCCESS = 0
 NOT_READY = 600
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 HOST_PORTABLE = 1
 CAPTURE_THREAD_LOCAL = 1
+WAIT_UNTIL_AT_LEAST = 0  # counted around the end of the range
+WRITE_AFTER_ALL_BEFORE = 0
 
-# Codes that say "not on this driver or card", the same in both libraries: a call that is missing
-# (500), not supported (801), or (36) only in a newer driver.
+# Codes that say "not on this driver or card": a call that is missing (500), not supported (801),
+# or (36) only in a newer driver.
 UNSUPPORTED = frozenset((36, 500, 801))
 
 _OUT = c_void_p  # the address of a result
-CUDA, HIP = 0, 1
-CALLS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    "version": ("cuDriverGetVersion", "hipDriverGetVersion", (_OUT,)),
-    "name": ("cuDeviceGetName", "hipDeviceGetName", (c_char_p, c_int, c_int)),
-    "bus_id": ("cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId", (c_char_p, c_int, c_int)),
-    "priorities": ("cuCtxGetStreamPriorityRange", "hipDeviceGetStreamPriorityRange", (_OUT, _OUT)),
-    "stream_create": (
-        "cuStreamCreateWithPriority",
-        "hipStreamCreateWithPriority",
-        (_OUT, c_uint, c_int),
-    ),
-    "stream_destroy": ("cuStreamDestroy_v2", "hipStreamDestroy", (c_void_p,)),
-    "stream_query": ("cuStreamQuery", "hipStreamQuery", (c_void_p,)),
-    "stream_synchronize": ("cuStreamSynchronize", "hipStreamSynchronize", (c_void_p,)),
-    "stream_wait_event": ("cuStreamWaitEvent", "hipStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
-    "event_create": ("cuEventCreate", "hipEventCreateWithFlags", (_OUT, c_uint)),
-    "event_destroy": ("cuEventDestroy_v2", "hipEventDestroy", (c_void_p,)),
-    "event_record": ("cuEventRecord", "hipEventRecord", (c_void_p, c_void_p)),
-    "event_query": ("cuEventQuery", "hipEventQuery", (c_void_p,)),
-    "event_elapsed": ("cuEventElapsedTime", "hipEventElapsedTime", (_OUT, c_void_p, c_void_p)),
-    "alloc_device": ("cuMemAlloc_v2", "hipMalloc", (_OUT, c_size_t)),
-    "free_device": ("cuMemFree_v2", "hipFree", (c_uint64,)),
-    "alloc_host": ("cuMemHostAlloc", "hipHostMalloc", (_OUT, c_size_t, c_uint)),
-    "free_host": ("cuMemFreeHost", "hipHostFree", (c_void_p,)),
-    "register_host": ("cuMemHostRegister_v2", "hipHostRegister", (c_void_p, c_size_t, c_uint)),
-    "unregister_host": ("cuMemHostUnregister", "hipHostUnregister", (c_void_p,)),
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "cuDriverGetVersion": (_OUT,),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuCtxGetStreamPriorityRange": (_OUT, _OUT),
+    "cuStreamCreateWithPriority": (_OUT, c_uint, c_int),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamQuery": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (_OUT, c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventElapsedTime": (_OUT, c_void_p, c_void_p),
+    "cuMemAlloc_v2": (_OUT, c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
-"""Entry points of both libraries, which mirror each other, and their signatures.
-
-Signatures are set once per function: without them ctypes cuts addresses to 32 bits.
-"""
-CAPTURE_MODE = ("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
+"""Entry points and their signatures. Without them ctypes cuts addresses to 32 bits."""
 
 
 class SourceOrder(Enum):
@@ -119,39 +118,108 @@ class DeviceIdentity:
     link: str
 
 
-class Driver(ABC):
-    """One driver library bound to one device; leaves streams, events and memory to its callers.
+class MemcpyLocation(ctypes.Structure):
+    """CUmemLocation; a hint that only managed memory uses."""
 
-    Calls may come from any thread inside ``current()``.
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class MemcpyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_order", c_int),
+        ("source_hint", MemcpyLocation),
+        ("destination_hint", MemcpyLocation),
+        ("flags", c_uint),
+    )
+
+
+_BATCH_ARGUMENTS = (
+    c_void_p,  # dsts
+    c_void_p,  # srcs
+    c_void_p,  # sizes
+    c_size_t,  # count
+    POINTER(MemcpyAttributes),
+    POINTER(c_size_t),  # index of the first copy each attribute holds for
+    c_size_t,  # number of attributes
+)
+BATCH_WITH_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, POINTER(c_size_t), c_void_p)
+BATCH_WITHOUT_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, c_void_p)
+
+_FORMS: tuple[tuple[BatchForm, int, Any], ...] = (
+    (BatchForm.WITHOUT_FAIL_INDEX, 13000, BATCH_WITHOUT_FAIL_INDEX),
+    (BatchForm.WITH_FAIL_INDEX, 12080, BATCH_WITH_FAIL_INDEX),
+)
+
+
+class PushedContext:
+    """Makes a context current; entered for every transfer, so it is a class and not a generator.
+
+    Push and pop, not set: the caller's thread may be working on another device.
     """
 
-    library_number = CUDA
-    """Which of the two names in ``CALLS`` is the library's."""
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver = driver
+        self._context = context
+        self._push = driver.bind("cuCtxPushCurrent_v2", c_void_p)
+        self._pop = driver.bind("cuCtxPopCurrent_v2", c_void_p)
+        self._popped = byref(c_void_p())
+
+    def __enter__(self) -> None:
+        code = self._push(self._context)
+        if code:
+            self._driver.check(code, "cuCtxPushCurrent()")
+
+    def __exit__(self, *_: object) -> None:
+        self._pop(self._popped)
+
+
+class Driver:
+    """The driver library bound to one device; owns a reference to the device's primary context.
+
+    That is the context torch uses too. Leaves streams, events and memory to its callers. Calls may
+    come from any thread inside ``current()``.
+    """
 
     batch_form = BatchForm.ABSENT
     """Set to ABSENT by the first caller that learns the batch copy is not supported after all."""
 
-    max_batch: int | None = None
-    """Most descriptors one batch call may carry; None where there is no limit."""
-
     has_values = False
     """Whether a stream can write a number to host memory, and another one wait for it."""
 
-    def __init__(self, library: Any, device: int) -> None:
+    def __init__(self, library: Any, device: int = 0) -> None:
         self._library = library
-        self._device = device
         self._closed = False
-        number = self.library_number
-        self._names = {ours: (cuda, hip)[number] for ours, (cuda, hip, _) in CALLS.items()}
-        self._calls = {ours: self.bind(self._names[ours], *CALLS[ours][2]) for ours in CALLS}
+        self._calls = {name: self.bind(name, *argtypes) for name, argtypes in _CALLS.items()}
         # The calls made for every transfer, without a dictionary in between.
-        self._event_record = self._calls["event_record"]
-        self._event_query = self._calls["event_query"]
-        self._stream_query = self._calls["stream_query"]
-        self._stream_wait_event = self._calls["stream_wait_event"]
+        self._copy = self._calls["cuMemcpyAsync"]
+        self._event_record = self._calls["cuEventRecord"]
+        self._event_query = self._calls["cuEventQuery"]
+        self._stream_query = self._calls["cuStreamQuery"]
+        self._stream_wait_event = self._calls["cuStreamWaitEvent"]
         self._exchange_capture_mode: Callable[..., int] | None = None
         with suppress(DriverError):  # a driver without it has no captures to break either
-            self._exchange_capture_mode = self.bind(CAPTURE_MODE[self.library_number], _OUT)
+            self._exchange_capture_mode = self.bind("cuThreadExchangeStreamCaptureMode", _OUT)
+        self.check(self.bind("cuInit", c_uint)(0), "cuInit()")
+        handle, context = c_int(), c_void_p()
+        get = self.bind("cuDeviceGet", c_void_p, c_int)
+        self.check(get(byref(handle), device), f"cuDeviceGet({device})")
+        self._device = handle.value
+        self._batch: Callable[..., int] | None = None
+        self._resolve_batch()
+        self._resolve_values()
+        retain = self.bind("cuDevicePrimaryCtxRetain", c_void_p, c_int)
+        self.check(retain(byref(context), self._device), f"cuDevicePrimaryCtxRetain({device})")
+        self._pushed = PushedContext(self, context.value or 0)
+
+    @classmethod
+    def open(cls, device: int = 0) -> Driver:
+        """The driver of this machine on ``device``; DriverError where there is none."""
+        try:
+            return cls(ctypes.CDLL("libcuda.so.1"), device)
+        except OSError as error:
+            raise DriverError(f"no NVIDIA driver could be loaded: {error}") from None
 
     # -- refusals, in the driver's words -----------------------------------------------------
 
@@ -165,9 +233,14 @@ class Driver(ABC):
         function.restype = c_int
         return function
 
-    @abstractmethod
     def error_words(self, code: int) -> tuple[str, str]:
-        """Name and description of an error code, from the library itself."""
+        words = []
+        for function in ("cuGetErrorName", "cuGetErrorString"):
+            text = c_char_p()
+            found = self.bind(function, c_int, c_void_p)(code, byref(text))
+            known = found == 0 and text.value is not None
+            words.append(text.value.decode() if known and text.value else "unknown error")
+        return words[0], words[1]
 
     def check(self, code: int, asked: str) -> None:
         """Turn a code other than success into a DriverError that says what was asked."""
@@ -177,16 +250,18 @@ class Driver(ABC):
                 f"{asked}: {name} ({code}): {words}", code=code, unsupported=code in UNSUPPORTED
             )
 
-    def _call(self, ours: str, *args: Any, asked: str = "") -> None:
-        code = self._calls[ours](*args)
+    def _call(self, name: str, *args: Any, asked: str = "") -> None:
+        code = self._calls[name](*args)
         if code != SUCCESS:
-            self.check(code, f"{self._names[ours]}({asked})")
+            self.check(code, f"{name}({asked})")
 
     # -- the device --------------------------------------------------------------------------
 
-    @abstractmethod
     def current(self) -> AbstractContextManager[None]:
         """Make the device current on this thread for a while, then restore what was."""
+        if self._closed:
+            raise ClosedError("the driver was closed; open a new one")
+        return self._pushed
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
@@ -207,39 +282,39 @@ class Driver(ABC):
     def version(self) -> int:
         """The driver's version as a number: 13000 for CUDA 13.0."""
         version = c_int()
-        self._call("version", byref(version))
+        self._call("cuDriverGetVersion", byref(version))
         return version.value
 
     def identity(self) -> DeviceIdentity:
         """Name, driver and link of the device."""
         name, bus = (ctypes.create_string_buffer(256) for _ in range(2))
-        self._call("name", name, len(name), self._device)
-        self._call("bus_id", bus, len(bus), self._device)
+        self._call("cuDeviceGetName", name, len(name), self._device)
+        self._call("cuDeviceGetPCIBusId", bus, len(bus), self._device)
         bus_id = bus.value.decode(errors="replace").lower()
         card = name.value.decode(errors="replace")
         return DeviceIdentity(card, self.version(), bus_id, pcie_link(bus_id))
 
-    @abstractmethod
     def close(self) -> None:
         """Let go of the device. Safe to call twice."""
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise ClosedError("the driver was closed; open a new one")
+        if not self._closed:
+            self._closed = True
+            self.bind("cuDevicePrimaryCtxRelease_v2", c_int)(self._device)
 
     # -- streams -----------------------------------------------------------------------------
 
     def create_stream(self, priority: Priority) -> int:
         """A stream that never waits for the default stream by itself."""
         least, greatest, stream = c_int(), c_int(), c_void_p()
-        self._call("priorities", byref(least), byref(greatest))
+        self._call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
         level = least.value if priority is Priority.LOW else greatest.value
         asked = f"priority {level}"
-        self._call("stream_create", byref(stream), STREAM_NON_BLOCKING, level, asked=asked)
+        self._call(
+            "cuStreamCreateWithPriority", byref(stream), STREAM_NON_BLOCKING, level, asked=asked
+        )
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("stream_destroy", stream, asked=f"stream {stream:#x}")
+        self._call("cuStreamDestroy_v2", stream, asked=f"stream {stream:#x}")
 
     def stream_is_idle(self, stream: int) -> bool:
         """Whether all work queued on ``stream`` has ended."""
@@ -247,12 +322,12 @@ class Driver(ABC):
         if code == SUCCESS:
             return True
         if code != NOT_READY:
-            self.check(code, f"{self._names['stream_query']}(stream {stream:#x})")
+            self.check(code, f"cuStreamQuery(stream {stream:#x})")
         return False
 
     def synchronize_stream(self, stream: int) -> None:
         """Block until all work queued on ``stream`` has ended."""
-        self._call("stream_synchronize", stream, asked=f"stream {stream:#x}")
+        self._call("cuStreamSynchronize", stream, asked=f"stream {stream:#x}")
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Hold later work on ``stream`` until the last record of ``event`` so far is reached.
@@ -262,7 +337,7 @@ class Driver(ABC):
         code = self._stream_wait_event(stream, event, 0)
         if code != SUCCESS:
             asked = f"stream {stream:#x}, event {event:#x}"
-            self.check(code, f"{self._names['stream_wait_event']}({asked})")
+            self.check(code, f"cuStreamWaitEvent({asked})")
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
         """Hold later work on ``stream`` until the 32-bit number at ``address`` is ``value``.
@@ -270,26 +345,30 @@ class Driver(ABC):
         Or one after it, up to half the range. The write may be queued later: the driver knows of no
         order between the two, so the work that writes it must not wait for the work that waits.
         """
-        raise DriverError("streams cannot wait for values here", code=801, unsupported=True)
+        code = self._wait_value(stream, address, value, WAIT_UNTIL_AT_LEAST)
+        if code:
+            self.check(code, f"cuStreamWaitValue32(stream {stream:#x}, {value} at {address:#x})")
 
     def stream_write_value(self, stream: int, address: int, value: int) -> None:
         """Write the number once all work queued on ``stream`` has ended and can be seen."""
-        raise DriverError("streams cannot write values here", code=801, unsupported=True)
+        code = self._write_value(stream, address, value, WRITE_AFTER_ALL_BEFORE)
+        if code:
+            self.check(code, f"cuStreamWriteValue32(stream {stream:#x}, {value} at {address:#x})")
 
     # -- events ------------------------------------------------------------------------------
 
     def create_event(self, *, timing: bool) -> int:
         event = c_void_p()
-        self._call("event_create", byref(event), 0 if timing else EVENT_DISABLE_TIMING)
+        self._call("cuEventCreate", byref(event), 0 if timing else EVENT_DISABLE_TIMING)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        self._call("event_destroy", event, asked=f"event {event:#x}")
+        self._call("cuEventDestroy_v2", event, asked=f"event {event:#x}")
 
     def record_event(self, event: int, stream: int) -> None:
         code = self._event_record(event, stream)
         if code != SUCCESS:
-            self.check(code, f"{self._names['event_record']}(event {event:#x}, stream {stream:#x})")
+            self.check(code, f"cuEventRecord(event {event:#x}, stream {stream:#x})")
 
     def event_is_done(self, event: int) -> bool:
         """Whether the work before the last record has ended; raises the fault of that work."""
@@ -297,55 +376,120 @@ class Driver(ABC):
         if code == SUCCESS:
             return True
         if code != NOT_READY:
-            self.check(code, f"{self._names['event_query']}(event {event:#x})")
+            self.check(code, f"cuEventQuery(event {event:#x})")
         return False
 
     def elapsed_seconds(self, start: int, end: int) -> float:
         """Device time between two finished records of timing events."""
         milliseconds = c_float()
-        self._call("event_elapsed", byref(milliseconds), start, end)
+        self._call("cuEventElapsedTime", byref(milliseconds), start, end)
         return milliseconds.value / 1e3
 
     # -- copies ------------------------------------------------------------------------------
 
-    @abstractmethod
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         """Queue one copy; the driver finds out which side is host memory."""
+        code = self._copy(dst, src, num_bytes, stream)
+        if code:
+            self.check(code, f"cuMemcpyAsync({num_bytes} bytes from {src:#x} to {dst:#x})")
 
-    @abstractmethod
     def copy_batch_async(
         self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
     ) -> None:
         """Queue many copies in one call; the arrays are read during the call only."""
+        if self._batch is None:
+            raise DriverError("this driver has no cuMemcpyBatchAsync", code=500, unsupported=True)
+        attributes = MemcpyAttributes(source_order=order.value)
+        arguments: list[Any] = [
+            _address(dsts),
+            _address(srcs),
+            _address(sizes),
+            len(sizes),
+            byref(attributes),
+            byref(c_size_t(0)),
+            1,
+        ]
+        failed = c_size_t(len(sizes))
+        if self._batch_has_fail_index:
+            arguments.append(byref(failed))
+        code = self._batch(*arguments, stream)
+        if code:
+            asked = f"{len(sizes)} copies, {order.name}, stream {stream:#x}"
+            if failed.value < len(sizes):
+                i = failed.value
+                asked += f"; copy {i}: {sizes[i]} bytes from {srcs[i]:#x} to {dsts[i]:#x}"
+            self.check(code, f"cuMemcpyBatchAsync({asked})")
 
     # -- memory ------------------------------------------------------------------------------
 
     def alloc_device(self, num_bytes: int) -> int:
         address = c_uint64()
-        self._call("alloc_device", byref(address), num_bytes, asked=f"{num_bytes} bytes")
+        self._call("cuMemAlloc_v2", byref(address), num_bytes, asked=f"{num_bytes} bytes")
         return address.value
 
     def free_device(self, address: int) -> None:
-        self._call("free_device", address, asked=f"{address:#x}")
+        self._call("cuMemFree_v2", address, asked=f"{address:#x}")
 
     def alloc_host(self, num_bytes: int) -> int:
         """Pinned host memory; for small buffers (pools register memory of their own)."""
         address, asked = c_void_p(), f"{num_bytes} bytes"
-        self._call("alloc_host", byref(address), num_bytes, HOST_PORTABLE, asked=asked)
+        self._call("cuMemHostAlloc", byref(address), num_bytes, HOST_PORTABLE, asked=asked)
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        self._call("free_host", address, asked=f"{address:#x}")
+        self._call("cuMemFreeHost", address, asked=f"{address:#x}")
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin memory the process already has, for every device."""
+        """Pin memory the process already has, for every device; from any thread."""
         asked = f"{num_bytes} bytes at {address:#x}"
-        with self.beside_captures():
-            self._call("register_host", address, num_bytes, HOST_PORTABLE, asked=asked)
+        with self.current(), self.beside_captures():
+            self._call("cuMemHostRegister_v2", address, num_bytes, HOST_PORTABLE, asked=asked)
 
     def unregister_host(self, address: int) -> None:
-        with self.beside_captures():
-            self._call("unregister_host", address, asked=f"{address:#x}")
+        """Undo one ``register_host``, while the memory is still mapped."""
+        with self.current(), self.beside_captures():
+            self._call("cuMemHostUnregister", address, asked=f"{address:#x}")
+
+    # -- what this driver has ----------------------------------------------------------------
+
+    def _resolve_values(self) -> None:
+        """Numbers in host memory: the second form only, the first one must be switched on."""
+        signature = (c_void_p, c_uint64, c_uint32, c_uint)
+        with suppress(DriverError):
+            self._wait_value = self.bind("cuStreamWaitValue32_v2", *signature)
+            self._write_value = self.bind("cuStreamWriteValue32_v2", *signature)
+            self.has_values = True
+
+    def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
+        """Find the batch copy by the version of its form, asking this driver, not a header."""
+        self.batch_form, self._batch, self._batch_has_fail_index = BatchForm.ABSENT, None, False
+        try:
+            look_up = self.bind(
+                "cuGetProcAddress_v2", c_char_p, c_void_p, c_int, c_uint64, c_void_p
+            )
+        except DriverError:
+            return  # older than CUDA 12, so without the batch copy too
+        version = self.version()
+        newest = next((needs for form, needs, _ in _FORMS if form is newest_form), 0)
+        for form, needs, prototype in _FORMS:
+            # A driver asked for a form newer than itself may answer with its older one: nine
+            # arguments called as eight. So what it is comes before what it says.
+            if version < needs or needs > newest:
+                continue
+            address, status = c_void_p(), c_int()
+            code = look_up(b"cuMemcpyBatchAsync", byref(address), needs, 0, byref(status))
+            if code == 0 and address.value:
+                self.batch_form = form
+                self._batch_has_fail_index = form is BatchForm.WITH_FAIL_INDEX
+                self._batch = prototype(address.value)
+                return
+
+
+def _address(array: Addresses) -> int:
+    """Where the numbers are; ``array.ctypes.data`` takes three times as long to say it."""
+    if array.flags.writeable:
+        return ctypes.addressof(c_char.from_buffer(array.data))
+    return int(array.ctypes.data)
 
 
 class Handles:
