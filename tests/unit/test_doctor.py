@@ -17,7 +17,7 @@ from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.doctor import machine as environment
 from kvferry.tools.doctor.checks import examine
 from kvferry.tools.doctor.machine import Environment, Finding, Gpu, Grade
-from kvferry.transfer.driver import BatchForm, DeviceIdentity
+from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver
 
 CARD = Gpu(
     identity=DeviceIdentity("NVIDIA Test", 13000, "00000000:41:00.0", "32.0 GT/s PCIe x16"),
@@ -236,7 +236,7 @@ def test_a_card_is_looked_at_while_it_copies_and_left_as_it_was(monkeypatch):
         seen.append(path)
         return "16"
 
-    monkeypatch.setattr(environment.Driver, "open", lambda device: driver)
+    monkeypatch.setattr(Driver, "open", lambda device: driver)
     monkeypatch.setattr(environment, "_read_value", said)
     gpu = environment.look_at_gpu(0)
     assert gpu.identity == driver.identity()
