@@ -104,7 +104,6 @@ class Ferry(Closing):
             rank.engine.wait_for_end,
             has_tiers=self._has_tiers,
         )
-        self._tickets.awaited_by(self._awaited.wait)
         self._promised: dict[Request, tuple[Ticket, int, int]] = {}
         """Loads of pending hits: the ticket, the blocks on the device before, those to come."""
         self._mailbox = Mailbox()
@@ -237,12 +236,12 @@ class Ferry(Closing):
         self._tables.require_distinct(tables, [range(first, len(tables[0]))])
         ordered = () if is_gone else request.load_promised(tables[0])
         self._pending.drop(request)
-        ticket = self._tickets.give()
         if is_gone or request.state is not State.LOADING:
             self.release(hit)
+            ticket = self._tickets.give()
             self._tickets.end(Done(ticket, 0, _GONE, ok=False))
             return ticket
-        self._tickets.begin(ticket)
+        ticket = self._tickets.begin()
         self._promised[request] = (ticket, first, num_blocks)
         if ordered:
             self._send_promised(ordered)
@@ -251,7 +250,7 @@ class Ferry(Closing):
     def _send_promised(self, ordered: Sequence[Ordered]) -> None:
         """Send on what has come up of pending hits that are loaded, ahead of later compute."""
         for part in ordered:
-            self._tickets.add(self._promised[part.request][0], (part,))
+            self._tickets.add(self._promised[part.request][0], part)
         self._rank.note_step()
         self._send_plan()
         self._rank.engine.order_compute_after_loads()
@@ -413,7 +412,9 @@ class Ferry(Closing):
         The loop must run in the ferry's thread. Any number of tasks may wait for one ticket.
         Cancelling one leaves the copy alone, and its end to the next that asks.
         """
-        return await self._awaited.wait(Ticket(integer(ticket, "ticket")))
+        if type(ticket) is not Ticket:
+            ticket = Ticket(integer(ticket, "ticket"))
+        return await self._awaited.wait(ticket)
 
     def _rest(self, waited: float, timeout: float | None) -> None:
         """Sleep until a copy ends, or until it is time to look at everything else."""

@@ -24,6 +24,12 @@ class Ticket(int):
     """The number of a load or store in progress. ``await`` it, or give it to ``Ferry.wait``."""
 
     _wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
+    _end: tuple[int, str, bool] | None = None
+
+    @property
+    def done(self) -> Done | None:
+        """How it ended, whichever caller was told; None while it has not ended."""
+        return Done(self, *self._end) if self._end is not None else None
 
     def __await__(self) -> Generator[Any, None, Done]:
         if self._wait is None:
@@ -63,30 +69,30 @@ class _Underway:
 class Tickets:
     """Owns which tickets are in progress, and the ends that were not asked for yet.
 
-    An end is told once. The newest ``most_untold`` ends are kept.
+    An end is told once: to all tasks that await its ticket, or else to the first caller that asks.
+    A task that comes later finds it in the ticket.
+    The newest ``most_untold`` ends are kept.
     """
 
     def __init__(self, most_untold: int = MOST_UNTOLD) -> None:
+        self.wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
+        """How tickets that are given out from now on are awaited."""
+        self.futures: dict[Ticket, list[Future[Done]]] = {}
+        """Of the tasks that await a ticket, until each has its end."""
         self._most_untold = most_untold
         self._numbers = itertools.count()
-        self._wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
         self._underway: dict[Ticket, _Underway] = {}
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self._ended: dict[Ticket, Done] = {}
 
-    def awaited_by(self, wait: Callable[[Ticket], Coroutine[Any, Any, Done]]) -> None:
-        """Set how tickets that are given out from now on are awaited."""
-        self._wait = wait
-
     def give(self) -> Ticket:
         ticket = Ticket(next(self._numbers))
-        ticket._wait = self._wait
+        ticket._wait = self.wait
         return ticket
 
     def send(self, ordered: Sequence[Ordered], note: str = "") -> Ticket:
         """A ticket that ends with the last of these transfers; with ``note`` if all succeed."""
-        ticket = Ticket(next(self._numbers))
-        ticket._wait = self._wait
+        ticket = self.give()
         if ordered:
             self._underway[ticket] = _Underway(len(ordered), 0, note)
             for part in ordered:
@@ -101,60 +107,68 @@ class Tickets:
         self._ended.pop(ticket, None)
         self._moving = {each: way for each, way in self._moving.items() if way[0] != ticket}
 
-    def begin(self, ticket: Ticket) -> None:
-        """Begin a ticket that ends by :meth:`finish`."""
+    def begin(self) -> Ticket:
+        """A ticket that ends by :meth:`finish`."""
+        ticket = self.give()
         self._underway[ticket] = _Underway(1, 0, "")
+        return ticket
 
-    def add(self, ticket: Ticket, ordered: Sequence[Ordered]) -> None:
-        """A ticket that was begun also waits for these transfers."""
-        self._underway[ticket].waiting += len(ordered)
-        for part in ordered:
-            self._moving[part.transfer] = (ticket, 0)
-
-    def finish(self, ticket: Ticket, num_blocks: int, reason: str = "") -> None:
-        """End a ticket that was begun, once the transfers that it waits for have landed."""
-        self._land(ticket, num_blocks, reason)
+    def add(self, ticket: Ticket, ordered: Ordered) -> None:
+        """A ticket that was begun also waits for this transfer."""
+        self._underway[ticket].waiting += 1
+        self._moving[ordered.transfer] = (ticket, 0)
 
     def land(self, transfer_id: TransferId, reason: str) -> None:
         """A transfer has ended, with a ``reason`` if it failed; those of others are ignored."""
         if transfer_id in self._moving:
             ticket, num_blocks = self._moving.pop(transfer_id)
-            self._land(ticket, 0 if reason else num_blocks, reason)
+            self.finish(ticket, 0 if reason else num_blocks, reason)
 
-    def _land(self, ticket: Ticket, num_blocks: int, reason: str) -> None:
+    def finish(self, ticket: Ticket, num_blocks: int, reason: str = "") -> None:
+        """One of the things that a ticket waits for has ended; it ends with the last of them."""
         way = self._underway[ticket]
         way.waiting -= 1
         way.num_blocks += num_blocks
         way.failure = way.failure or reason
         if not way.waiting:
             del self._underway[ticket]
-            done = Done(ticket, way.num_blocks, way.failure or way.note, not way.failure)
-            self._ended[ticket] = done
-            if len(self._ended) > self._most_untold:
-                del self._ended[next(iter(self._ended))]
+            self.end(Done(ticket, way.num_blocks, way.failure or way.note, not way.failure))
 
     def end(self, done: Done) -> None:
         """Keep the end of a ticket until it is asked for."""
+        done.ticket._end = (done.num_blocks, done.reason, done.ok)
         self._ended[done.ticket] = done
         if len(self._ended) > self._most_untold:
             del self._ended[next(iter(self._ended))]
 
     def take_all(self) -> list[Done]:
-        """Return the ends that were not told yet, in their order."""
-        done, self._ended = self._ended, {}
-        return list(done.values())
+        """Return the ends that were not told yet and that no task awaits, in their order."""
+        ended, self._ended = self._ended, {}
+        if self.futures:
+            self._ended = {each: done for each, done in ended.items() if self.is_awaited(each)}
+        return [done for ticket, done in ended.items() if ticket not in self._ended]
 
     def take(self, ticket: Ticket | int) -> Done | None:
         """Return how a ticket ended; None while it has not. InputError if it never will again."""
         if type(ticket) is not Ticket:
             ticket = Ticket(integer(ticket, "ticket"))
-        done = self._ended.pop(ticket, None)
+        done = self._ended.get(ticket)
         if done is None and ticket not in self._underway:
             raise InputError(
                 f"ticket {written(ticket)} is not in flight: it was never given out, its end was "
                 f"already told, or it was not asked for before {self._most_untold} others ended"
             )
+        if done is not None and not self.is_awaited(ticket):
+            del self._ended[ticket]
         return done
+
+    def told(self, ticket: Ticket) -> None:
+        """A task has the end of its ticket."""
+        self._ended.pop(ticket, None)
+
+    def is_awaited(self, ticket: Ticket) -> bool:
+        """Whether a task awaits this ticket; the tasks of a closed loop never run again."""
+        return any(not future.get_loop().is_closed() for future in self.futures.get(ticket, ()))
 
 
 # -- tickets in an event loop -------------------------------------------------------------------
@@ -164,7 +178,7 @@ _LOOK_SECONDS, _TIER_LOOK_SECONDS = 0.02, 2e-3
 
 
 class Awaited:
-    """Futures of tickets that are awaited, and one thread that watches the copies for all of them.
+    """Sets the futures of tickets that are awaited. Owns one thread that watches the copies.
 
     ::
 
@@ -184,11 +198,12 @@ class Awaited:
         *,
         has_tiers: bool,
     ) -> None:
+        tickets.wait = self.wait
         self._tickets = tickets
         self._advance = advance
         self._wait_for_end = wait_for_end
         self._look_seconds = _TIER_LOOK_SECONDS if has_tiers else _LOOK_SECONDS
-        self._futures: dict[Ticket, list[Future[Done]]] = {}
+        self._futures = tickets.futures
         self._changed = threading.Condition()
         self._loop: AbstractEventLoop | None = None  # set while a ticket is awaited
         self._is_telling = False
@@ -197,20 +212,25 @@ class Awaited:
 
     async def wait(self, ticket: Ticket) -> Done:
         """Return how a ticket ends. A cancelled caller leaves the copy, and its end, to others."""
-        from asyncio import CancelledError, get_running_loop
+        from asyncio import get_running_loop
 
         self._advance()
-        if ticket not in self._futures and (done := self._tickets.take(ticket)) is not None:
+        if (done := ticket.done or self._tickets.take(ticket)) is not None:
+            self._tickets.told(ticket)
             return done
         loop = get_running_loop()
         future: Future[Done] = loop.create_future()
-        self._futures.setdefault(ticket, []).append(future)
+        futures = self._futures.setdefault(ticket, [])
+        futures.append(future)
         self._watch(loop)
         try:
-            return await future
-        except CancelledError:
-            self._leave(ticket, future)
-            raise
+            done = await future
+        finally:
+            futures.remove(future)
+            if not futures and self._futures.get(ticket) is futures:
+                del self._futures[ticket]
+        self._tickets.told(ticket)
+        return done
 
     def close(self) -> None:
         """Refuse all that still wait, and end the thread. Safe to call twice."""
@@ -219,20 +239,13 @@ class Awaited:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        waiting, self._futures = self._futures, {}
-        for future in (each for futures in waiting.values() for each in futures):
+        pending = self._pending()
+        self._futures.clear()
+        for future in pending:
             _call_in(future.get_loop(), _refuse, future)
 
-    def _leave(self, ticket: Ticket, future: Future[Done]) -> None:
-        """A caller that waited was cancelled."""
-        if future.done() and not future.cancelled() and future.exception() is None:
-            self._tickets.end(future.result())  # told, but not received: kept for the next caller
-            return
-        futures = self._futures.get(ticket, [])
-        if future in futures:
-            futures.remove(future)
-        if not futures:
-            self._futures.pop(ticket, None)
+    def _pending(self) -> list[Future[Done]]:
+        return [each for futures in self._futures.values() for each in futures if not each.done()]
 
     def _watch(self, loop: AbstractEventLoop) -> None:
         with self._changed:
@@ -264,31 +277,37 @@ class Awaited:
 
     def _tell(self) -> None:
         """In the event loop: learn what ended, and set the futures of those tickets."""
+        failure: Exception | None = None
         try:
             self._advance()
-            for ticket in tuple(self._futures):
-                done = self._tickets.take(ticket)
-                if done is not None:
-                    self._end(ticket, done)
         except Exception as error:  # the ferry is closed, or another thread's: all must learn of it
-            waiting, self._futures = self._futures, {}
-            for future in (each for futures in waiting.values() for each in futures):
-                if not future.done():
-                    future.set_exception(error)
-        finally:
-            with self._changed:
-                self._is_telling = False
-                if self._futures:
-                    self._changed.notify_all()
-                else:  # the thread sleeps on: it would compete with the task that was just woken
-                    self._loop = None
+            failure = error
+        for ticket in tuple(self._futures):
+            if self._tickets.is_awaited(ticket):
+                self._set(ticket, failure)
+            else:
+                del self._futures[ticket]
+        with self._changed:
+            self._is_telling = False
+            if self._pending():
+                self._changed.notify_all()
+            else:  # the thread sleeps on: it would compete with the task that was just woken
+                self._loop = None
 
-    def _end(self, ticket: Ticket, done: Done) -> None:
-        futures = [each for each in self._futures.pop(ticket) if not each.done()]
-        for future in futures:
-            future.set_result(done)
-        if not futures:
-            self._tickets.end(done)
+    def _set(self, ticket: Ticket, failure: Exception | None) -> None:
+        done = ticket.done
+        try:
+            if done is None and failure is None:
+                done = self._tickets.take(ticket)
+        except InputError as error:  # a number, of an end that was told or dropped since
+            failure = error
+        for future in self._futures[ticket]:
+            if future.done() or future.get_loop().is_closed():
+                continue
+            if done is not None:
+                future.set_result(done)
+            elif failure is not None:
+                future.set_exception(failure)
 
 
 def _refuse(future: Future[Done]) -> None:

@@ -102,8 +102,9 @@ def test_who_is_cancelled_leaves_the_end_to_others(ferry: kvferry.Ferry) -> None
             await asyncio.wait_for(ferry.ended(ticket), 0.01)
         held.go_on.set()
         assert (await ticket).num_blocks == 1
+        assert await ticket == await ferry.ended(ticket), "a ticket remembers its end"
         with pytest.raises(InputError, match="already told"):
-            await ticket
+            await ferry.ended(int(ticket))
 
     asyncio.run(life())
 
@@ -117,14 +118,88 @@ def test_an_end_that_was_told_to_a_task_that_never_heard_it_stays(ferry: kvferry
         task = asyncio.ensure_future(ferry.ended(ticket))
         await asyncio.sleep(0)
         held.go_on.set()
-        while ticket in ferry._awaited._futures:  # as the loop would, but without its turn
-            ferry._awaited._tell()
+        while not all(each.done() for futures in _futures(ferry) for each in futures):
+            ferry._awaited._tell()  # as the loop would, but without its turn
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert [done.ticket for done in ferry.poll()] == [ticket]
 
     asyncio.run(life())
+
+
+def test_every_task_gets_its_own_end_while_others_poll_and_wait(ferry: kvferry.Ferry) -> None:
+    """Seen red: a poll took the ends of awaited tickets, and that failed all tasks that waited."""
+
+    async def one(number: int) -> tuple[Ticket, kvferry.Done, kvferry.Done]:
+        ticket = store(ferry, number)
+        twice = await asyncio.gather(ferry.ended(ticket), ferry.ended(ticket))
+        return ticket, *twice
+
+    async def life(round: int) -> None:
+        held = Held(ferry)
+        first = round * 12
+        tasks = [asyncio.ensure_future(one(first + number)) for number in range(8)]
+        others = [store(ferry, first + number) for number in range(8, 12)]
+        await asyncio.sleep(0)
+        held.go_on.set()
+        ferry.wait(others[0], LONG)  # it advances the ferry for all
+        told = []
+        while not all(task.done() for task in tasks):
+            told += ferry.poll()
+            await asyncio.sleep(0)
+        for ticket, *twice in await asyncio.gather(*tasks):
+            assert [done.ticket for done in twice] == [ticket, ticket]
+        while not set(others[1:]) <= {done.ticket for done in told}:
+            told += ferry.poll(0.01)
+        assert len(told) == len({done.ticket for done in told}), "an end is polled once"
+
+    for round in range(5):
+        asyncio.run(life(round))
+    assert ferry.poll() == []
+
+
+def test_a_wait_for_an_awaited_ticket_leaves_the_task_its_end(ferry: kvferry.Ferry) -> None:
+    async def life() -> None:
+        held = Held(ferry)
+        ticket = store(ferry)
+        task = asyncio.ensure_future(ferry.ended(ticket))
+        await asyncio.sleep(0)
+        held.go_on.set()
+        assert ferry.wait(ticket, LONG).ticket == ticket
+        assert (await asyncio.wait_for(task, LONG)).ticket == ticket
+        with pytest.raises(InputError, match="already told"):
+            ferry.wait(ticket)
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_loop_that_closes_loses_no_end(ferry: kvferry.Ferry, is_told: bool) -> None:
+    """Seen red: where the task had been told and did not run any more, its end was lost."""
+    held, tickets = Held(ferry), [store(ferry, number) for number in range(3)]
+    loop = asyncio.new_event_loop()
+    tasks = [loop.create_task(_await(ferry, ticket)) for ticket in tickets]
+    loop.run_until_complete(asyncio.sleep(0.01))
+    held.go_on.set()
+    if is_told:
+        while not all(each.done() for futures in _futures(ferry) for each in futures):
+            ferry._awaited._tell()
+    loop.close()
+    told: list[kvferry.Done] = []
+    give_up = time.monotonic() + LONG
+    while len(told) < len(tickets) and time.monotonic() < give_up:
+        told += ferry.poll(0.01)
+    assert sorted(done.ticket for done in told) == tickets
+    assert not any(task.done() for task in tasks)
+
+
+def _futures(ferry: kvferry.Ferry) -> list[list[asyncio.Future[kvferry.Done]]]:
+    return list(ferry._awaited._futures.values())
+
+
+async def _await(ferry: kvferry.Ferry, ticket: Ticket) -> kvferry.Done:
+    return await ferry.ended(ticket)
 
 
 def test_what_is_awaited_when_the_ferry_closes_is_refused(ferry: kvferry.Ferry) -> None:
