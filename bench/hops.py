@@ -130,7 +130,7 @@ def whole_lives() -> Traces:
     The pool is full and evicts with the default policy.
     """
     trace = Trace()
-    with attached(host=NUM_BLOCKS * 4 * 64) as ferry:
+    with attached(host=f"{NUM_BLOCKS * 4 * 64}B") as ferry:
         blocks = list(range(BLOCKS))
 
         def live(number: int, trace: Trace) -> None:
@@ -161,7 +161,9 @@ def on_a_lower_tier() -> Traces:
     """A match whose blocks were evicted to a lower tier; it orders them up."""
     trace = Trace()
     few = 4
-    with attached(host=16 * 4 * 64, tiers=f"memory:{64 * 4 * 64}", tier_write="through") as ferry:
+    with attached(
+        host=f"{16 * 4 * 64}B", tiers=f"memory:{64 * 4 * 64}B", tier_write="through"
+    ) as ferry:
 
         def keys_of(number: int) -> Any:
             return ferry.keys(np.arange(few * BLOCK_TOKENS) + 10_000 * number)

@@ -143,7 +143,7 @@ class Engine:
         block_bytes = [layout.block_bytes for layout in layouts]
         config = kf.Config.from_dict(
             {
-                "host": host_slots * max(block_bytes),
+                "host": f"{host_slots * max(block_bytes)}B",
                 "tiers": "below=memory:2MiB",
                 # On a device this small a quarter of it, the default, is soon in the hands
                 # of stores, and what comes then is not stored.

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial, wraps
 from typing import ParamSpec, TypeVar, cast
 
-from kvferry.core.quantities import GiB, nearest
+from kvferry.core.quantities import GiB, nearest, parse_size
 from kvferry.errors import UnknownSettingError
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.settings.eviction import (
@@ -554,8 +554,12 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in known:
             raise _unknown(source, "setting", name, known)
+        kind = _kind(name)
         try:
-            read[name] = _kind(name).read(name, value)
+            is_number = isinstance(value, (int, float)) and 0 < value < MiB
+            if is_number and kind.words.startswith(SIZE.words):
+                parse_size(value, name=name, needs_unit=True)
+            read[name] = kind.read(name, value)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
     return read

@@ -181,9 +181,7 @@ class Ferry(Closing):
         longer: it has all of its blocks, some, or none.
         """
         self._owner.require()
-        if not isinstance(hit, Hit):
-            raise _not_a_hit(hit)
-        return self._pending.again(hit, self._scheduler, self.namespace.block_tokens)
+        return self._pending.again(_checked(hit), self._scheduler, self.namespace.block_tokens)
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
         """Load a hit's blocks into ``device_blocks``, one for each; return at once.
@@ -198,9 +196,7 @@ class Ferry(Closing):
         once the ticket has ended, which says how many of the first blocks are there.
         """
         self._owner.require()
-        if not isinstance(hit, Hit):
-            raise _not_a_hit(hit)
-        request = hit.request
+        request = _checked(hit).request
         tables = self._tables.whole(device_blocks, before=hit.on_device)
         if hit.is_pending and len(tables) == 1 and len(tables[0]) > hit.on_device:
             return self._load_promised(hit, tables)
@@ -258,9 +254,7 @@ class Ferry(Closing):
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
         self._owner.require()
-        if not isinstance(hit, Hit):
-            raise _not_a_hit(hit)
-        if hit.request in self._scheduler and hit.request.state is not State.LOADING:
+        if _checked(hit).request in self._scheduler and hit.request.state is not State.LOADING:
             self._pending.drop(hit.request)
             hit.request.end()
 
@@ -290,6 +284,7 @@ class Ferry(Closing):
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
                 f"{num_keys} keys; there must be one key per block, from the first block on"
             )
+        self._tables.require_distinct(tables, [range(before, len(each)) for each in tables])
         if self._is_growing:
             self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
@@ -552,7 +547,7 @@ class Ferry(Closing):
     def explain(self, hit: Hit) -> Explanation | None:
         """Return why a hit is no longer than it is; None if that was too long ago."""
         self._owner.require()
-        return self._scheduler.explain(hit.request.id)
+        return self._scheduler.explain(_checked(hit).request.id)
 
     def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
         """Serve ``/metrics`` and ``/explain`` until closed; return the address.
@@ -682,13 +677,18 @@ class BlockTables:
         return found
 
     def require_distinct(self, tables: Sequence[SlotArray], needed: Sequence[range]) -> None:
-        """Raise InputError where these places of a table name a block twice."""
+        """Raise InputError where these places of a table name a device block twice."""
         for table, places in zip(tables, needed, strict=True):
             blocks = table[places.start : places.stop]
             at = np.arange(len(blocks))
             self._place[blocks] = at  # of a block that is named twice the last place stays
-            if np.count_nonzero(self._place.take(blocks) != at):
-                raise InputError("two blocks of a hit cannot be loaded into one device block")
+            again = self._place.take(blocks) != at
+            if np.count_nonzero(again):
+                twice = blocks[again & (blocks != NO_BLOCK)]
+                if len(twice):
+                    raise InputError(
+                        f"device block {twice[0]} is given twice; it holds one block only"
+                    )
 
 
 def _hints(given: HintsGiven) -> Hints | None:
@@ -703,8 +703,10 @@ def _not_keys(given: object) -> InputError:
     return InputError(f"keys must come from ferry.keys, got {type(given).__name__}")
 
 
-def _not_a_hit(given: object) -> InputError:
-    return InputError(f"a hit must come from ferry.match, got {type(given).__name__}")
+def _checked(hit: Hit) -> Hit:
+    if not isinstance(hit, Hit):
+        raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
+    return hit
 
 
 def _blocks(first: int, stop: int) -> str:

@@ -44,7 +44,7 @@ class Harbour:
             [self.kv],
             model="m",
             block_tokens=TOKENS,
-            host=str(SLOTS * BLOCK_BYTES),
+            host=f"{SLOTS * BLOCK_BYTES}B",
             policy=policy,
             load_policy="always",
         )

@@ -180,7 +180,7 @@ def test_other_models_tenants_and_layouts_share_nothing(kv: Tensors) -> None:
         (lambda f, k: f.store(k, [0, 1, BLOCKS]), f"block {BLOCKS} does not exist"),
         (lambda f, k: f.store(k, [0, 1, -1]), "block -1 does not exist"),
         (lambda f, k: f.load(f.match(k), [0, 1]), "a hit of 3 blocks needs as many"),
-        (lambda f, k: f.load(f.match(k), [0, 1, 1]), "into one device block"),
+        (lambda f, k: f.load(f.match(k), [0, 1, 1]), "device block 1 is given twice"),
         (lambda f, k: f.load(f.match(k), [0, 1, 99]), "block 99 does not exist"),
         (lambda f, k: f.wait(12345), "ticket 12345 is not in flight"),
     ],
@@ -244,7 +244,7 @@ def test_a_slow_link_is_not_waited_for(kv: Tensors) -> None:
 
 
 def test_only_so_many_bytes_are_on_their_way(kv: Tensors) -> None:
-    settings: dict[str, Any] = {"host": "64KiB", "max_bytes_in_flight": 2 * 3 * 64}
+    settings: dict[str, Any] = {"host": "64KiB", "max_bytes_in_flight": f"{2 * 3 * 64}B"}
     with kvferry.attach(kv, model="m", block_tokens=TOKENS, **settings) as ferry:
         keys = ferry.keys(range(4 * TOKENS))
         assert ferry.wait(ferry.store(keys, [0, 1, 2, 3])).num_blocks == 2
@@ -258,9 +258,26 @@ def test_settings_that_cannot_be_used_are_refused(kv: Tensors) -> None:
     with pytest.raises(ConfigError, match="not both"):
         kvferry.attach(kv, model="m", config=kvferry.Config(), host="1GiB")
     with pytest.raises(ConfigError, match="host"):
-        kvferry.attach(kv, model="m", block_tokens=TOKENS, host=100)
+        kvferry.attach(kv, model="m", block_tokens=TOKENS, host="100B")
     with pytest.raises(InputError):
         kvferry.attach([kv[0], kv[1][:5]], model="m", block_tokens=TOKENS)
+
+
+def test_what_is_no_hit_cannot_be_explained(ferry: kvferry.Ferry) -> None:
+    for given in ("x", None, 3):
+        with pytest.raises(InputError, match=r"a hit must come from ferry\.match"):
+            ferry.explain(given)  # type: ignore[arg-type]
+
+
+def test_one_device_block_cannot_be_stored_under_two_keys(ferry: kvferry.Ferry) -> None:
+    keys = ferry.keys(range(4 * TOKENS))
+    before = ferry.stats().pool
+    for blocks, first in (([5, 6, 5, 7], 0), ([5, 5], 2)):
+        with pytest.raises(InputError, match="device block 5 is given twice"):
+            ferry.store(keys, blocks, first=first)
+    assert ferry.stats().pool == before
+    assert ferry._scheduler.requests == ()
+    assert ferry.wait(ferry.store(keys, [5, 6, 8, 7])).num_blocks == 4
 
 
 # -- identity ------------------------------------------------------------------------------------
@@ -298,7 +315,7 @@ def test_tenants_and_images_share_nothing(ferry: kvferry.Ferry) -> None:
 
 
 def test_a_store_says_why_it_kept_less(kv: Tensors) -> None:
-    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": 4 * 3 * 64}
+    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": f"{4 * 3 * 64}B"}
     with kvferry.attach(kv, model="m", **settings) as ferry:
         keys = ferry.keys(range(4 * TOKENS))
 
@@ -330,7 +347,7 @@ def test_a_store_says_why_it_kept_less(kv: Tensors) -> None:
 def test_a_store_says_that_the_policy_refused_it(
     kv: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=f"{4 * 3 * 64}B") as ferry:
         assert ferry.wait(ferry.store(ferry.keys(range(3 * TOKENS)), [0, 1, 2])).num_blocks == 3
         policy: Any = ferry._scheduler.pool.eviction.policy
         monkeypatch.setattr(policy, "take", lambda *_: np.empty(0, np.int64))
@@ -341,7 +358,7 @@ def test_a_store_says_that_the_policy_refused_it(
 
 
 def test_a_store_says_that_others_keep_to_their_shares(kv: Tensors) -> None:
-    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": 4 * 3 * 64, "policy": "lru"}
+    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": f"{4 * 3 * 64}B", "policy": "lru"}
     with kvferry.attach(kv, model="m", tenants="a=50%", **settings) as ferry:
         its = ferry.store(ferry.keys(range(2 * TOKENS)), [0, 1], hints={"tenant": "a"})
         assert ferry.wait(its).num_blocks == 2
@@ -352,12 +369,12 @@ def test_a_store_says_that_others_keep_to_their_shares(kv: Tensors) -> None:
 
 def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
     settings: dict[str, Any] = {"block_tokens": TOKENS, "host": "64KiB"}
-    with kvferry.attach(kv, model="m", max_bytes_in_flight=2 * 3 * 64, **settings) as ferry:
+    with kvferry.attach(kv, model="m", max_bytes_in_flight=f"{2 * 3 * 64}B", **settings) as ferry:
         done = ferry.wait(ferry.store(ferry.keys(range(4 * TOKENS)), [0, 1, 2, 3]))
         assert (done.ok, done.num_blocks) == (True, 2)
         assert "blocks 2 to 3" in done.reason
         assert "max_bytes_in_flight" in done.reason
-    with kvferry.attach(kv, model="m", max_bytes_in_flight=100, **settings) as ferry:
+    with kvferry.attach(kv, model="m", max_bytes_in_flight="100B", **settings) as ferry:
         done = ferry.wait(ferry.store(ferry.keys(range(TOKENS)), [0]))
         assert (done.num_blocks, done.ok) == (0, True)
         assert "192 bytes, more than max_bytes_in_flight" in done.reason

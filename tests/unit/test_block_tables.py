@@ -51,6 +51,8 @@ def test_what_is_named_twice_is_found_among_all() -> None:
         try:
             tables.require_distinct([blocks], [range(len(blocks))])
         except InputError:
-            assert len(set(blocks.tolist())) < len(blocks), blocks
+            given = [block for block in blocks.tolist() if block != NO_BLOCK]
+            assert len(set(given)) < len(given), blocks
         else:
-            assert len(set(blocks.tolist())) == len(blocks), blocks
+            given = [block for block in blocks.tolist() if block != NO_BLOCK]
+            assert len(set(given)) == len(given), blocks

@@ -260,11 +260,40 @@ def test_a_port_that_is_a_number_is_ours_and_a_misspelt_one_is_refused():
             Config.from_env({name: "9475"})
 
 
+@pytest.mark.parametrize(
+    ("given_", "meant"),
+    [
+        ("64", "64GiB"),
+        (64, "64GiB"),
+        (" 1.5 ", "1.5GiB"),
+        (512.0, "512.0GiB"),
+        ("65536", "65536MiB"),
+    ],
+)
+def test_a_size_without_a_unit_is_refused_unless_it_can_be_bytes(given_, meant):
+    sizes = [each.name for each in describe() if each.accepts.startswith("size")]
+    assert len(sizes) >= 8
+    for name in sizes:
+        with pytest.raises(
+            ConfigError, match=rf"attach: {name}: .* did you mean {re.escape(meant)}\?"
+        ):
+            Config.load(None, {}, {name: given_}, source="attach")
+    with pytest.raises(ConfigError, match=r"tiers: memory: .* did you mean 64GiB\?"):
+        Config.load(None, {}, {"tiers": "memory:64"})
+    with pytest.raises(ConfigError, match=r"KVFERRY_HOST: host: .* no unit"):
+        Config.from_env({"KVFERRY_HOST": "64"})
+    for right in ("64B", str(MiB), MiB, "64GiB"):
+        assert Config.load(None, {}, {"staging_ring": right}).staging_ring >= 64
+    assert Config.load(None, {}, {"disk_keep_free": "0"}).disk_keep_free == 0
+    small = Config.load(None, {}, {"host": "64B"})
+    assert dataclasses.replace(small, block_tokens=1).host == 64
+
+
 def test_precedence(tmp_path):
     path = tmp_path / "kvferry.toml"
-    path.write_text("host = 1\nblock_tokens = 1\nstaging_ring = 1\n")
-    env = {"KVFERRY_HOST": "2", "KVFERRY_BLOCK_TOKENS": "2"}
-    config = Config.load(path, env, {"host": 3, "staging_ring": None})
+    path.write_text("host = '1B'\nblock_tokens = 1\nstaging_ring = '1B'\n")
+    env = {"KVFERRY_HOST": "2B", "KVFERRY_BLOCK_TOKENS": "2"}
+    config = Config.load(path, env, {"host": "3B", "staging_ring": None})
     assert (config.host, config.block_tokens, config.staging_ring) == (3, 2, 1)
     assert config.load_deadline == 30
     assert Config.load(None, {**env, "KVFERRY_CONFIG": str(path)}).staging_ring == 1

@@ -19,7 +19,7 @@ def ferry():
         kv,
         model="m",
         block_tokens=TOKENS,
-        host=16 * SLOT,
+        host=f"{16 * SLOT}B",
         policy="lru",
         tiers="memory:1MiB",
         tier_write="through",

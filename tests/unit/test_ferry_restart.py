@@ -111,7 +111,7 @@ def test_an_interrupt_ends_the_writing_and_closes(
 def test_a_tier_that_takes_nothing_does_not_keep_us(
     attach: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = attach(SHELF, tier_flush="10min", host=4 * HOST_BLOCKS * SLOT)
+    first = attach(SHELF, tier_flush="10min", host=f"{4 * HOST_BLOCKS * SLOT}B")
     fill(first)
 
     def fail(self: lasting.ShelfTier, task: object) -> None:

@@ -35,7 +35,7 @@ def attach() -> Iterator[Open]:
     def begin(tiers: Any = MINE, **more: Any) -> kvferry.Ferry:
         rng = np.random.default_rng(7)
         kv = [rng.integers(0, 255, (BLOCKS, 2, TOKENS, 8), np.uint8) for _ in range(LAYERS)]
-        settings = {"host": HOST_BLOCKS * SLOT, "load_policy": "always", **more}
+        settings = {"host": f"{HOST_BLOCKS * SLOT}B", "load_policy": "always", **more}
         ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, tiers=tiers, **settings)
         ferries.append(ferry)
         ferry.kv = kv  # type: ignore[attr-defined]

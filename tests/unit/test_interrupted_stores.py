@@ -27,7 +27,7 @@ LONG = 30.0
 def ferry() -> Iterator[kvferry.Ferry]:
     kv = [np.zeros((BLOCKS, 2, TOKENS, 8), np.uint8)]
     settings: dict[str, Any] = {"policy": "lru", "load_policy": "always"}
-    host = str(SLOTS * kv[0][0].nbytes)
+    host = f"{SLOTS * kv[0][0].nbytes}B"
     with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=host, **settings) as ferry:
         yield ferry
 

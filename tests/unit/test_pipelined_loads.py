@@ -170,7 +170,7 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_lost(attach: Open) ->
     hit = ferry.match(chat(ferry, 0))
     with pytest.raises(InputError, match="6 blocks of this hit are coming up, got 5"):
         ferry.load(hit, DESTINATION[:5])
-    with pytest.raises(InputError, match="two blocks of a hit"):
+    with pytest.raises(InputError, match="is given twice"):
         ferry.load(hit, [70] * 6)
     assert ferry.wait(ferry.load(hit, DESTINATION), 20).ok
     assert first_blocks(ferry, 6) == wanted[0]

@@ -51,15 +51,20 @@ _RATE = re.compile(r"\s*[+-]?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?\s*",
 _SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
 _MOST_INT64 = _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
+_LEAST_MIB = 4096  # a larger number without a unit rather stands for MiB than for GiB
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e15
 
 
-def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
+def parse_size(
+    value: object, *, name: str = "size", minimum: int = 1, needs_unit: bool = False
+) -> int:
     """Bytes from an int or from "64GiB" (powers of 1024), "1.5 GB" (powers of 1000), "4096".
 
     A fraction of a byte is dropped. Refuses less than ``minimum``, and units that do not say which
-    power they mean ("64G").
+    power they mean ("64G"). With ``needs_unit`` it also refuses a bare number below 1 MiB, which
+    hardly ever means bytes.
     """
+    unit = ""
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a size such as 64GiB or 1.5 GB")
         if unit not in _SIZE_UNITS:
@@ -70,7 +75,14 @@ def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
         size = math.floor(number * _SIZE_UNITS[unit])
     else:
         size = _whole(name, value, "a number of bytes or a size such as 64GiB")
-    return _between(name, value, size, minimum, _MOST_BYTES, "bytes")
+    size = _between(name, value, size, minimum, _MOST_BYTES, "bytes")
+    if needs_unit and not unit and 0 < size < MiB:
+        meant = f"{str(value).strip()}{'GiB' if size < _LEAST_MIB else 'MiB'}"
+        raise ConfigError(
+            f"{name}: {quoted(value)} has no unit, so it would be {size} bytes; did you mean "
+            f"{meant}? For bytes write {size}B"
+        )
+    return size
 
 
 def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = False) -> float:

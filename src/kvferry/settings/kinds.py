@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -182,10 +183,13 @@ def _is_ipv6(text: str) -> bool:
     return text.isascii() and text.isprintable()
 
 
-SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
-SIZE_OR_ZERO = Kind(
-    "size", lambda name, value: parse_size(value, name=name, minimum=0), format_size
-)
+def _read_size(name: str, value: object, minimum: int = 1) -> int:
+    # A number may be a setting that was read before; what is new is checked by its source.
+    return parse_size(value, name=name, minimum=minimum, needs_unit=isinstance(value, str))
+
+
+SIZE = Kind("size", _read_size, format_size)
+SIZE_OR_ZERO = Kind("size", partial(_read_size, minimum=0), format_size)
 SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
 SECONDS_OR_ZERO = Kind(
     "seconds", lambda name, value: parse_seconds(value, name=name, may_be_zero=True), "{:g}s".format

@@ -232,7 +232,7 @@ def _mooncake(
             f"http://MASTER:8080/metadata, got {shown(metadata)}"
         )
     if "segment" in options:
-        size = parse_size(options["segment"], name=f"{name}: segment", minimum=0)
+        size = parse_size(options["segment"], name=f"{name}: segment", minimum=0, needs_unit=True)
         options["segment"] = format_size(size)
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return RemoteAddress(MOONCAKE, place, "", options)
@@ -336,7 +336,7 @@ def _read_tier(setting: str, value: object) -> TierSpec:
         what = f"{setting}: {kind}"
         if not options.strip():
             raise ConfigError(f"{what} needs SIZE: {kind}:SIZE")
-        size = format_size(parse_size(options.strip(), name=what))
+        size = format_size(parse_size(options.strip(), name=what, needs_unit=True))
         spec = TierSpec(TierName(own_name or kind), kind, size, _KINDS[kind])
     if not _NAME.fullmatch(spec.name) or spec.name in _TAKEN:
         raise ConfigError(
