@@ -572,7 +572,8 @@ def _unknown(source: str, what: str, name: object, known: Sequence[str]) -> Unkn
     if name in REMOVED:
         return UnknownSettingError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
     return UnknownSettingError(
-        f"{source}: there is no {what} {quoted(name)}{nearest(str(name), known)}"
+        f"{source}: there is no {what} {quoted(name)}"
+        f"{nearest(str(name), known) or '; kvferry config --all lists the settings'}"
     )
 
 

@@ -320,18 +320,18 @@ class Ferry(Closing):
         pool, config, hints = self._scheduler.pool, self._config, request.hints
         known = pool.known(keys.masked(scope(self._scheduler.epoch, 0)))
         if known[first:].all():
-            return "" if num_ordered else "kept already"
+            return "" if num_ordered else "stored already"
         gap = int(np.argmin(known))
         if hints is not None and hints.max_store_tokens is not None:
             most = hints.max_store_tokens // self.namespace.block_tokens
             if most <= max(gap, first):
                 where = _blocks(max(gap, first), len(keys))
                 if not most:
-                    return f"{where}: a hint says that nothing is to be kept (do_not_store)"
-                return f"{where}: a hint lets nothing be kept from block {most} on"
+                    return f"{where}: a hint says that nothing is to be stored (do_not_store)"
+                return f"{where}: a hint lets nothing be stored from block {most} on"
         if gap < first:
             return (
-                f"block {gap} is not kept, so the blocks from {first} on could never be found; "
+                f"block {gap} is not stored, so the blocks from {first} on could never be found; "
                 "store from there on"
             )
         where = _blocks(gap, len(keys))

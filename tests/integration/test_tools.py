@@ -141,6 +141,10 @@ def test_config_shows_every_setting_and_its_source(tmp_path):
     assert "2GiB" in changed
     assert "copy_path" not in changed
     assert "Every setting has its default" in invoke("config", "--changed").output
+    basic = {setting.name for setting in describe() if setting.basic}
+    for words, wanted in (((), {*basic, "store_mode"}), (("--all",), set(rows))):
+        lines = invoke("config", *words, "--file", str(file)).output.splitlines()
+        assert {line.split()[0] for line in lines if line[:1].isalpha()} - {"Setting"} == wanted
 
 
 def test_config_refuses_what_an_engine_would_refuse():

@@ -326,10 +326,10 @@ def test_a_store_says_why_it_kept_less(kv: Tensors) -> None:
 
         count, why = stored(keys, [2, 3], first=2)
         assert count == 0
-        assert "block 0 is not kept" in why
+        assert "block 0 is not stored" in why
         assert "from 2 on could never be found" in why
         assert stored(keys[:2], [0, 1]) == (2, "")
-        assert stored(keys[:2], [0, 1]) == (0, "kept already")
+        assert stored(keys[:2], [0, 1]) == (0, "stored already")
         assert stored(keys[:0], []) == (0, "")
         assert stored(keys[:3], [0, 1, 2]) == (1, "")  # the others are kept: nothing is missing
         hit = ferry.match(keys)

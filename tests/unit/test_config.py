@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry
-from kvferry.config import RENAMED, Config, describe
+from kvferry.config import REMOVED, RENAMED, Config, describe
 from kvferry.core.quantities import (
     GiB,
     KiB,
@@ -153,6 +153,14 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UnknownSettingError) as caught:
         Config.from_dict({"load-deadlin": 3})
     assert str(caught.value).endswith("'load-deadlin'; did you mean 'load_deadline'?")
+
+
+@pytest.mark.parametrize(("gone", "instead"), REMOVED.items())
+def test_a_setting_that_was_removed_says_what_replaced_it(gone, instead):
+    assert not hasattr(Config(), gone)
+    with pytest.raises(UnknownSettingError, match=f"attach: {gone} was removed: "):
+        Config.load(None, {}, {gone: "3ms"}, source="attach")
+    assert instead
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

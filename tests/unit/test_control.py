@@ -285,16 +285,16 @@ def test_no_log_says_that_a_dropped_block_has_come_to_a_tier():
 
 def test_a_prefetch_says_what_of_it_is_not_kept_or_the_journal_does():
     """Seen red: the answer of its pin was thrown away."""
-    words = "pins and keeps hold 4 of at most 4 blocks there (pin_share)"
+    words = "pins and TTLs hold 4 of at most 4 blocks there (pin_share)"
     desk = Desk(slots=16)
     desk.keep("a", story(1, 10), 40)
     told = desk.scheduler.control.prefetch(story(1, 10), 60.0)
-    assert told.refused == (f"6 blocks are not kept on host: {words}",)
+    assert told.refused == (f"6 blocks are not pinned on host: {words}",)
     desk, _ = spilled(16, story(1, 10))
     told = desk.scheduler.control.prefetch(story(1, 10), 60.0)
     assert (told.is_under_way, told.refused) == (True, ())
     let_all_land(desk)
     entry = desk.scheduler.journal("prefetch-1")
     assert entry is not None
-    assert entry.refused == (f"6 blocks are not kept on host: {words}",)
+    assert entry.refused == (f"6 blocks are not pinned on host: {words}",)
     assert desk.scheduler.stats().pool.refused_pins == 6

@@ -65,11 +65,15 @@ def test_hints_come_with_a_store_or_a_match(ferry):
 @pytest.mark.parametrize(
     ("hints", "first", "reason"),
     [
-        ({"do_not_store": True}, 0, "blocks 0 to 3: a hint says that nothing is to be kept"),
-        ({"do_not_store": True}, 2, "blocks 2 to 3: a hint says that nothing is to be kept"),
-        ({"max_store_tokens": 3 * TOKENS + 1}, 0, "block 3: a hint lets nothing be kept from b"),
-        ({"max_store_tokens": TOKENS}, 2, "blocks 2 to 3: a hint lets nothing be kept from block"),
-        ({"max_store_tokens": 3 * TOKENS}, 2, "block 0 is not kept, so the blocks from 2 on"),
+        ({"do_not_store": True}, 0, "blocks 0 to 3: a hint says that nothing is to be stored"),
+        ({"do_not_store": True}, 2, "blocks 2 to 3: a hint says that nothing is to be stored"),
+        ({"max_store_tokens": 3 * TOKENS + 1}, 0, "block 3: a hint lets nothing be stored from b"),
+        (
+            {"max_store_tokens": TOKENS},
+            2,
+            "blocks 2 to 3: a hint lets nothing be stored from block",
+        ),
+        ({"max_store_tokens": 3 * TOKENS}, 2, "block 0 is not stored, so the blocks from 2 on"),
         ({"max_store_tokens": 4 * TOKENS}, 0, ""),
     ],
 )

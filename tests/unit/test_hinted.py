@@ -240,7 +240,7 @@ def test_a_store_may_let_the_hold_on_its_own_beginning_give_way():
 
 
 BOUND = (
-    "12 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there (pin_share)"
+    "12 blocks are not pinned on host: pins and TTLs hold 4 of at most 4 blocks there (pin_share)"
 )
 
 

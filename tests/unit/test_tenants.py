@@ -292,7 +292,7 @@ def test_one_tenants_pins_leave_room_for_anothers():
     asked = [desk.scheduler.control.pin(story(number, 4)) for number in (1, 2)]
     assert [each.blocks for each in asked] == [4, 0]
     assert asked[1].refused == (
-        "4 blocks are not kept on host: pins and keeps hold 4 of at most 8 blocks there "
+        "4 blocks are not pinned on host: pins and TTLs hold 4 of at most 8 blocks there "
         "(pin_share), each tenant's at most its part of those",
     )
     assert desk.scheduler.control.pin(story(11, 4)).blocks == 4

@@ -2,7 +2,7 @@
 
 ::
 
-    firm    pins and keeps: stay until their TTL ends, whatever needs room
+    firm    pins and TTLs: stay until their TTL ends, whatever needs room
     soft    high priorities, and conversations that continue: stay until their TTL ends, or until
             nothing else can make room; the lowest priority, then the oldest call, gives way first
 

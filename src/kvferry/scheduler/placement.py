@@ -149,7 +149,7 @@ def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
     """Why so many blocks are not pinned."""
     pins = pool.eviction.pins
     words = (
-        f"{num_blocks} blocks are not kept on {tier}: pins and keeps hold {pins.count} of "
+        f"{num_blocks} blocks are not pinned on {tier}: pins and TTLs hold {pins.count} of "
         f"at most {pins.most} blocks there (pin_share)"
     )
     is_divided = pool.eviction.is_divided

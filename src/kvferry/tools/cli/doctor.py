@@ -104,31 +104,40 @@ def _show(findings: list[Finding]) -> None:
     default=None,
     help="A TOML or JSON file to read instead of the one that KVFERRY_CONFIG names.",
 )
+@click.option("--all", "everything", is_flag=True, help="Show the advanced settings too.")
 @click.option("--changed", is_flag=True, help="Show only settings that are not the default.")
 @as_json_option
-def config(file: Path | None, changed: bool, as_json: bool) -> None:
-    """Show every setting as an engine started here would have it, and its source.
+def config(file: Path | None, everything: bool, changed: bool, as_json: bool) -> None:
+    """Show the settings as an engine started here would have them, and their sources.
 
-    The exit code is 1 if a value in a file or a variable is refused.
+    These are the basic settings and those that are not the default; with --all or --json, all of
+    them. The exit code is 1 if a value in a file or a variable is refused.
     """
     rows = _rows(file, os.environ)
-    if changed:
-        rows = [row for row in rows if row["source"] != "default"]
+    basic = {setting.name for setting in describe() if setting.basic}
+    shown = [
+        row
+        for row in rows
+        if row["source"] != "default"
+        or (not changed and (everything or as_json or row["name"] in basic))
+    ]
     if as_json:
-        click.echo(json.dumps({row["name"]: row for row in rows}))
+        click.echo(json.dumps({row["name"]: row for row in shown}))
         return
     console = Console(highlight=False)
-    if not rows:
+    if not shown:
         console.print("Every setting has its default.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("Setting", "Value", "From", "What it does"):
         table.add_column(name, no_wrap=name == "Setting", overflow="fold")
-    for row in rows:
+    for row in shown:
         style = "cyan" if row["source"] != "default" else None
         cells = (escape(row[key]) for key in ("name", "value", "source", "help"))
         table.add_row(*cells, style=style)
     console.print(table)
+    if not changed and len(shown) < len(rows):
+        console.print(f"{len(rows) - len(shown)} advanced settings have their defaults: --all")
 
 
 def _rows(file: Path | None, env: Mapping[str, str]) -> list[dict[str, str]]:
