@@ -23,7 +23,8 @@ COMMANDS = {
     "explain": ("explain:explain", "Say why a request hit or missed."),
     "control": ("explain:control", "Pin, prefetch and drop blocks of a running server."),
     "simulate": ("simulate:simulate_command", "Predict the hits of a policy or a size."),
-    "config": ("doctor:config", "Show every setting and its source."),
+    "config": ("config:config", "Show the settings and their sources."),
+    "vllm-args": ("config:vllm_args", "Print vLLM's arguments for kvferry."),
     "completion": ("commands:completion", "Make your shell complete commands."),
 }
 """Module and function of each command, and its summary."""

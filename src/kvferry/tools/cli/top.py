@@ -92,7 +92,7 @@ def _head(view: View) -> Iterator[Text]:
         whole = sum(view.tokens.values()) or 1
         parts = [f"{_name(tier)} {show_share(n / whole)}" for tier, n in view.tokens.items()]
         yield Text(f"prompt tokens: {', '.join(parts)}")
-    pinned = "" if view.pinned_bytes is None else f", {show_bytes(view.pinned_bytes)} locked memory"
+    pinned = "" if not view.pinned_bytes else f", {show_bytes(view.pinned_bytes)} locked memory"
     yield Text(
         f"copies: {view.in_flight:,} in flight ({show_bytes(view.bytes_in_flight)}), "
         f"{view.queued:,} queued, {counted(view.deferred_stores, 'store')} deferred, "
