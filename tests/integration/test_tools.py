@@ -147,6 +147,20 @@ def test_config_shows_every_setting_and_its_source(tmp_path):
         assert {line.split()[0] for line in lines if line[:1].isalpha()} - {"Setting"} == wanted
 
 
+def test_vllms_arguments_are_printed_and_bad_ones_refused():
+    prefix = "--kv-transfer-config.kv_connector"
+    given = ("--host", "64GiB", "--disk-keep-free", "1GiB")
+    assert invoke("vllm-args", *given).output == (
+        f"{prefix} kvferry --kv-transfer-config.kv_role kv_both "
+        f"{prefix}_extra_config.host 64GiB {prefix}_extra_config.disk_keep_free 1GiB\n"
+    )
+    assert "unknown unit in '1X'" in invoke("vllm-args", "--host", "1X").output
+    store = ("vllm-args", "--remote", "s3://bucket/a?pack=4")
+    refused = invoke(*store)
+    assert (refused.exit_code, "use --json" in refused.output) == (1, True)
+    assert invoke(*store, "--json").exit_code == 0
+
+
 def test_config_refuses_what_an_engine_would_refuse():
     result = invoke("config", KVFERRY_HOTS="1GiB")
     assert result.exit_code == 1

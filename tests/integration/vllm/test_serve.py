@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -12,10 +13,13 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from tests.fakes.ports import free_port, free_ports
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
 
+from kvferry.config import Config
+from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.top.scrape import explain
 from kvferry.tools.top.view import Watch
 
@@ -221,18 +225,44 @@ def test_the_published_benchmark_with_and_without(serve, llama, capsys):
             print(f"\n-- vllm bench serve, {name}\n{report}")
 
 
-def test_the_manifests_command_line_is_understood():
+def connector_of(arguments: list[str]) -> dict[str, object]:
+    """What vLLM's own command line reads from these arguments."""
     from vllm.entrypoints.cli import serve as command
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    parsed = command.make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    assert parsed.model_tag == "MODEL"
+    connector = parsed.kv_transfer_config
+    return connector if isinstance(connector, dict) else vars(connector)
+
+
+def test_the_manifests_command_line_is_understood():
     file = Path(__file__).parents[3] / "deploy" / "kubernetes" / "vllm-kvferry.yaml"
     parts = {part["kind"]: part for part in yaml.safe_load_all(file.read_text())}
     deployment = parts["Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["vllm", "serve"]
-    parser = command.make_arg_parser(FlexibleArgumentParser())
-    parsed = parser.parse_args(container["args"])
-    assert parsed.model_tag == container["args"][0]
-    connector = parsed.kv_transfer_config
-    connector = connector if isinstance(connector, dict) else vars(connector)
-    assert connector["kv_connector"] == "kvferry"
+    assert connector_of(["MODEL", *container["args"][1:]])["kv_connector"] == "kvferry"
+
+
+GIVEN = {
+    "host": "64GiB",
+    "disk": "/mnt/a,/mnt/b",
+    "disk_size": "1.5TiB",
+    "metrics_port": "none",
+    "block_tokens": "32",
+    "pin_share": "0.5",
+    "host_growth": "true",
+}
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_vllm_reads_the_arguments_that_kvferry_prints(form):
+    given = {name: value for name, value in GIVEN.items() if name in Config.__dataclass_fields__}
+    options = [w for name, value in given.items() for w in (f"--{name.replace('_', '-')}", value)]
+    printed = CliRunner().invoke(kvferry, ["vllm-args", *options, *form])
+    assert printed.exit_code == 0, printed.output
+    connector = connector_of(["MODEL", *shlex.split(printed.output)])
+    assert (connector["kv_connector"], connector["kv_role"]) == ("kvferry", "kv_both")
+    read = Config.from_dict(connector["kv_connector_extra_config"])
+    assert read == Config.from_dict(given)
