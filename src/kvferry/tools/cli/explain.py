@@ -141,7 +141,7 @@ def _explanation(why: AnswerExplanation) -> Iterator[tuple[str, str]]:
     if why.first_missing is not None:
         yield f"First missing token: {why.first_missing:,}. {reason} ({why.reason})", ""
     else:
-        yield f"{reason} ({why.reason})", ""
+        yield reason if why.reason == "nothing_missed" else f"{reason} ({why.reason})", ""
     if why.asked_blocks:
         yield f"Lower tiers were asked for {counted(why.asked_blocks, 'block')}.", ""
     for tier in why.tiers_away:
