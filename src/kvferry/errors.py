@@ -106,3 +106,8 @@ class UnreachableError(KvferryError, ConnectionError):
 
 class IntegrityError(KvferryError, AssertionError):
     """kvferry's own bookkeeping contradicts itself: please report it."""
+
+
+def install(extra: str) -> str:
+    """How to install one of the extras. kvferry is not on a package index yet."""
+    return f"pip install '.[{extra}]' in kvferry's source tree"

@@ -191,7 +191,7 @@ def test_without_its_extra_it_says_what_to_install(
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "pip install 'kvferry[cli]'" in message
+    assert "pip install '.[cli]'" in message
 
 
 def test_made_requests_share_whole_blocks_and_are_the_same_for_one_seed() -> None:

@@ -146,7 +146,7 @@ def test_what_is_missing_is_said_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'kvferry\[mooncake\]'"):
+    with pytest.raises(InputError, match=r"pip install '.\[mooncake\]'"):
         require_mooncake()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     broken = tmp_path / "mooncake"

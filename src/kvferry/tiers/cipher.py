@@ -6,7 +6,7 @@ import hashlib
 import os
 from typing import Any
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, install
 
 NONCE_BYTES, TAG_BYTES = 12, 16
 
@@ -23,7 +23,7 @@ class Cipher:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise ConfigError(f"{setting}: {error}; pip install 'kvferry[{extra}]'") from error
+            raise ConfigError(f"{setting}: {error}; {install(extra)}") from error
         if not hasattr(AESGCM, "encrypt_into"):
             raise ConfigError(f"{setting}: cryptography 47 or later is needed")
         self._wrong: type[Exception] = InvalidTag

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError, TransferError
+from kvferry.errors import ConfigError, TransferError, install
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
 from kvferry.tiers.disk.protocol import Flags
@@ -213,7 +213,7 @@ class Digests:
         try:
             import xxhash
         except ImportError as error:
-            raise ConfigError(f"disk: {error}; pip install 'kvferry[disk]'") from error
+            raise ConfigError(f"disk: {error}; {install('disk')}") from error
         self._digest: Any = xxhash.xxh3_128_digest
         self._seed: Any = xxhash.xxh3_64_intdigest
         self._block_bytes = block_bytes

@@ -22,7 +22,7 @@ from secrets import randbits
 
 import numpy as np
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, install
 from kvferry.settings.tiers import MOONCAKE, S3, RemoteSettings, read_remote
 from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
 from kvferry.tiers.ipc.messages import (
@@ -344,6 +344,4 @@ def _require_packages(settings: RemoteSettings, *, encrypts: bool) -> None:
         modules, extras = (*modules, "cryptography"), f"{extras},remote-encryption"
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConfigError(
-            f"{settings.address} needs {' and '.join(lacking)}: pip install 'kvferry[{extras}]'"
-        )
+        raise ConfigError(f"{settings.address} needs {' and '.join(lacking)}: {install(extras)}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.config import Config
 from kvferry.core.quantities import KiB, MiB
-from kvferry.errors import DriverError
+from kvferry.errors import DriverError, install
 from kvferry.tools.cli.output import as_json_option, show
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import Direction
@@ -38,7 +38,7 @@ def open_card(command: str, device: int) -> Driver:
         ) from error
     if find_spec("triton") is None:
         raise click.ClickException(
-            f"{command} compares copy kernels, which need triton: pip install 'kvferry[gpu]'"
+            f"{command} compares copy kernels, which need triton: {install('gpu')}"
         )
     return driver
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from kvferry.errors import install
+
 _NEEDED = ("click", "rich")
 
 
@@ -13,7 +15,7 @@ def main() -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         print(
-            f"kvferry's command line needs {' and '.join(missing)}: pip install 'kvferry[cli]'",
+            f"kvferry's command line needs {' and '.join(missing)}: {install('cli')}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -11,7 +11,7 @@ import sys
 import time
 
 from kvferry.core.lifecycle import Closing
-from kvferry.errors import InputError, TransferError
+from kvferry.errors import InputError, TransferError, install
 
 _START_SECONDS = 20.0
 _TRIES = 3
@@ -34,7 +34,7 @@ def require_mooncake() -> None:
     if lacking:
         raise InputError(
             f"servers that share need a Mooncake store, and {' and '.join(lacking)} cannot be "
-            "imported: pip install 'kvferry[mooncake]'"
+            f"imported: {install('mooncake')}"
         )
     tried = subprocess.run(
         [sys.executable, "-c", "import mooncake.store"],

@@ -77,7 +77,15 @@ def measure(directory: str) -> DriveFacts:
     try:
         fd, is_direct = _open_nameless(directory)
         try:
-            size, write_rate = _write(fd)
+            piece = mmap.mmap(-1, _PIECE)
+            piece[:] = os.urandom(_PIECE)
+            size, began = 0, time.perf_counter()
+            while size < MOST_BYTES and (not size or time.perf_counter() - began < MOST_SECONDS):
+                if os.pwrite(fd, piece, size) != _PIECE:
+                    raise OSError("a write was cut short")
+                size += _PIECE
+            os.fdatasync(fd)
+            write_rate = size / (time.perf_counter() - began)
             if not is_direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return DriveFacts("", is_direct, _read_rate(fd, size), write_rate)
@@ -87,24 +95,11 @@ def measure(directory: str) -> DriveFacts:
         return DriveFacts(error=error.strerror or str(error), is_direct=is_direct)
 
 
-def _write(fd: int) -> tuple[int, float]:
-    """Write whole pieces until the bytes or the time are used up. Returns size and rate."""
-    piece = mmap.mmap(-1, _PIECE)
-    piece[:] = os.urandom(_PIECE)
-    size, began = 0, time.perf_counter()
-    while size < MOST_BYTES and (not size or time.perf_counter() - began < MOST_SECONDS):
-        if os.pwrite(fd, piece, size) != _PIECE:
-            raise OSError("a write was cut short")
-        size += _PIECE
-    os.fdatasync(fd)
-    return size, size / (time.perf_counter() - began)
-
-
 def _read_rate(fd: int, size: int) -> float:
     starts = iter(range(0, size, _PIECE))
     began = time.perf_counter()
 
-    def read() -> int:
+    def read(_: int) -> int:
         buffer, done = mmap.mmap(-1, _PIECE), 0
         for at in starts:
             done += os.preadv(fd, [buffer], at)
@@ -113,7 +108,7 @@ def _read_rate(fd: int, size: int) -> float:
         return done
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        total = sum(job.result() for job in [pool.submit(read) for _ in range(_THREADS)])
+        total = sum(pool.map(read, range(_THREADS)))
     return total / (time.perf_counter() - began)
 
 
@@ -122,8 +117,9 @@ def _open_nameless(directory: str) -> tuple[int, bool]:
     for direct in (os.O_DIRECT, 0):
         with suppress(OSError):
             fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | direct, 0o600)
-            if not direct or _takes_pages(fd):
-                return fd, bool(direct)
+            with suppress(OSError):
+                if not direct or os.pwrite(fd, mmap.mmap(-1, 4096), 0) == 4096:
+                    return fd, bool(direct)
             os.close(fd)
     name = os.path.join(directory, f".kvferry-doctor-{os.getpid()}")
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -131,17 +127,6 @@ def _open_nameless(directory: str) -> tuple[int, bool]:
     return fd, False
 
 
-def _takes_pages(fd: int) -> bool:
-    try:
-        return os.pwrite(fd, mmap.mmap(-1, 4096), 0) == 4096
-    except OSError:
-        return False
-
-
 def main() -> None:
     """Run in the child: measure the directory on standard input."""
     print(json.dumps(asdict(measure(sys.stdin.read()))))
-
-
-if __name__ == "__main__":
-    main()

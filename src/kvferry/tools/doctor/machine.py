@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -11,22 +10,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
 
-import numpy as np
-
 from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.hostmem.limits import Machine
-from kvferry.tiers.ipc import child
-from kvferry.tiers.ipc.messages import FrameKind, pack_text, unpack_text
-from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tools.doctor.drive import DriveFacts, look_at_drive
 from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
 from kvferry.transfer.planner.profile import has_profile
 
 _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24
-_REACH_SECONDS = 20.0
-_WORD = 0x6B76666572727921
 
 
 class Grade(Enum):
@@ -76,20 +68,13 @@ def look_at_gpu(device: int) -> Gpu:
     driver = Driver.open(device)
     try:
         identity = driver.identity()
-        folder = f"/sys/bus/pci/devices/{_sysfs_name(identity.pci_bus_id)}"
+        # The driver may write the domain with eight digits, the kernel uses four.
+        domain, _, rest = identity.pci_bus_id.lower().partition(":")
+        folder = f"/sys/bus/pci/devices/{domain[-4:]}:{rest}"
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
         with driver.current():
-            speed, width, max_speed, max_width = _copying(
-                driver, lambda: [_read_value(f"{folder}/{name}") for name in names]
-            )
-        return Gpu(
-            identity=identity,
-            batch_form=driver.batch_form,
-            speed=speed,
-            width=width,
-            max_speed=max_speed,
-            max_width=max_width,
-        )
+            link = _copying(driver, lambda: [_read_value(f"{folder}/{name}") for name in names])
+        return Gpu(identity, driver.batch_form, *link)
     finally:
         driver.close()
 
@@ -146,48 +131,13 @@ def _read_value(path: str) -> str | None:
     return None if not text or text.lower().startswith("unknown") or text in ("0", "255") else text
 
 
-def _sysfs_name(bus_id: str) -> str:
-    """The driver may write the domain with eight digits, the kernel uses four."""
-    domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
-
-
-def look_at_reach() -> str:
-    """By which way a child process, such as a drive's, reaches our memory; empty if by none."""
-    word = np.array([_WORD, 0], dtype=np.int64)
-    process = ChildProcess(__name__, json.dumps(int(word.ctypes.data)).encode())
-    try:
-        process.channel.wait(_REACH_SECONDS)
-        said = [unpack_text(body) for kind, body in process.channel.receive()]
-        process.end(1.0)
-    finally:
-        process.kill()
-        process.close()
-    return said[0] if said and word[1] == _WORD else ""
-
-
-def main() -> None:
-    """Run in the child process of :func:`look_at_reach`."""
-    child.main(_copy)
-
-
-def _copy(engine: child.EngineLink) -> None:
-    address = json.loads(engine.hello)
-    here, size = np.zeros(1, dtype=np.int64), np.array([8])
-    place = np.array([here.ctypes.data])
-    engine.memory.fetch(place, np.array([address]), size)
-    engine.memory.deliver(place, np.array([address + 8]), size)
-    engine.channel.send(pack_text(FrameKind.READY, engine.memory.way))
-
-
 @dataclass(frozen=True)
 class Environment:
     """Functions that examine the machine anew at each call.
 
     ``gpu`` raises OSError or DriverError without a card. ``package`` returns a package's version,
     ``plugins`` the names under an entry point, ``room`` the total and free bytes of a file system.
-    ``drive`` measures the drive of a directory, ``reach`` names the way from a child process to
-    this one's memory, empty if there is none.
+    ``drive`` measures the drive of a directory.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -200,7 +150,6 @@ class Environment:
     )
     room: Callable[[str], tuple[int, int] | None] = room_of
     drive: Callable[[str], DriveFacts] = look_at_drive
-    reach: Callable[[], str] = look_at_reach
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
     has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = has_profile
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)

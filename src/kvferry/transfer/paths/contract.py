@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from typing import ClassVar
 
-from kvferry.errors import DriverError
+from kvferry.errors import DriverError, install
 from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS, CopyPath, path_names
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob
@@ -135,9 +135,7 @@ def common_variants() -> Sequence[Variant]:
 def _open_launcher(driver: Driver) -> CudaLauncher | None:
     """With kernels that compile and load: else every transfer by one of them would fail."""
     if util.find_spec("triton") is None:
-        log.warning(
-            "Triton is not installed: copying by %s. pip install 'kvferry[gpu]'", WITHOUT_KERNELS
-        )
+        log.warning("Triton is not installed: copying by %s. %s", WITHOUT_KERNELS, install("gpu"))
         return None
     launcher = CudaLauncher(driver)
     try:
