@@ -128,7 +128,7 @@ class Engine:
         self.waiting: list[Turn] = []
         self.running: list[Turn] = []
         self.turns: dict[kf.Request, Turn] = {}
-        self.num_held = 0
+        self.num_held = 0  # blocks that copies read or write
         self.namespace = kf.Namespace(
             model="running-sum",
             dtype="uint64",
@@ -144,10 +144,8 @@ class Engine:
         config = kf.Config.from_dict(
             {
                 "host": f"{host_slots * max(block_bytes)}B",
+                "policy": "lru",  # the default has to learn from more requests than these
                 "tiers": "below=memory:2MiB",
-                # On a device this small a quarter of it, the default, is soon in the hands
-                # of stores, and what comes then is not stored.
-                "max_storing_blocks": device_blocks,
             }
         )
         # The worker half, one for each rank: host memory, a copy engine, the tiers below.
@@ -157,11 +155,21 @@ class Engine:
         # The scheduler half, one for all ranks: which block is where. It touches no bytes.
         write = kf.WriteMode.THROUGH
         tiers = [
-            kf.lower_tier(name, mover.num_places, write, recovered=[mover.recovered()])
+            kf.lower_tier(
+                name,
+                mover.num_places,
+                write,
+                kf.policy_named(config.tier_policy),
+                recovered=[mover.recovered()],
+            )
             for name, mover in self.rank.tiers.items()
         ]
         self.scheduler = kf.Scheduler(
-            kf.Pool(self.rank.host.num_slots, num_ready=self.rank.ready_slots),
+            kf.Pool(
+                self.rank.host.num_slots,
+                kf.policy_named(config.policy),
+                num_ready=self.rank.ready_slots,
+            ),
             self.model.groups,
             config=config,
             num_device_blocks=device_blocks,
@@ -350,6 +358,7 @@ class Engine:
 
     @property
     def num_free(self) -> int:
+        """Blocks that a request could be given now, in every group."""
         return min(len(blocks.free) for blocks in self.blocks)
 
     def tables(self, request: kf.Request, num_tokens: int, from_token: int) -> Tables:

@@ -362,7 +362,8 @@ class Config:
     max_storing_blocks: int | None = setting(
         None,
         optional(COUNT),
-        "Device blocks that stores may hold at one time; none: a quarter of the device's.",
+        "Device blocks that stores may hold at one time; none: a quarter of the device's, and at "
+        "least 64.",
     )
     max_bytes_in_flight: int = setting(
         4 * GiB, SIZE, "The most bytes in flight at one time; stores wait first."

@@ -58,7 +58,7 @@ class Desk:
         self.scheduler = ByName(
             self.pool,
             self.groups,
-            config=Config.from_dict({"load_policy": "always", **settings}),
+            config=Config(**{"load_policy": "always", **settings}),  # type: ignore[arg-type]
             num_ranks=ranks,
             hash_block_tokens=hash_tokens,
             num_device_blocks=blocks,

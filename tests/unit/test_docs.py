@@ -1,6 +1,7 @@
 """The documents say what the code does: examples and settings in them are the real ones."""
 
 import ast
+import inspect
 import re
 import runpy
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.config import describe
+from kvferry.engine import EngineBlocks
+from kvferry.ferry import Ferry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -176,9 +179,58 @@ def test_the_guide_shows_its_example_as_it_stands() -> None:
     assert page == with_excerpts(page)
 
 
+def test_the_guide_shows_every_part_of_what_an_engine_answers() -> None:
+    page = (ROOT / "docs" / "engine.md").read_text()
+    members = [name for name in vars(EngineBlocks) if not name.startswith("_")]
+    assert len(members) == 5
+    for name in (*members, "kf.Namespace", "policy_named"):
+        assert name in page, name
+
+
+METHODS = re.compile(r"(<!-- Ferry's methods -->\n)(?:\n\|.*?\n(?=\n))?", re.DOTALL)
+
+
+def with_methods(page: str) -> str:
+    """A reference page with what Ferry's public methods do, in their own first sentences."""
+    rows = ["| method | what it does |", "|---|---|"]
+    for name, method in vars(Ferry).items():
+        if not name.startswith("_"):
+            words = " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split())
+            first = re.split(r"(?<=[.])\s|; ", words)[0].rstrip(".").replace("``", "`")
+            first = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", first)
+            rows.append(f"| [`{name}`](#kvferry.Ferry.{name}) | {first}. |")
+    return METHODS.sub(lambda found: found[1] + "\n" + "\n".join(rows) + "\n", page)
+
+
+def test_the_reference_lists_every_method_of_a_ferry() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert page == with_methods(page)
+    listed = re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE)
+    assert set(listed) == {name for name in dir(Ferry) if not name.startswith("_")}
+
+
+OTHERS = re.compile(r"(<!-- the other settings -->\n)(?:\nAll other .*\n)?")
+
+
+def with_other_settings(page: str) -> str:
+    """The page on vLLM with the settings that it says nothing of its own about."""
+    rest = OTHERS.sub("", page)
+    names = [f"`{each.name}`" for each in describe() if f"`{each.name}`" not in rest]
+    words = "All other [settings](SETTINGS.md) mean the same as everywhere: "
+    return OTHERS.sub(lambda found: f"{found[1]}\n{words}{', '.join(names)}.\n", page)
+
+
+def test_the_vllm_page_names_every_setting() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    assert page == with_other_settings(page)
+    assert not [each.name for each in describe() if f"`{each.name}`" not in page]
+
+
 def write_anew() -> None:
-    guide = ROOT / "docs" / "engine.md"
+    guide, reference, vllm = (ROOT / "docs" / f"{name}.md" for name in ("engine", "api", "vllm"))
+    vllm.write_text(with_other_settings(vllm.read_text()))
     guide.write_text(with_excerpts(guide.read_text()))
+    reference.write_text(with_methods(reference.read_text()))
     (ROOT / "docs" / "SETTINGS.md").write_text(settings_page())
 
 

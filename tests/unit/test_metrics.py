@@ -32,7 +32,7 @@ from kvferry.telemetry.catalog import (
 )
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
-from kvferry.tiers.disk.protocol import DiskFigures
+from kvferry.tiers.disk.protocol import FAILURES, DiskFigures
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.planner.choose import PathChoices, Planner
@@ -139,6 +139,11 @@ def test_all_reasons_and_verdicts_are_there_before_they_happen(snapshot):
         assert f'kvferry_misses_total{{reason="{reason.value}"}}' in text
     for verdict in Verdict:
         assert f'kvferry_decisions_total{{verdict="{verdict.value}"}}' in text
+
+
+def test_the_reasons_on_the_page_are_those_that_are_counted():
+    assert tuple(FAILURES.values()) == names.DRIVE_ERRORS
+    assert {*names.MISSES, Reason.NOTHING_MISSED.value} == {each.value for each in Reason}
 
 
 def test_a_users_own_registry_can_take_us(snapshot):

@@ -219,6 +219,7 @@ _Part = tuple[int, range, npt.NDArray[np.int64]]
 _NO_BOUND = 1 << 40
 
 _SHARE = 1 / 4
+_LEAST_BLOCKS = 64  # a quarter of a small device would leave most of a request unstored
 """Of the device's blocks: so many may be in the hands of stores, where no setting says how many."""
 
 
@@ -294,7 +295,9 @@ class Stores:
         self._matcher = matcher
         self._pool = pool
         self._transfers = transfers
-        self._max_blocks = shape.bound(config.max_storing_blocks, _SHARE)
+        bound = shape.bound(config.max_storing_blocks, _SHARE)
+        is_given = config.max_storing_blocks is not None
+        self._max_blocks = bound if is_given or bound is None else max(bound, _LEAST_BLOCKS)
         self._max_bytes = config.max_bytes_in_flight
         self._block_bytes = shape.block_bytes
         most = self._max_blocks if self._max_blocks is not None else 1 << 20
