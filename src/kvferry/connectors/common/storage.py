@@ -1,0 +1,341 @@
+"""Blocks by key on kvferry's disk and shared store, for engines that own their host memory.
+
+::
+
+    job = storage.store(keys, addresses)      copies blocks down from the engine's memory
+    found = storage.lookup(keys)              which blocks can be loaded; asks a shared store
+    job = storage.load(keys, addresses)       copies them up again
+    storage.poll()                            what has ended
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.policies import policy_named
+from kvferry.config import Config
+from kvferry.core.keys import Keys
+from kvferry.errors import InputError
+from kvferry.scheduler.runs import End
+from kvferry.scheduler.tier import Answer, LowerTier, WriteMode, WriteOrder, lower_tier
+from kvferry.tiers.contract import (
+    CLOSE_SECONDS,
+    Addresses,
+    Batch,
+    BatchId,
+    Result,
+    Tier,
+    TierSetup,
+    Way,
+)
+from kvferry.tiers.movers import open_tier
+from kvferry.types import FIRST_RANK, SlotArray
+
+log = logging.getLogger(__name__)
+
+Flags = npt.NDArray[np.bool_]
+JobId = NewType("JobId", int)
+_POLL_SECONDS = 0.0005
+_kept: list[Any] = []
+"""Memory that a hung operation may still touch: it must never be freed."""
+
+
+class Found(NamedTuple):
+    """Of some keys: which can be loaded now, and which only a shared store's answer can tell."""
+
+    ready: Flags
+    unknown: Flags
+
+
+@dataclass(eq=False)
+class Job:
+    """One store or load: ``ok[i]`` says that block ``i`` is stored, or came up whole."""
+
+    id: JobId
+    ok: Flags
+    num_bytes: int = 0
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    num_batches: int = 0
+
+
+class _Batch(NamedTuple):
+    """A batch under way: whose it is, and which of the job's blocks it moves."""
+
+    level: _Level
+    way: Way
+    keys: Keys
+    job: Job | None = None
+    positions: SlotArray | None = None
+    end: End | None = None
+
+
+class _Level(NamedTuple):
+    """One tier: what is known of its blocks, and its medium."""
+
+    blocks: LowerTier
+    medium: Tier
+
+
+class Storage:
+    """Owns the tiers below an engine's own host memory, and the index of what they hold.
+
+    The engine owns the memory. It keeps it mapped until :meth:`close`, and keeps a job's blocks
+    unchanged until :meth:`poll` or :meth:`wait` has returned the job. A fault is a failed block,
+    never an exception. Not thread-safe. Every call but ``wait`` and ``close`` returns at once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        setup: TierSetup,
+        sizes: Sequence[int],
+        memory: Iterable[tuple[int, int]],
+        keep_alive: object = None,
+    ) -> None:
+        """Open the tiers that ``config`` names; ConfigError where a setting is wrong.
+
+        A block is pieces of ``sizes`` bytes. ``memory`` has the address and length of each region
+        that blocks may lie in. ``keep_alive`` is never freed if a hung drive may still write there.
+        """
+        if not config.all_tiers:
+            raise InputError("there is nothing to store on: set disk or remote")
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._config = config
+        self._keep_alive = keep_alive
+        self._jobs = count(1)
+        self._batches = count(1)
+        self._under_way: dict[BatchId, _Batch] = {}
+        self._asked: set[bytes] = set()
+        self._done: list[Job] = []
+        self._levels: list[_Level] = []
+        setup = replace(
+            setup, block_bytes=sum(sizes), disk=config.disk_settings, remote=config.remote_settings
+        )
+        regions = tuple(memory)
+        with ExitStack() as undo:
+            for spec in config.all_tiers:
+                own = replace(setup, name=spec.name, options=spec.options)
+                medium = open_tier(spec, own)
+                undo.callback(medium.close)
+                for address, num_bytes in regions:
+                    medium.attach_memory(address, num_bytes)
+                recovered = getattr(medium, "recovered", None)
+                remains = [] if recovered is None or medium.num_places is None else [recovered()]
+                policy = policy_named(config.tier_policy)
+                blocks = lower_tier(
+                    spec.name, medium.num_places, WriteMode.THROUGH, policy, recovered=remains
+                )
+                self._levels.append(_Level(blocks, medium))
+            undo.pop_all()
+
+    @property
+    def ailments(self) -> dict[str, str]:
+        """Why tiers are unavailable, by tier; empty while all work."""
+        return {
+            str(level.blocks.name): level.medium.ailment
+            for level in self._levels
+            if level.medium.ailment
+        }
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """How many blocks each tier with slots holds."""
+        pools = ((level.blocks.name, level.blocks.pool) for level in self._levels)
+        return {str(name): pool.counts.cached for name, pool in pools if pool is not None}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._under_way)
+
+    def lookup(self, keys: Keys, *, ask: bool = True) -> Found:
+        """Which blocks can be loaded, and which only a shared store may have.
+
+        With ``ask`` the store is asked for those; look up again for its answer.
+        """
+        now = time.monotonic()
+        ready = np.zeros(len(keys), dtype=bool)
+        unknown = np.zeros(len(keys), dtype=bool)
+        for level in self._healthy():
+            presence = level.blocks.lookup(keys, now)
+            ready |= presence.readable
+            if level.medium.num_places is None:
+                unknown |= presence.unknown
+                if ask:
+                    self._ask(level, keys, presence.unknown & ~ready, now)
+        return Found(ready, unknown & ~ready)
+
+    def store(self, keys: Keys, addresses: Addresses) -> JobId:
+        """Copy blocks to every tier that lacks them; evicts as needed."""
+        job = self._job(keys, addresses)
+        now = time.monotonic()
+        for level in self._healthy():
+            job.ok |= level.blocks.known(keys, now)
+            reserved = level.blocks.reserve(WriteOrder(keys), now)
+            if reserved is not None:
+                positions, end = reserved
+                self._move(level, Way.WRITE, job, keys, positions, end, addresses)
+        return self._begun(job)
+
+    def load(self, keys: Keys, addresses: Addresses) -> JobId:
+        """Copy blocks up from the nearest tier that has them. Missing blocks fail."""
+        job = self._job(keys, addresses)
+        now = time.monotonic()
+        missing = np.ones(len(keys), dtype=bool)
+        for level in self._healthy():
+            presence = level.blocks.lookup(keys, now)
+            positions = (presence.readable & missing).nonzero()[0]
+            if len(positions):
+                missing[positions] = False
+                slots = presence.slots.take(positions) if len(presence.slots) else presence.slots
+                end = level.blocks.read(slots)
+                self._move(level, Way.READ, job, keys, positions, end, addresses)
+        return self._begun(job)
+
+    def touch(self, keys: Keys) -> None:
+        """These blocks were used: evict them later."""
+        for level in self._levels:
+            if level.blocks.pool is not None:
+                level.blocks.pool.touch(keys)
+
+    def poll(self) -> list[Job]:
+        """The jobs that ended since the last call."""
+        self._collect()
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        """Poll until ``is_over`` returns True, or for so long; jobs stay for :meth:`poll`."""
+        end = time.monotonic() + seconds
+        while not is_over():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_SECONDS)
+            self._collect()
+        return True
+
+    def drain(self) -> None:
+        """Wait until nothing is under way; every tier bounds that by its deadlines."""
+        self.wait(lambda: not self._under_way, float("inf"))
+
+    def reset(self) -> None:
+        """Forget every block, also for later processes."""
+        for level in self._levels:
+            level.blocks.reset()
+            level.medium.forget()
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Finish what is under way, for at most so long, and close the tiers."""
+        levels, self._levels = self._levels, []
+        for level in levels:
+            if level.medium.close(seconds):
+                log.error("tier %s: it hangs; the memory it may touch stays", level.blocks.name)
+                _kept.append(self._keep_alive)
+
+    def _collect(self) -> None:
+        for level in self._levels:
+            for result in level.medium.poll():
+                self._ended(result)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _healthy(self) -> Iterable[_Level]:
+        """The tiers that can be used now."""
+        for level in self._levels:
+            ailment = level.medium.ailment
+            if ailment != level.blocks.ailment.removeprefix(f"rank {FIRST_RANK}: "):
+                log.warning("tier %s: %s", level.blocks.name, ailment or "available again")
+                level.blocks.note_health(FIRST_RANK, ailment)
+            if not ailment:
+                yield level
+
+    def _job(self, keys: Keys, addresses: Addresses) -> Job:
+        if addresses.shape != (len(keys), len(self._sizes)):
+            raise InputError(
+                f"{len(keys)} blocks of {len(self._sizes)} pieces need as many addresses, got an "
+                f"array of shape {addresses.shape}"
+            )
+        if keys.has_duplicates():
+            raise InputError(f"{len(keys)} keys are not distinct; name each block once")
+        return Job(JobId(next(self._jobs)), np.zeros(len(keys), dtype=bool))
+
+    def _begun(self, job: Job) -> JobId:
+        if not job.num_batches:
+            self._done.append(job)
+        return job.id
+
+    def _move(
+        self,
+        level: _Level,
+        way: Way,
+        job: Job,
+        keys: Keys,
+        positions: SlotArray,
+        end: End,
+        addresses: Addresses,
+    ) -> None:
+        part = keys if len(positions) == len(keys) else keys.take(positions)
+        within = self._config.store_deadline if way is Way.WRITE else self._config.promote_deadline
+        batch = Batch(
+            BatchId(next(self._batches)),
+            way,
+            part,
+            time.monotonic() + within,
+            addresses[positions],
+            self._sizes,
+            end.slots if level.medium.num_places is not None else None,
+        )
+        job.num_batches += 1
+        self._under_way[batch.id] = _Batch(level, way, part, job, positions, end)
+        self._submit(level, batch)
+
+    def _ask(self, level: _Level, keys: Keys, unknown: Flags, now: float) -> None:
+        new = [at for at in unknown.nonzero()[0].tolist() if keys[at] not in self._asked]
+        if not new:
+            return
+        part = keys.take(np.array(new))
+        self._asked.update(part)
+        batch_id = BatchId(next(self._batches))
+        self._under_way[batch_id] = _Batch(level, Way.FIND, part)
+        self._submit(level, Batch(batch_id, Way.FIND, part, now + self._config.lookup_deadline))
+
+    def _submit(self, level: _Level, batch: Batch) -> None:
+        try:
+            level.medium.submit(batch)
+        except Exception as error:
+            log.exception("tier %s refused a batch", level.blocks.name)
+            self._ended(Result.all_failed(batch, f"{type(error).__name__}: {error}"))
+
+    def _ended(self, result: Result) -> None:
+        batch = self._under_way.pop(result.batch_id, None)
+        if batch is None:
+            return
+        level, way, keys, job, positions, end = batch
+        now = time.monotonic()
+        if job is None or positions is None or end is None:
+            self._asked.difference_update(keys)
+            level.blocks.answered(Answer(keys, result.ok, in_time=not result.reasons), now)
+            return
+        failed = (~result.ok).nonzero()[0]
+        for lease in end.leases:
+            if way is Way.READ:
+                lease.release(failed)
+            else:
+                lease.commit(failed)
+        level.blocks.moved(keys, result.ok, upward=way is Way.READ, now=now)
+        job.ok[positions[result.ok]] = True
+        job.num_bytes += result.num_bytes
+        job.num_batches -= 1
+        if not job.num_batches:
+            job.seconds = now - job.began
+            self._done.append(job)
