@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 @dataclass(eq=False)
-class Job:
+class StorageJob:
     """One store or load: ``ok[i]`` says that block ``i`` is stored, or came up whole."""
 
     id: JobId
@@ -68,18 +68,18 @@ class Job:
     num_batches: int = 0
 
 
-class _Batch(NamedTuple):
+class _Flight(NamedTuple):
     """A batch under way: whose it is, and which of the job's blocks it moves."""
 
-    level: _Level
+    level: _StorageTier
     way: Way
     keys: Keys
-    job: Job | None = None
+    job: StorageJob | None = None
     positions: SlotArray | None = None
     end: End | None = None
 
 
-class _Level(NamedTuple):
+class _StorageTier(NamedTuple):
     """One tier: what is known of its blocks, and its medium."""
 
     blocks: LowerTier
@@ -114,10 +114,10 @@ class Storage:
         self._keep_alive = keep_alive
         self._jobs = count(1)
         self._batches = count(1)
-        self._under_way: dict[BatchId, _Batch] = {}
+        self._under_way: dict[BatchId, _Flight] = {}
         self._asked: set[bytes] = set()
-        self._done: list[Job] = []
-        self._levels: list[_Level] = []
+        self._done: list[StorageJob] = []
+        self._levels: list[_StorageTier] = []
         setup = replace(
             setup, block_bytes=sum(sizes), disk=config.disk_settings, remote=config.remote_settings
         )
@@ -135,7 +135,7 @@ class Storage:
                 blocks = lower_tier(
                     spec.name, medium.num_places, WriteMode.THROUGH, policy, recovered=remains
                 )
-                self._levels.append(_Level(blocks, medium))
+                self._levels.append(_StorageTier(blocks, medium))
             undo.pop_all()
 
     @property
@@ -208,7 +208,7 @@ class Storage:
             if level.blocks.pool is not None:
                 level.blocks.pool.touch(keys)
 
-    def poll(self) -> list[Job]:
+    def poll(self) -> list[StorageJob]:
         """The jobs that ended since the last call."""
         self._collect()
         done, self._done = self._done, []
@@ -249,7 +249,7 @@ class Storage:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _healthy(self) -> Iterable[_Level]:
+    def _healthy(self) -> Iterable[_StorageTier]:
         """The tiers that can be used now."""
         for level in self._levels:
             ailment = level.medium.ailment
@@ -259,7 +259,7 @@ class Storage:
             if not ailment:
                 yield level
 
-    def _job(self, keys: Keys, addresses: Addresses) -> Job:
+    def _job(self, keys: Keys, addresses: Addresses) -> StorageJob:
         if addresses.shape != (len(keys), len(self._sizes)):
             raise InputError(
                 f"{len(keys)} blocks of {len(self._sizes)} pieces need as many addresses, got an "
@@ -267,18 +267,18 @@ class Storage:
             )
         if keys.has_duplicates():
             raise InputError(f"{len(keys)} keys are not distinct; name each block once")
-        return Job(JobId(next(self._jobs)), np.zeros(len(keys), dtype=bool))
+        return StorageJob(JobId(next(self._jobs)), np.zeros(len(keys), dtype=bool))
 
-    def _begun(self, job: Job) -> JobId:
+    def _begun(self, job: StorageJob) -> JobId:
         if not job.num_batches:
             self._done.append(job)
         return job.id
 
     def _move(
         self,
-        level: _Level,
+        level: _StorageTier,
         way: Way,
-        job: Job,
+        job: StorageJob,
         keys: Keys,
         positions: SlotArray,
         end: End,
@@ -296,20 +296,20 @@ class Storage:
             end.slots if level.medium.num_places is not None else None,
         )
         job.num_batches += 1
-        self._under_way[batch.id] = _Batch(level, way, part, job, positions, end)
+        self._under_way[batch.id] = _Flight(level, way, part, job, positions, end)
         self._submit(level, batch)
 
-    def _ask(self, level: _Level, keys: Keys, unknown: Flags, now: float) -> None:
+    def _ask(self, level: _StorageTier, keys: Keys, unknown: Flags, now: float) -> None:
         new = [at for at in unknown.nonzero()[0].tolist() if keys[at] not in self._asked]
         if not new:
             return
         part = keys.take(np.array(new))
         self._asked.update(part)
         batch_id = BatchId(next(self._batches))
-        self._under_way[batch_id] = _Batch(level, Way.FIND, part)
+        self._under_way[batch_id] = _Flight(level, Way.FIND, part)
         self._submit(level, Batch(batch_id, Way.FIND, part, now + self._config.lookup_deadline))
 
-    def _submit(self, level: _Level, batch: Batch) -> None:
+    def _submit(self, level: _StorageTier, batch: Batch) -> None:
         try:
             level.medium.submit(batch)
         except Exception as error:
