@@ -122,7 +122,6 @@ class SessionSetup:
     lookahead_tokens: int = 0
     replayed_tokens: int = 0
     goes_alone: bool = True
-    gives_up_blocks: bool = False
     engine_here: int = 0
     overlap_refusal: str = ""
     event_forms: Callable[[int], EventForms] | None = None
@@ -137,5 +136,4 @@ class SessionSetup:
     @property
     def is_full(self) -> bool:
         """Whether no block is given up while its request runs."""
-        is_full = all(isinstance(group, FullAttention) for group in self.groups)
-        return is_full and not self.gives_up_blocks
+        return all(isinstance(group, FullAttention) for group in self.groups)

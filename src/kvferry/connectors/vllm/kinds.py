@@ -1,8 +1,8 @@
 """What vLLM's layers keep: its specs' properties as kinds of reach, or why they are not understood.
 
-A vLLM whose specs say ``prefix_cacheable`` says all that matters by properties, and a kind that is
-new is served if every property it brings is known, or is off (has its default). An older vLLM says
-less: there only kinds known by name are served, for a kind derived from one may keep other bytes.
+The specs of a newer vLLM say all that matters by properties, and a kind that is new is served if
+every property it brings is known, or is off (has its default). An older vLLM says less: there only
+kinds known by name are served, for a kind derived from one may keep other bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _REACH = """
 
 _UNDERSTOOD = frozenset((_FORMAT + _REACH).split())
 
+_TELLING = ("prefix_cacheable", "prefix_replay_tokens", "dcp_sharded")
+"""What a spec must say (vLLM 0.31 and later) for its other properties to be believed."""
+
 _KNOWN_BEFORE = {
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
@@ -51,15 +54,13 @@ class Layers:
 
     ``group_ids`` are vLLM's numbers of ``groups``. A hit of no more than ``replayed_tokens`` is of
     no use: they are computed again. ``goes_alone`` says that the last token of a hit can be
-    computed again by itself; ``gives_up_blocks`` that a request loses blocks while it runs, also
-    where every layer reads all keys. ``refusal`` names the group that is not understood, and why.
+    computed again by itself. ``refusal`` names the group that is not understood, and why.
     """
 
     groups: tuple[reach.Group, ...] = ()
     group_ids: tuple[int, ...] = ()
     replayed_tokens: int = 0
     goes_alone: bool = True
-    gives_up_blocks: bool = False
     refusal: str = ""
 
 
@@ -100,7 +101,6 @@ def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
         tuple(ids),
         replayed_tokens=replayed,
         goes_alone=not (has_scratch or compressed),
-        gives_up_blocks=any(getattr(spec, "rswa_window", None) for spec in specs),
     )
 
 
@@ -128,7 +128,7 @@ def _tokens_per_state(spec: Any) -> Any:
 def _kind_of(spec: Any, dcp_size: int) -> reach.Group | None:
     """How far one layer reads; None where its blocks are of no use to another request."""
     kind = type(spec).__name__
-    if not hasattr(spec, "prefix_cacheable"):
+    if not all(hasattr(spec, name) for name in _TELLING):
         _require(kind in _KNOWN_BEFORE, "is of a kind that kvferry does not know in this vLLM")
         _require(not getattr(spec, "extra_retained_tokens", 0), "keeps more than its window")
         _require(

@@ -215,7 +215,6 @@ def setup_of(
         lookahead_tokens=_lookahead(vllm_config) if uses_drafts else 0,
         replayed_tokens=layers.replayed_tokens,
         goes_alone=layers.goes_alone,
-        gives_up_blocks=layers.gives_up_blocks,
         engine_here=int(parallel.data_parallel_rank_local or 0),
         event_forms=partial(VllmEvents, layers.group_ids) if has_listeners else None,
         keys_of_tokens=lambda hash_tokens: VllmTokens(
