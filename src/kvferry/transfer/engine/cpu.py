@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -35,19 +35,29 @@ _AT_ONCE = nullcontext()
 
 
 class Event:
-    """A point in a stream's work. Set when the stream that recorded it gets there."""
+    """A point in a stream's work. Set when the stream that recorded it gets there.
 
-    __slots__ = ("_reached",)
+    Only bare locks: an interrupt inside those of ``threading.Event`` can leave one of them locked,
+    and then the stream hangs.
+    """
+
+    __slots__ = ("_waiting", "is_reached")
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        self.is_reached = False
+        self._waiting: list[threading.Lock] = []
 
     def synchronize(self, timeout: float | None = None) -> bool:
         """Block the caller until the point is reached; False if ``timeout`` passed first."""
-        return self._reached.wait(timeout)
+        mine = threading.Lock()
+        mine.acquire()
+        self._waiting.append(mine)  # before the look: the stream sets first, then releases
+        return self.is_reached or mine.acquire(timeout=-1 if timeout is None else timeout)
 
     def _set(self) -> None:
-        self._reached.set()
+        self.is_reached = True
+        for lock in self._waiting:
+            lock.release()
 
 
 class Stream:
@@ -92,10 +102,9 @@ class Stream:
 
     def close(self) -> None:
         """Finish the queued work and end the thread. Safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-            self._thread.join()
+        self._closed = True
+        self._queue.put(None)  # again, if an interrupt kept the first one away
+        self._thread.join()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -129,8 +138,8 @@ class CpuEngine:
         self._loads = Stream("load")
         self._stores = Stream("store")
         self._marks: dict[TransferId, list[Event]] = {}  # one per part
-        self._done: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
-        self._has_ended = threading.Event()
+        self._done: list[Receipt] = []
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each that is done
         self._closed = False
 
     def submit(self, transfer: Transfer) -> None:
@@ -142,22 +151,31 @@ class CpuEngine:
             # write while compute queued earlier still reads its destination.
             stream.wait(self._compute.record())
         if transfer.in_parts:
-            self._submit_parts(transfer)
-        else:
-            stream.run(lambda: self._copy(transfer))
+            # All that can go wrong is checked here: once begun, the load lands.
+            try:
+                parts = list(self._jobs.of(transfer).parts())
+            except Exception as error:
+                self._end(transfer, error=error)
+                return
+            self._marks[transfer.id] = [Event() for _ in parts]
+        stream.run(partial(self._copy, transfer))
 
     def wait_for_end(self, seconds: float) -> None:
-        self._has_ended.wait(seconds)
+        if not self._done:
+            with suppress(queue.Empty):
+                self._signals.get(timeout=seconds)
 
     def poll(self) -> list[Receipt]:
-        receipts = []
-        self._has_ended.clear()  # first, or a receipt that comes meanwhile is missed
-        while True:
-            try:
-                receipts.append(self._done.get_nowait())
-            except queue.Empty:
-                return receipts
-            self._marks.pop(receipts[-1].transfer_id, None)
+        with suppress(queue.Empty):
+            while True:
+                self._signals.get_nowait()
+        receipts = self._done[:]
+        for receipt in receipts:
+            self._marks.pop(receipt.transfer_id, None)
+        # Last, in one step: an interrupt before it leaves all receipts for the next call.
+        count = len(receipts)
+        del self._done[:count]
+        return receipts
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         if not self._closed:
@@ -179,7 +197,7 @@ class CpuEngine:
 
     def num_landed(self, transfer_id: TransferId) -> int | None:
         marks = self._marks.get(transfer_id)
-        return None if marks is None else sum(mark.synchronize(0) for mark in marks)
+        return None if marks is None else sum(mark.is_reached for mark in marks)
 
     def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
         for transfer_id in transfer_ids:
@@ -194,37 +212,24 @@ class CpuEngine:
         self._loads.close()
         self._stores.close()
 
-    def _submit_parts(self, transfer: Transfer) -> None:
-        """All that can go wrong is checked here: once begun, the load lands."""
-        try:
-            job = self._jobs.of(transfer)
-        except Exception as error:
-            self._end(transfer, error=error)
-            return
-        began = time.perf_counter()
-        marks = self._marks[transfer.id] = []
-        for part in job.parts():
-            self._loads.run(partial(self._load_part, part))
-            marks.append(self._loads.record())
-        self._loads.run(lambda: self._end(transfer, seconds=time.perf_counter() - began))
-
     def _copy(self, transfer: Transfer) -> None:
         start = time.perf_counter()
+        marks = self._marks.get(transfer.id, ())
         try:
-            self._move(transfer)
+            job = self._jobs.of(transfer)
+            for number, part in enumerate(job.parts()):
+                self._move(part)
+                if marks:
+                    marks[number]._set()
         except Exception as error:  # a copy thread that dies leaves its request waiting for ever
             self._end(transfer, error=error)
         else:
             self._end(transfer, seconds=time.perf_counter() - start)
 
-    def _move(self, transfer: Transfer) -> None:
-        job = self._jobs.of(transfer)
+    def _move(self, job: CopyJob) -> None:
         views = self._views_of(job.layout)
         move = views.store if job.direction is Direction.STORE else views.load
         move(job, self._host)
-
-    def _load_part(self, part: CopyJob) -> None:
-        self._views_of(part.layout).load(part, self._host)
 
     def _views_of(self, layout: GroupLayout) -> _BlockViews:
         views = self._views.get(id(layout))
@@ -237,13 +242,12 @@ class CpuEngine:
     ) -> None:
         if error is not None:
             reason = f"{type(error).__name__}: {error}"
-            self._done.put(Receipt(transfer.id, self._rank, Outcome.FAILED, reason))
+            receipt = Receipt(transfer.id, self._rank, Outcome.FAILED, reason)
         else:
             num_bytes = len(transfer) * self._jobs.layouts[transfer.group].block_bytes
-            self._done.put(
-                Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
-            )
-        self._has_ended.set()
+            receipt = Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
+        self._done.append(receipt)
+        self._signals.put(None)
 
 
 class _BlockViews:
