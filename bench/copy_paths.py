@@ -189,6 +189,16 @@ Progress = Callable[[str], None]
 class BenchRig(CopyRig):
     """The rig of the calibration, and one large copy to compare with."""
 
+    def queued(self, path: CopyPath, job: CopyJob, in_flight: int) -> Call:
+        """A call that queues ``job`` by ``path``, ``in_flight`` times."""
+        call = self.call(path, job)
+
+        def queue(stream: int) -> None:
+            for _ in range(in_flight):
+                call(stream)
+
+        return queue
+
     def ceiling(
         self, direction: Direction, num_bytes: int | None = None, *, in_flight: int = 1
     ) -> float:
@@ -410,18 +420,18 @@ class CopyBenchmark:
         in_flight = max(1, IN_FLIGHT_BYTES // job.num_bytes) if is_large else 1
         calls = {"alone": self.rig.call(path, job)}
         if in_flight > 1:
-            calls["queued"] = self.rig.call(path, job, in_flight)
+            calls["queued"] = self.rig.queued(path, job, in_flight)
         if is_large and name == AUTO_PATH:
             calls["ceiling"] = self.rig.plain_call(job.direction, self.rig.num_bytes)
             repeats = self.effort.auto_repeats
         times = self.rig.time_in_turn(list(calls.values()), job.direction, repeats=repeats)
         timed = dict(zip(calls, times, strict=True))
         alone = timed["alone"]
-        timing = timed["queued"].over(in_flight) if in_flight > 1 else alone
+        seconds = timed["queued"].seconds / in_flight if in_flight > 1 else alone.seconds
         ceiling = self.ceilings[job.direction]
         if "ceiling" in timed:
             ceiling = self.rig.num_bytes / timed["ceiling"].seconds / GB
-        gbps = job.num_bytes / timing.seconds / GB
+        gbps = job.num_bytes / seconds / GB
         submit = self._time_submit(job, AUTO_PATH, 9) if name == AUTO_PATH else alone.submit_seconds
         return TimedCopy(
             direction=job.direction.value,
@@ -459,7 +469,8 @@ class CopyBenchmark:
         seconds: dict[str, float] = {}
         for _ in range(2):
             for path in hopeful:
-                timing = self.rig.time(self.ours.paths[path], job, repeats=repeats)
+                call = self.rig.call(self.ours.paths[path], job)
+                (timing,) = self.rig.time_in_turn([call], job.direction, repeats=repeats)
                 seconds[path] = min(timing.seconds, seconds.get(path, timing.seconds))
         best = min(seconds, key=lambda path: seconds[path])
         return PlannerCell(

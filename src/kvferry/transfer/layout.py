@@ -84,15 +84,10 @@ class GroupLayout:
         return int(self.sizes.sum())
 
 
-class Overlap(NamedTuple):
-    """One pair of segments (or one segment with itself) that share a byte, and where."""
-
-    segments: tuple[int, ...]
-    words: str
-
-
-def find_overlap(bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int) -> Overlap | None:
-    """One overlapping pair, or None when all ranges are disjoint.
+def find_overlap(
+    bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
+) -> tuple[tuple[int, ...], str] | None:
+    """Two segments (or one) that share a byte, and where; None when all ranges are disjoint.
 
     Two segments of any two blocks that share a byte would race. To write out every range is exact
     but slow for a large cache, so common shapes are settled first: extents that never meet, and
@@ -102,31 +97,25 @@ def find_overlap(bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int)
         block       0                    1
                 [K0][V0] [K1][V1]   [K0][V0] [K1][V1]      residues mod stride are disjoint
     """
-    if num_blocks > 1:
-        tight = np.flatnonzero(strides < sizes)
-        if tight.size:
-            s = int(tight[0])
-            return Overlap(
-                (s,),
-                f"segment {s} is {int(sizes[s])} bytes but its blocks lie only "
-                f"{int(strides[s])} bytes apart",
-            )
-    for cluster in _clusters(bases, bases + (num_blocks - 1) * strides + sizes):
-        if len(cluster) > 1 and not _fit_in_one_stride(
-            bases[cluster], strides[cluster], sizes[cluster]
-        ):
-            found = _exact(cluster, bases, strides, sizes, num_blocks)
-            if found is not None:
-                return found
-    return None
-
-
-def _clusters(starts: Int64s, ends: Int64s) -> list[Int64s]:
-    """Segments whose whole extents meet, as groups of indices."""
-    order = np.argsort(starts, kind="stable")
+    tight = np.flatnonzero(strides < sizes)
+    if num_blocks > 1 and tight.size:
+        s = int(tight[0])
+        apart = f"{int(sizes[s])} bytes but its blocks lie only {int(strides[s])} bytes apart"
+        return (s,), f"segment {s} is {apart}"
+    ends = bases + (num_blocks - 1) * strides + sizes
+    order = np.argsort(bases, kind="stable")
     reach = np.maximum.accumulate(ends[order])
-    breaks = np.flatnonzero(starts[order][1:] >= reach[:-1]) + 1
-    return [np.asarray(part, dtype=np.int64) for part in np.split(order, breaks)]
+    breaks = np.flatnonzero(bases[order][1:] >= reach[:-1]) + 1
+    for cluster in np.split(order, breaks):
+        tables = bases[cluster], strides[cluster], sizes[cluster]
+        if len(cluster) > 1 and not _fit_in_one_stride(*tables):
+            found = _exact_overlap(*tables, num_blocks)
+            if found is not None:
+                (one, first), (other, second) = found
+                one, other = int(cluster[one]), int(cluster[other])
+                words = f"segment {one} of block {first} overlaps segment {other} of block {second}"
+                return (one, other), words
+    return None
 
 
 def _fit_in_one_stride(bases: Int64s, strides: Int64s, sizes: Int64s) -> bool:
@@ -140,23 +129,18 @@ def _fit_in_one_stride(bases: Int64s, strides: Int64s, sizes: Int64s) -> bool:
     return bool(np.all(ends[:-1] <= starts[1:]) and ends[-1] <= stride + starts[0])
 
 
-def _exact(
-    cluster: Int64s, bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
-) -> Overlap | None:
-    blocks = np.arange(num_blocks, dtype=np.int64)
-    starts = (bases[cluster][:, None] + strides[cluster][:, None] * blocks).ravel()
-    ends = starts + np.repeat(sizes[cluster], num_blocks)
+def _exact_overlap(
+    bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Segment and block of two ranges that overlap."""
+    starts = (bases[:, None] + strides[:, None] * np.arange(num_blocks)).ravel()
+    ends = starts + np.repeat(sizes, num_blocks)
     order = np.argsort(starts, kind="stable")
     hits = np.flatnonzero(ends[order][:-1] > starts[order][1:])
     if not hits.size:
         return None
-    first, second = int(order[hits[0]]), int(order[hits[0] + 1])
-    one, other = int(cluster[first // num_blocks]), int(cluster[second // num_blocks])
-    return Overlap(
-        (one, other),
-        f"segment {one} of block {first % num_blocks} overlaps "
-        f"segment {other} of block {second % num_blocks}",
-    )
+    first, second = order[hits[0] : hits[0] + 2].tolist()
+    return divmod(first, num_blocks), divmod(second, num_blocks)
 
 
 _PLAIN_KINDS = "biufcmMV"
@@ -227,13 +211,8 @@ def _of_numpy(array: npt.NDArray[Any], name: str) -> TensorView:
         raise LayoutError(f"{name} is a masked array, whose mask would be lost; give its .data")
     if not array.flags.writeable:
         raise LayoutError(f"{name} is read-only; blocks could never be loaded into it")
-    return TensorView(
-        name=name,
-        address=int(array.__array_interface__["data"][0]),
-        shape=tuple(int(extent) for extent in array.shape),
-        strides=tuple(int(stride) for stride in array.strides),
-        itemsize=int(array.itemsize),
-    )
+    address = int(array.__array_interface__["data"][0])
+    return TensorView(name, address, array.shape, array.strides, array.itemsize)
 
 
 def _of_torch(tensor: Any, name: str) -> TensorView:
@@ -241,26 +220,16 @@ def _of_torch(tensor: Any, name: str) -> TensorView:
     if layout != "torch.strided" or getattr(tensor, "is_nested", False):
         kind = layout.removeprefix("torch.") if layout != "torch.strided" else "nested"
         raise LayoutError(f"{name} is a {kind} tensor; KV must be dense, with a stride per axis")
-    where = getattr(tensor, "device", "an unknown device")
+    what = f"{name} (a {type(tensor).__name__} on {getattr(tensor, 'device', 'an unknown device')})"
     try:
-        itemsize = int(tensor.element_size())
-        view = TensorView(
-            name=name,
-            address=int(tensor.data_ptr()),
-            shape=tuple(int(extent) for extent in tensor.shape),
-            strides=tuple(int(stride) * itemsize for stride in tensor.stride()),
-            itemsize=itemsize,
-        )
+        itemsize, address = int(tensor.element_size()), int(tensor.data_ptr())
+        shape = tuple(int(extent) for extent in tensor.shape)
+        strides = tuple(int(stride) * itemsize for stride in tensor.stride())
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise LayoutError(
-            f"{name} (a {type(tensor).__name__} on {where}) does not say where its bytes are: "
-            f"{error}"
-        ) from error
-    if not view.address and 0 not in view.shape:
-        raise LayoutError(
-            f"{name} (a {type(tensor).__name__} on {where}) has no memory: nothing to copy from"
-        )
-    return view
+        raise LayoutError(f"{what} does not say where its bytes are: {error}") from error
+    if not address and 0 not in shape:
+        raise LayoutError(f"{what} has no memory: nothing to copy from")
+    return TensorView(name, address, shape, strides, itemsize)
 
 
 class _Axis(NamedTuple):
@@ -396,23 +365,25 @@ def _in_slot_order(pieces: list[_Piece], num_blocks: int) -> list[tuple[int, _Pi
 
 
 def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout:
-    _refuse_overlap([piece for _, piece in ordered], num_blocks)
+    pieces = [piece for _, piece in ordered]
+    overlap = find_overlap(*_tables(pieces), num_blocks)
+    if overlap is not None:
+        names = dict.fromkeys(pieces[segment].tensor for segment in overlap[0])
+        raise LayoutError(f"blocks share bytes in {' and '.join(names)}: {overlap[1]}")
     merged: list[_Piece] = []
-    for _, piece in ordered:
+    for piece in pieces:
         last = merged[-1] if merged else None
         # Merging past the block stride would take in the next block's bytes.
-        if (
-            last is not None
-            and last.base + last.size == piece.base
-            and (num_blocks == 1 or last.stride == piece.stride)
-            and (num_blocks == 1 or last.size + piece.size <= last.stride)
-        ):
+        is_next = last is not None and last.base + last.size == piece.base
+        if last is not None and is_next and num_blocks > 1:
+            is_next = last.stride == piece.stride >= last.size + piece.size
+        if last is not None and is_next:
             merged[-1] = replace(last, size=last.size + piece.size)
         else:
             merged.append(piece)
     bases, strides, sizes = _tables(merged)
     order = ";".join(f"{i}:{piece.label}:{piece.size}" for i, piece in ordered)
-    ends = np.cumsum([piece.size for _, piece in ordered]).tolist()
+    ends = np.cumsum([piece.size for piece in pieces]).tolist()
     return GroupLayout(
         bases=bases,
         strides=strides,
@@ -420,17 +391,9 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
         num_blocks=num_blocks,
         format=hashlib.sha256(order.encode()).hexdigest()[:16],
         spans=tuple(
-            (piece.tensor, end - piece.size, end)
-            for (_, piece), end in zip(ordered, ends, strict=True)
+            (piece.tensor, end - piece.size, end) for piece, end in zip(pieces, ends, strict=True)
         ),
     )
-
-
-def _refuse_overlap(pieces: list[_Piece], num_blocks: int) -> None:
-    overlap = find_overlap(*_tables(pieces), num_blocks)
-    if overlap is not None:
-        names = dict.fromkeys(pieces[segment].tensor for segment in overlap.segments)
-        raise LayoutError(f"blocks share bytes in {' and '.join(names)}: {overlap.words}")
 
 
 def _tables(pieces: list[_Piece]) -> tuple[Int64s, Int64s, Int64s]:

@@ -143,7 +143,6 @@ class GpuEngine(Closing):
     # -- the contract ------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
         if self._closed:
             raise ClosedError("the engine is closed")
         copy: PendingCopy | None = None
@@ -165,7 +164,6 @@ class GpuEngine(Closing):
         self._queues[job.direction].submit(copy, quick=quick)
 
     def poll(self) -> list[Receipt]:
-        """Receipts of transfers that ended since the last call; never blocks."""
         with self._lock:
             receipts, self._ended = self._ended, []
         for queue in self._queues.values():
@@ -177,7 +175,6 @@ class GpuEngine(Closing):
         return receipts
 
     def wait_for_end(self, seconds: float) -> None:
-        """Return when a transfer has ended that ``poll`` has not returned, or after ``seconds``."""
         queues = self._queues.values()
         began = time.monotonic()
         waited = 0.0
@@ -195,7 +192,6 @@ class GpuEngine(Closing):
             time.sleep(min(seconds, 1e-3))
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
         end = None if timeout is None else time.monotonic() + timeout
         rest = 2e-5
         receipts = self.poll()
@@ -206,7 +202,6 @@ class GpuEngine(Closing):
         return receipts
 
     def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
-        """Begin transfers submitted inside on this thread, at the end of the ``with`` block."""
         return self._start_in_order if compute_waits else self._start_here
 
     def order_compute_after_loads(self) -> None:
@@ -234,7 +229,6 @@ class GpuEngine(Closing):
                 self._order_events.give(event)
 
     def num_landed(self, transfer_id: TransferId) -> int | None:
-        """How many parts of a load ``in_parts`` have landed; None while it may still fail."""
         copy = self._in_parts.get(transfer_id)
         if copy is None or not copy.queued or copy.reason:
             return None

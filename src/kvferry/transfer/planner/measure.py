@@ -42,10 +42,6 @@ class Timing:
     seconds: float
     submit_seconds: float
 
-    def over(self, count: int) -> Timing:
-        """Each one's share of ``count``."""
-        return Timing(self.seconds / count, self.submit_seconds / count)
-
 
 Call = Callable[[int], object]
 """Queues work on the stream it is given."""
@@ -118,22 +114,9 @@ class CopyRig:
             host_pitch=layout.block_bytes,
         )
 
-    def time(self, path: Path, job: CopyJob, *, repeats: int, in_flight: int = 1) -> Timing:
-        """Device time from an idle stream to the end of the copy, the call itself included.
-
-        With several ``in_flight`` they are queued one after another; the time is the share of one.
-        """
-        call = self.call(path, job, in_flight)
-        return self.time_in_turn([call], job.direction, repeats=repeats)[0].over(in_flight)
-
-    def call(self, path: Path, job: CopyJob, in_flight: int = 1) -> Call:
-        """A call that queues ``job`` by ``path``, ``in_flight`` times."""
-
-        def queue(stream: int) -> None:
-            for _ in range(in_flight):
-                path.enqueue(job, stream, self.ready)
-
-        return queue
+    def call(self, path: Path, job: CopyJob) -> Call:
+        """A call that queues ``job`` by ``path``."""
+        return lambda stream: path.enqueue(job, stream, self.ready)
 
     def time_in_turn(
         self, calls: Sequence[Call], direction: Direction, *, repeats: int
