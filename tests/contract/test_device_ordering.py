@@ -7,10 +7,6 @@ every scenario under every seed; a mutant must be caught, or the scenario proves
 
 from __future__ import annotations
 
-import os
-import pathlib
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -378,29 +374,3 @@ def test_a_copy_does_not_wait_for_compute_queued_after_it() -> None:
     gate.set()
     rig.drain_ok()
     rig.driver.timeline.frozen = set()
-
-
-WITHOUT_TRITON = """
-import sys
-sys.modules["triton"] = sys.modules["torch"] = None
-from tests.contract import test_device_ordering as proof
-for scenario in (proof.store_around_the_ring, proof.load_around_the_ring):
-    for mutate, is_right in ((proof.right, True), (proof.nobody_waits_for_a_free_slot, False)):
-        assert all(proof.outcome(scenario, mutate, "staged", n) for n in range(4)) is is_right
-"""
-
-
-def test_the_rings_proof_needs_neither_triton_nor_torch() -> None:
-    root = pathlib.Path(__file__).parents[2]
-    found = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stderr

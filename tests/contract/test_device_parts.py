@@ -69,11 +69,6 @@ def test_the_last_part_is_the_shortest() -> None:
     assert [part.layout.num_segments for part in LayerParts.of(layout, 3).parts] == [11, 11, 6]
 
 
-def test_bytes_without_a_name_are_one_part() -> None:
-    layout = GroupLayout(np.array([100]), np.array([8]), np.array([8]), 3)
-    assert len(LayerParts.of(layout)) == 1
-
-
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", ALL)

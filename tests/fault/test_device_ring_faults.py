@@ -201,3 +201,21 @@ def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
         rig.driver.fail("record_event", nth=3)  # after those behind compute and at the start
         load = rig.load(LOADED, LOADED)
         check_receipt_waits(rig, load, ring.for_ids)
+
+
+def test_kernels_are_prepared_without_the_lock_of_the_ring() -> None:
+    """Tables are taken and given back by calls that wait for the device."""
+    rig = Rig(path="staged")
+    ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
+    taken: list[bool] = []
+
+    class Watched(FakeDriver):
+        def alloc_host(self, num_bytes: int) -> int:
+            taken.append(ring.lock.locked())
+            return super().alloc_host(num_bytes)
+
+    rig.driver.__class__ = Watched
+    rig.store([1, 2], [3, 4])
+    rig.drain_ok()
+    assert taken
+    assert not any(taken)

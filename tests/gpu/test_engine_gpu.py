@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import util
@@ -18,13 +16,11 @@ import pytest
 from tests.gpu.card import Bytes, Card
 from tests.gpu.slow_kernel import SlowFill
 
-from kvferry.cache.leases import as_slots
-from kvferry.transfer.driver import Addresses, BatchForm, Driver, SourceOrder
+from kvferry.transfer.driver import BatchForm, Driver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout, TensorView, describe
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 pytestmark = pytest.mark.gpu
 
@@ -36,16 +32,9 @@ Make = Callable[[int], GroupLayout]
 
 
 class LeakyDriver(Driver):
-    """Keeps every promise until told to drop the waits of one stream, or the order of reads."""
+    """Keeps every promise until told to drop the waits of one stream."""
 
     deaf_stream: int | None = None
-    any_order = False
-
-    def copy_batch_async(
-        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
-    ) -> None:
-        order = SourceOrder.ANY if self.any_order else order
-        super().copy_batch_async(dsts, srcs, sizes, order, stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         if stream != self.deaf_stream:
@@ -281,48 +270,3 @@ def test_races_are_won_and_lost_without_the_wait(
     lost = not all(run(card) for _ in range(3))
     driver.deaf_stream = None
     assert lost, "the race was won without the wait: the test proves nothing"
-
-
-def test_reading_live_blocks_in_any_order(
-    make_card: Callable[..., Card], driver: LeakyDriver
-) -> None:
-    """What this card does where the rules allow both: said, not asserted."""
-    card = race_card("dma", make_card)
-    driver.any_order = True
-    right = sum(store_race(card) for _ in range(5))
-    driver.any_order = False
-    print(f"stores that read their source in ANY order: {right} of 5 were right")
-    assert store_race(card)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("direction", Direction)
-def test_submit_holds_the_caller_under_100_us(
-    path: str, direction: Direction, make_card: Callable[..., Card]
-) -> None:
-    num_blocks, segment, num_layers = 64, 16384, 64
-    size = num_blocks * segment
-
-    def make(base: int) -> GroupLayout:
-        tensors = [
-            TensorView(f"layer {i}", base + i * size, (num_blocks, segment), (segment, 1), 1)
-            for i in range(num_layers)
-        ]
-        return describe(tensors, block_axis=0)
-
-    card = make_card(path, num_layers * size, make, num_slots=num_blocks)
-    tiers = (DEVICE, HOST) if direction is Direction.STORE else (HOST, DEVICE)
-    taken = []
-    for number in range(60):
-        ids = as_slots(card.rng.permutation(num_blocks))
-        transfer = Transfer(TransferId(number), *tiers, ids, ids)
-        start = time.perf_counter()
-        card.engine.submit(transfer)
-        taken.append(time.perf_counter() - start)
-        card.drain()
-    taken = sorted(taken[10:])
-    print(
-        f"{path} {direction.value}: median {statistics.median(taken) * 1e6:.0f} µs, "
-        f"worst {taken[-1] * 1e6:.0f} µs"
-    )
-    assert statistics.median(taken) < 100e-6

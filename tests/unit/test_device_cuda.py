@@ -46,6 +46,7 @@ class FakeLibcuda:
             "cuDevicePrimaryCtxRetain": lambda out, device: put(out, 0xC0),
             "cuCtxGetStreamPriorityRange": lambda least, most: put(least, 0) or put(most, -5),
             "cuStreamCreateWithPriority": self._create_stream,
+            "cuStreamQuery": lambda stream: self.codes.get("cuStreamQuery", 0),
             "cuEventCreate": lambda out, flags: put(out, 0xE0 + flags),
             "cuEventQuery": lambda event: self.codes.get("cuEventQuery", 0),
             "cuEventElapsedTime": lambda out, start, end: put(out, 2.5),
@@ -197,16 +198,17 @@ def test_the_rest_of_the_calls_reach_the_library() -> None:
         assert driver.stream_is_idle(2)
         driver.destroy_event(1)
         driver.destroy_stream(2)
+    assert driver.create_event(timing=False) == 0xE2
+    assert driver.create_event(timing=True) == 0xE0
+    assert driver.elapsed_seconds(1, 2) == pytest.approx(2.5e-3)
+    identity = driver.identity()
+    assert (identity.name, identity.driver_version) == ("Card", 13000)
+    assert identity.pci_bus_id == "0000:ab:00.0"
     assert library.called("cuMemHostRegister_v2") == [(0x1000, 4096, 1)]
     assert library.called("cuStreamWaitEvent") == [(2, 1, 0)]
     pushes, pops = library.called("cuCtxPushCurrent_v2"), library.called("cuCtxPopCurrent_v2")
     assert pushes == 3 * [(0xC0,)]  # once more for each call that pins, from whatever thread
     assert len(pops) == 3
-
-
-def test_close_lets_go_once_and_refuses_after() -> None:
-    library = FakeLibcuda(13000)
-    driver = Driver(library)
     driver.close()
     driver.close()
     assert len(library.called("cuDevicePrimaryCtxRelease_v2")) == 1
@@ -214,10 +216,17 @@ def test_close_lets_go_once_and_refuses_after() -> None:
         pass
 
 
-def test_identity_names_card_driver_and_link() -> None:
-    identity = Driver(FakeLibcuda(13000)).identity()
-    assert (identity.name, identity.driver_version) == ("Card", 13000)
-    assert identity.pci_bus_id == "0000:ab:00.0"
+@pytest.mark.parametrize("ask", ["cuStreamQuery", "cuEventQuery"])
+def test_work_is_done_under_way_or_broken(ask: str) -> None:
+    library = FakeLibcuda(13000)
+    driver = Driver(library)
+    is_done = driver.stream_is_idle if ask == "cuStreamQuery" else driver.event_is_done
+    assert is_done(0x500)
+    library.codes[ask] = 600
+    assert not is_done(0x500)
+    library.codes[ask] = 1
+    with pytest.raises(DriverError, match=rf"{ask}\(.* 0x500\)"):
+        is_done(0x500)
 
 
 def test_link_is_read_from_sysfs(tmp_path: Path) -> None:
@@ -257,31 +266,6 @@ def test_read_only_arrays_are_passed_without_a_copy() -> None:
 
 def test_a_driver_without_versioned_look_up_has_no_batch() -> None:
     assert Driver(FakeLibcuda(11040, with_look_up=False)).batch_form is BatchForm.ABSENT
-
-
-def test_a_stream_is_idle_busy_or_broken() -> None:
-    library = FakeLibcuda(13000)
-    driver = Driver(library)
-    assert driver.stream_is_idle(0x500)
-    library.codes["cuStreamQuery"] = 600
-    assert not driver.stream_is_idle(0x500)
-    library.codes["cuStreamQuery"] = 1
-    with pytest.raises(DriverError, match=r"cuStreamQuery\(stream 0x500\)"):
-        driver.stream_is_idle(0x500)
-
-
-def test_events() -> None:
-    library = FakeLibcuda(13000)
-    driver = Driver(library)
-    assert driver.create_event(timing=False) == 0xE2
-    assert driver.create_event(timing=True) == 0xE0
-    assert driver.elapsed_seconds(1, 2) == pytest.approx(2.5e-3)
-    assert driver.event_is_done(1)
-    library.codes["cuEventQuery"] = 600
-    assert not driver.event_is_done(1)
-    library.codes["cuEventQuery"] = 1
-    with pytest.raises(DriverError):
-        driver.event_is_done(1)
 
 
 THREAD_LOCAL = 1

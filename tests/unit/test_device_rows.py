@@ -1,14 +1,18 @@
-"""Cutting a layout into rows: every byte once, none twice, as wide as addresses allow."""
+"""Cutting a layout into rows, and rows into chunks: every byte once, as wide as addresses allow."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.launch import RowShape, RowTable, common_alignment, row_shape
 from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.paths.staged import ChunkCursor
 
 
 def layout(sizes: list[int], *, base: int = 4096, stride: int | None = None) -> GroupLayout:
@@ -55,13 +59,40 @@ def test_rows_cover_the_block_once(sizes: list[int], alignment: int) -> None:
     assert len(rows.segments) == rows.rows_per_block
 
 
-@given(st.lists(st.integers(1, 9000), min_size=1, max_size=4), st.integers(0, 10**6), st.booleans())
-def test_a_row_and_its_position_find_each_other(sizes: list[int], number: int, even: bool) -> None:
-    sizes = [8192] * 3 if even else sizes
+PAGE = 4096
+
+
+def cut(sizes: list[int], num_blocks: int, slots: list[int], keep: int) -> list[tuple[int, ...]]:
     given_layout = layout(sizes)
+    ids = np.arange(num_blocks, dtype=np.int64)
+    job = CopyJob(Direction.LOAD, given_layout, ids, ids, 0, given_layout.block_bytes)
     rows = RowTable(given_layout, row_shape(given_layout, common_alignment(given_layout)))
-    row = number % (rows.rows_per_block * 7)
-    position = rows.position_of(row)
-    assert rows.row_at(position) == row
-    assert rows.row_at(position + 1) in (row, row + 1)
-    assert rows.position_of(rows.rows_per_block * 7) == 7 * given_layout.block_bytes
+    found: list[tuple[int, ...]] = []
+    chunk = ChunkCursor(job, rows)
+    while chunk.num_left:
+        left = chunk.num_left
+        slot = slots[len(found) % len(slots)]
+        chunk.fit(slot, keep=keep)
+        found.append((chunk.first_row, chunk.last_row, chunk.start, chunk.end))
+        assert chunk.end - chunk.start <= slot
+        assert chunk.num_left == left - (chunk.end - chunk.start)
+    assert found[0][0] == found[0][2] == 0
+    assert found[-1][1] == num_blocks * rows.rows_per_block
+    assert found[-1][3] == job.num_bytes
+    return found
+
+
+@given(
+    st.lists(st.integers(1, 9000), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.lists(st.sampled_from([PAGE, 2 * PAGE, 16 * PAGE]), min_size=1, max_size=3),
+    st.integers(0, 5 * PAGE),
+)
+def test_chunks_cover_the_job_and_never_exceed_their_slot(
+    sizes: list[int], num_blocks: int, slots: list[int], keep: int
+) -> None:
+    found = cut(sizes, num_blocks, slots, keep)
+    for before, after in itertools.pairwise(found):
+        assert before[1] == after[0]
+        assert before[3] == after[2]
+        assert after[1] > after[0]

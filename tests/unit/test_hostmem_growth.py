@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.fakes.registrar import FakeRegistrar
 
 from kvferry.core.quantities import GiB, MiB
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, InputError
 from kvferry.hostmem import growth as growth_module
 from kvferry.hostmem import slots as slots_module
 from kvferry.hostmem.growth import Growth, GrowthState, Pin
 from kvferry.hostmem.limits import Machine
 from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.slots import Bytes, Chunks, HostTier
+from kvferry.hostmem.slots import CHUNK_BYTES, Bytes, Chunks, HostTier
 
 PAGE = mmap.PAGESIZE
 LONG = 60.0
@@ -53,30 +53,6 @@ class Meminfo:
 
     def machine(self, memlock: int | None = None) -> Machine:
         return Machine(read=self, memlock=lambda: memlock, env={})
-
-
-def test_the_first_chunk_serves_while_the_others_wait() -> None:
-    registrar = FakeRegistrar()
-    host = tier(40)
-    first_done = threading.Event()
-
-    class Gated(FakeRegistrar):
-        def register_host(self, address: int, num_bytes: int) -> None:
-            super().register_host(address, num_bytes)
-            if not first_done.is_set():
-                first_done.set()
-                self.gate.clear()
-
-    registrar = Gated()
-    growth = Growth(host, registrar=registrar)
-    assert growth.ready_slots == 4
-    assert growth.stats().progress is GrowthState.GROWING
-    host.rows[:4] = 7
-    registrar.gate.set()
-    assert growth.wait(LONG)
-    assert growth.ready_slots == 40
-    assert (host.rows[:4] == 7).all()
-    growth.close()
 
 
 def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,3 +374,46 @@ def test_never_more_than_asked_by_a_page_nor_less_by_a_slot(asked: int, slot: in
         assert taken <= asked + PAGE
         assert host.num_slots >= 1
         assert taken > asked - 2 * host.tier.pitch - asked // 4096 - PAGE
+
+
+# -- cuts fall between slots and between pages ---------------------------------------------------
+
+slot_sizes = st.one_of(
+    st.integers(1, 1 << 27),
+    st.integers(0, 24).map(lambda power: 1 << power),
+    st.integers(1, 24).map(lambda power: (1 << power) + 1),
+    st.integers(1, 24).map(lambda power: (1 << power) - 1),
+)
+chunk_sizes = st.one_of(st.just(CHUNK_BYTES), st.integers(PAGE, 1 << 28))
+
+
+@given(num_slots=st.integers(1, 1 << 24), slot=slot_sizes, wanted=chunk_sizes)
+def test_cuts_fall_between_slots_and_between_pages(num_slots: int, slot: int, wanted: int) -> None:
+    chunks = Chunks.lay_out(num_slots, slot, wanted)
+    assert chunks.pitch >= slot
+    assert chunks.chunk_bytes % PAGE == 0
+    assert chunks.chunk_bytes % chunks.pitch == 0
+    assert chunks.chunk_bytes <= max(wanted, chunks.pitch)
+    for index in {0, len(chunks) // 2, len(chunks) - 1}:
+        chunk = chunks[index]
+        assert chunk.start == index * chunks.chunk_bytes
+        assert chunk.start + chunk.num_bytes >= chunk.slots_after * chunks.pitch
+        assert chunk.num_bytes % PAGE == 0
+        # Nothing of the last slot lies in the next chunk, nothing of the next one in this.
+        assert (chunk.slots_after - 1) * chunks.pitch + slot <= chunk.start + chunk.num_bytes
+    last = chunks[len(chunks) - 1]
+    assert last.slots_after == num_slots
+    assert last.start + last.num_bytes == chunks.num_bytes
+
+
+@given(num_slots=st.integers(1, 1 << 20), slot=slot_sizes)
+def test_odd_slots_waste_next_to_nothing(num_slots: int, slot: int) -> None:
+    chunks = Chunks.lay_out(num_slots, slot)
+    assert (chunks.pitch - slot) * 8192 <= slot
+    assert chunks.num_bytes - num_slots * chunks.pitch < PAGE
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, PAGE), (1, 0, PAGE), (1, 1, PAGE - 1)])
+def test_nonsense_is_refused(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(InputError, match="must be positive"):
+        Chunks.lay_out(*wrong)
