@@ -55,9 +55,10 @@ class Event:
         return self.is_reached or mine.acquire(timeout=-1 if timeout is None else timeout)
 
     def _set(self) -> None:
-        self.is_reached = True
-        for lock in self._waiting:
-            lock.release()
+        if not self.is_reached:
+            self.is_reached = True
+            for lock in self._waiting:
+                lock.release()
 
 
 class Stream:
@@ -216,20 +217,27 @@ class CpuEngine:
         start = time.perf_counter()
         marks = self._marks.get(transfer.id, ())
         try:
-            job = self._jobs.of(transfer)
-            for number, part in enumerate(job.parts()):
-                self._move(part)
-                if marks:
-                    marks[number]._set()
+            if marks:
+                for mark, part in zip(marks, self._jobs.of(transfer).parts(), strict=True):
+                    self._load_part(part)
+                    mark._set()
+            else:
+                self._move(transfer)
         except Exception as error:  # a copy thread that dies leaves its request waiting for ever
+            for mark in marks:
+                mark._set()  # or compute hangs
             self._end(transfer, error=error)
         else:
             self._end(transfer, seconds=time.perf_counter() - start)
 
-    def _move(self, job: CopyJob) -> None:
+    def _move(self, transfer: Transfer) -> None:
+        job = self._jobs.of(transfer)
         views = self._views_of(job.layout)
         move = views.store if job.direction is Direction.STORE else views.load
         move(job, self._host)
+
+    def _load_part(self, part: CopyJob) -> None:
+        self._views_of(part.layout).load(part, self._host)
 
     def _views_of(self, layout: GroupLayout) -> _BlockViews:
         views = self._views.get(id(layout))
