@@ -99,52 +99,53 @@ Values = Value | None | Mapping[Any, Value]
 
 _TIER = Label("tier", _TIERS)
 _LOWER_TIER = Label("tier", "the tiers configured below the host")
-_OPERATION = Label("operation", "read, write")
 _TENANT = Label(
     "tenant",
     "none, those that the setting tenants names, the first 64 others that come, other, before (of "
     "an earlier life)",
 )
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
+_DRIVE_CALL = (_LOWER_TIER, Label("operation", "read, write"))
+_DRIVE_ERROR = Label("reason", ", ".join(DRIVE_ERRORS))
+_STATE = Label("state", ", ".join(STATES))
+_IDLE = Label("reason", ", ".join(IDLE_REASONS))
+_IDLE_WORDS = Label("why", "the words of the log line 'kvferry is idle'; one value in a process")
+_MISS = Label("reason", ", ".join(MISSES))
+_VERDICT = Label("verdict", ", ".join(VERDICTS))
+_OVERLAP = Label("overlap", ", ".join(OVERLAPS))
+
+Read = Callable[[Snapshot], Values]
 
 
-def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
-    return {label: counts.get(label, 0) for label in labels}
-
-
-def _traffic(name: str) -> Callable[[Snapshot], Values]:
+def _traffic(name: str) -> Read:
     read = attrgetter(name)
     return lambda s: {route: read(traffic) for route, traffic in s.stats.traffic.items()}
 
 
-def _pools(name: str) -> Callable[[Snapshot], Values]:
+def _pools(name: str) -> Read:
     """One of a pool's counts, for the host and every tier with places."""
-    return lambda s: {
-        tier: getattr(pool, name) for tier, pool in ((HOST, s.stats.pool), *s.stats.tiers.items())
-    }
+    return lambda s: {tier: getattr(pool, name) for tier, pool in s.stats.pools.items()}
 
 
-def _slots(s: Snapshot) -> Values:
-    pools = ((HOST, s.stats.pool), *s.stats.tiers.items())
-    return {(tier, state): getattr(pool, state) for tier, pool in pools for state in STATES}
+def _disks(name: str) -> Read:
+    return lambda s: {tier: getattr(disk, name) for tier, disk in s.disks.items()}
 
 
-def _disks(*fields: str) -> Callable[[Snapshot], Values]:
-    """One of the drives' figures by tier; two of them as ``read`` and ``write``."""
-    if len(fields) == 1:
-        return lambda s: {tier: getattr(disk, fields[0]) for tier, disk in s.disks.items()}
+def _drive(unit: str) -> Read:
+    """What drives read and wrote, by tier and operation."""
+    names = {"bytes": ("read_bytes", "written_bytes"), "seconds": ("read_seconds", "write_seconds")}
     return lambda s: {
         (tier, operation): getattr(disk, name)
         for tier, disk in s.disks.items()
-        for operation, name in zip(("read", "write"), fields, strict=True)
+        for operation, name in zip(("read", "write"), names[unit], strict=True)
     }
 
 
-def _tenants(name: str) -> Callable[[Snapshot], Values]:
+def _tenants(name: str) -> Read:
     return lambda s: {tenant: getattr(each, name) for tenant, each in s.stats.tenants.items()}
 
 
-def _tenant_tiers(name: str) -> Callable[[Snapshot], Values]:
+def _tenant_tiers(name: str) -> Read:
     return lambda s: {
         (tenant, tier): count
         for tenant, each in s.stats.tenants.items()
@@ -152,11 +153,47 @@ def _tenant_tiers(name: str) -> Callable[[Snapshot], Values]:
     }
 
 
+def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
+    return {label: counts.get(label, 0) for label in labels}
+
+
+_READ: dict[str, Read] = {
+    "info": lambda s: {s.version: 1},
+    "idle": lambda s: None if s.idle is None else {e: float(e == s.idle) for e in IDLE_REASONS},
+    "idle_info": lambda s: None,  # where there is no scheduler
+    "full_hits": lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
+    "misses": lambda s: _each(MISSES, s.stats.missed),
+    "decisions": lambda s: _each(VERDICTS, s.stats.verdicts),
+    "overlaps": lambda s: _each(OVERLAPS, s.stats.overlaps),
+    "lookup_blocks": lambda s: {tier: asked for tier, (asked, _) in s.stats.asked.items()},
+    "found_blocks": lambda s: {tier: found for tier, (_, found) in s.stats.asked.items()},
+    "drive_failed_blocks": lambda s: {
+        (tier, why): disk.failed.get(why, 0)
+        for tier, disk in s.disks.items()
+        for why in DRIVE_ERRORS
+    },
+    "slots": lambda s: {
+        (tier, state): getattr(pool, state)
+        for tier, pool in s.stats.pools.items()
+        for state in STATES
+    },
+    "slot_bytes": lambda s: s.slot_bytes,
+    "tier_unavailable": lambda s: {t: int(bool(why)) for t, why in s.stats.ailments.items()},
+    "pinned_bytes": lambda s: s.pinned_bytes,
+    "held_blocks": lambda s: s.held_blocks,
+    "tier_bytes_per_second": lambda s: {
+        tier: rate for tier, rate in s.stats.tier_bandwidth.items() if rate is not None
+    },
+}
+"""What is read otherwise than a figure of the scheduler by its name."""
+
+
 def _metric(
-    kind: MetricKind, name: str, help: str, read: str | Callable[[Snapshot], Values], *labels: Label
+    kind: MetricKind, name: str, help: str, read: str | Read | None = None, *labels: Label
 ) -> Metric:
     """``read`` takes the value from a snapshot, or names the scheduler's figure that it is."""
-    read = attrgetter(f"stats.{read}") if isinstance(read, str) else read
+    if read is None or isinstance(read, str):
+        read = _READ.get(name) or attrgetter(f"stats.{read or name}")
     full = f"{PREFIX}{name}{'_total' * (kind is MetricKind.COUNTER)}"
     return Metric(full, kind, help, labels, read)
 
@@ -165,62 +202,27 @@ _counter = partial(_metric, MetricKind.COUNTER)
 _gauge = partial(_metric, MetricKind.GAUGE)
 _histogram = partial(_metric, MetricKind.HISTOGRAM)
 
-INFO = _gauge(
-    "info",
-    "Always 1; the version that serves this.",
-    lambda s: {s.version: 1},
-    Label("version", "one"),
-)
+INFO = _gauge("info", "Always 1; the version that serves this.", None, Label("version", "one"))
 IDLE = _gauge(
-    "idle",
-    "1 while kvferry serves nothing, by reason; where vLLM is the engine. Its log has the words.",
-    lambda s: None if s.idle is None else {each: float(each == s.idle) for each in IDLE_REASONS},
-    Label("reason", ", ".join(IDLE_REASONS)),
+    "idle", "1 while kvferry serves nothing, by reason; where vLLM is the engine.", None, _IDLE
 )
 IDLE_INFO = _gauge(
-    "idle_info",
-    "1 while kvferry serves nothing; the label has the reason in words.",
-    lambda s: None,
-    Label("why", "the words of the log line 'kvferry is idle'; one value in a process's life"),
+    "idle_info", "1 while kvferry serves nothing, with the words.", None, _IDLE_WORDS
 )
 LOOKUPS = _counter("lookups", "Requests looked up.", "queries")
 LOOKUP_TOKENS = _counter(
     "lookup_tokens", "Tokens that looked-up requests lacked on the device.", "asked_tokens"
 )
-HIT_TOKENS = _counter(
-    "hit_tokens", "Tokens loaded from the host instead of computed.", "hit_tokens"
-)
+HIT_TOKENS = _counter("hit_tokens", "Tokens loaded from the host instead of computed.")
 TIER_HIT_TOKENS = _counter(
-    "tier_hit_tokens",
-    "Tokens found instead of computed, by the tier that had them when they were asked for.",
-    "tier_hit_tokens",
-    _TIER,
+    "tier_hit_tokens", "Tokens found instead of computed, by the tier that had them.", None, _TIER
 )
-PROMOTED_TOKENS = _counter(
-    "promoted_tokens", "Tokens promoted from lower tiers first.", "promoted_tokens"
-)
-FULL_HITS = _counter(
-    "full_hits",
-    "Requests for which nothing was missing.",
-    lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
-)
-MISSED = _counter(
-    "misses",
-    "Requests that got less than they asked for.",
-    lambda s: _each(MISSES, s.stats.missed),
-    Label("reason", ", ".join(MISSES)),
-)
-DECISIONS = _counter(
-    "decisions",
-    "Load-or-compute decisions.",
-    lambda s: _each(VERDICTS, s.stats.verdicts),
-    Label("verdict", ", ".join(VERDICTS)),
-)
+PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens promoted from lower tiers first.")
+FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
+MISSED = _counter("misses", "Requests that got less than they asked for.", None, _MISS)
+DECISIONS = _counter("decisions", "Load-or-compute decisions.", None, _VERDICT)
 OVERLAPPED = _counter(
-    "overlaps",
-    "Loads by how they went together with the forward pass; where vLLM is the engine.",
-    lambda s: _each(OVERLAPS, s.stats.overlaps),
-    Label("overlap", ", ".join(OVERLAPS)),
+    "overlaps", "Loads by how they overlapped with the forward pass (vLLM).", None, _OVERLAP
 )
 MOVED_BYTES = _counter(
     "moved_bytes", "Bytes copied, summed over ranks.", _traffic("sizes.total"), *_ROUTE
@@ -241,82 +243,48 @@ FAILED = _counter(
 OVERDUE = _counter(
     "overdue_transfers", "Transfers whose deadline passed before their answer.", "overdue"
 )
-EXPIRED_HITS = _counter(
-    "expired_hits", "Hits let go because they were not loaded in time.", "expired_hits"
-)
+EXPIRED_HITS = _counter("expired_hits", "Hits released because they were not loaded in time.")
 PIPELINED_LOADS = _counter(
-    "pipelined_loads", "Loads that began while their last blocks were promoted.", "pipelined_loads"
+    "pipelined_loads", "Loads that began while their last blocks were promoted."
 )
-STALE_RECEIPTS = _counter(
-    "stale_receipts", "Answers that came twice or too late.", "stale_receipts"
-)
+STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 DEFERRED_STORES = _counter(
     "deferred_stores", "Times that stores waited because too many were in flight.", "shed_stores"
 )
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _pools("evicted"), _TIER)
 REFUSED_PINS = _counter(
-    "refused_pins",
-    "Blocks that were not pinned because pin_share of the tier already was.",
-    _pools("refused_pins"),
-    _TIER,
+    "refused_pins", "Blocks not pinned: pin_share was reached.", _pools("refused_pins"), _TIER
 )
 LOOKUP_BLOCKS = _counter(
-    "lookup_blocks",
-    "Blocks that were looked up in a tier that finds them by key.",
-    lambda s: {tier: asked for tier, (asked, _) in s.stats.asked.items()},
-    _LOWER_TIER,
+    "lookup_blocks", "Blocks looked up in a tier that finds them by key.", None, _LOWER_TIER
 )
 FOUND_BLOCKS = _counter(
-    "found_blocks",
-    "Blocks looked up in such a tier that were there.",
-    lambda s: {tier: found for tier, (_, found) in s.stats.asked.items()},
-    _LOWER_TIER,
+    "found_blocks", "Blocks looked up in such a tier that were there.", None, _LOWER_TIER
 )
 LOST_BLOCKS = _counter(
-    "lost_blocks",
-    "Blocks that failed alone in copies below the host that brought others.",
-    "lost_blocks",
+    "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
 )
 RESTORED_BLOCKS = _gauge(
-    "restored_blocks",
-    "Blocks of an earlier life that a tier with places began with.",
-    "restored",
-    _LOWER_TIER,
+    "restored_blocks", "Blocks of an earlier life that a tier began with.", "restored", _LOWER_TIER
 )
 DRIVE_BYTES = _counter(
-    "drive_bytes",
-    "Bytes read from and written to drives.",
-    _disks("read_bytes", "written_bytes"),
-    _LOWER_TIER,
-    _OPERATION,
+    "drive_bytes", "Bytes read from and written to drives.", _drive("bytes"), *_DRIVE_CALL
 )
 DRIVE_SECONDS = _counter(
     "drive_seconds",
-    "Seconds spent in calls to drives, summed over their threads.",
-    _disks("read_seconds", "write_seconds"),
-    _LOWER_TIER,
-    _OPERATION,
+    "Seconds in calls to drives, all threads.",
+    _drive("seconds"),
+    *_DRIVE_CALL,
 )
 DRIVE_FAILED = _counter(
-    "drive_failed_blocks",
-    "Blocks that could not be read or written, by reason.",
-    lambda s: {
-        (tier, reason): disk.failed.get(reason, 0)
-        for tier, disk in s.disks.items()
-        for reason in DRIVE_ERRORS
-    },
-    _LOWER_TIER,
-    Label("reason", ", ".join(DRIVE_ERRORS)),
+    "drive_failed_blocks", "Failed blocks, by reason.", None, _LOWER_TIER, _DRIVE_ERROR
 )
 DRIVE_RESTARTS = _counter(
-    "drive_restarts",
-    "Times that the process of a drive had to be started again.",
-    _disks("restarts"),
-    _LOWER_TIER,
+    "drive_restarts", "Restarts of a drive's process.", _disks("restarts"), _LOWER_TIER
 )
 DRIVES_UNAVAILABLE = _gauge(
     "drives_unavailable",
-    "Directories that cannot be used now, on all ranks.",
+    "Unavailable directories, all ranks.",
     _disks("drives_away"),
     _LOWER_TIER,
 )
@@ -324,90 +292,54 @@ PENDING_BLOCKS = _gauge(
     "pending_blocks", "Blocks written and not yet durable.", _disks("pending"), _LOWER_TIER
 )
 DURABLE_LAG = _gauge(
-    "durable_lag_seconds",
-    "Age of the oldest block that is written and not yet durable.",
-    _disks("durable_lag"),
-    _LOWER_TIER,
+    "durable_lag_seconds", "Age of the oldest pending block.", _disks("durable_lag"), _LOWER_TIER
 )
-RESETS = _counter("resets", "Times that everything was forgotten.", "resets")
+RESETS = _counter("resets", "Times that everything was forgotten.")
 TENANT_LOOKUPS = _counter(
     "tenant_lookups", "Requests looked up, by tenant.", _tenants("queries"), _TENANT
 )
 TENANT_TOKENS = _counter(
-    "tenant_lookup_tokens",
-    "Tokens that they lacked on the device, by tenant.",
-    _tenants("asked_tokens"),
-    _TENANT,
+    "tenant_lookup_tokens", "Tokens lacking on the device.", _tenants("asked_tokens"), _TENANT
 )
 TENANT_HITS = _counter(
-    "tenant_hit_tokens",
-    "Those of them loaded from the host, by tenant.",
-    _tenants("hit_tokens"),
-    _TENANT,
+    "tenant_hit_tokens", "Tokens loaded, by tenant.", _tenants("hit_tokens"), _TENANT
 )
 TENANT_SLOTS = _gauge(
     "tenant_slots", "Slots that each tenant has.", _tenant_tiers("slots"), _TENANT, _TIER
 )
 TENANT_EVICTED = _counter(
-    "tenant_evicted_blocks",
-    "Blocks evicted to make room, by tenant.",
-    _tenant_tiers("evicted"),
-    _TENANT,
-    _TIER,
+    "tenant_evicted_blocks", "Blocks evicted, by tenant.", _tenant_tiers("evicted"), _TENANT, _TIER
 )
-SLOTS = _gauge(
-    "slots",
-    "Places for one block, by what they hold.",
-    _slots,
-    _TIER,
-    Label("state", ", ".join(STATES)),
-)
+SLOTS = _gauge("slots", "Places for one block, by what they hold.", None, _TIER, _STATE)
 PINNED_SLOTS = _gauge(
-    "pinned_slots",
-    "Slots that are not evicted because of a pin, a TTL or a priority.",
-    _pools("pinned"),
-    _TIER,
+    "pinned_slots", "Slots that a pin, a TTL or a priority holds.", _pools("pinned"), _TIER
 )
-SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", lambda s: s.slot_bytes, _TIER)
-LEASES = _gauge("leases", "Claims on slots while bytes move.", "leases", _TIER)
+SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", None, _TIER)
+LEASES = _gauge("leases", "Claims on slots while bytes move.", None, _TIER)
 TIER_UNAVAILABLE = _gauge(
     "tier_unavailable",
     "1 while a tier cannot be used on some rank, else 0; /explain has the reason.",
-    lambda s: {tier: int(bool(reason)) for tier, reason in s.stats.ailments.items()},
+    None,
     _LOWER_TIER,
 )
-PINNED_BYTES = _gauge(
-    "pinned_bytes",
-    "Host memory registered with a GPU driver, summed over ranks.",
-    lambda s: s.pinned_bytes,
-)
-HELD_BLOCKS = _gauge(
-    "held_blocks",
-    "Device blocks that copies keep from being reused; where vLLM is the engine.",
-    lambda s: s.held_blocks,
-)
+PINNED_BYTES = _gauge("pinned_bytes", "Host memory registered with a GPU driver, on all ranks.")
+HELD_BLOCKS = _gauge("held_blocks", "Device blocks that copies hold; where vLLM is the engine.")
 IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answered.", "in_flight")
 QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.", "queued")
 BYTES_IN_FLIGHT = _gauge(
-    "bytes_in_flight",
-    "Bytes between device and host, handed out or about to be.",
-    "bytes_in_flight",
+    "bytes_in_flight", "Bytes between device and host, handed out or about to be."
 )
 LOAD_RATE = _gauge(
-    "load_bytes_per_second",
-    "Bandwidth of loads that decisions go by; absent while unknown.",
-    "bandwidth",
+    "load_bytes_per_second", "Bandwidth of loads, as decisions take it; if known.", "bandwidth"
 )
 TIER_RATE = _gauge(
     "tier_bytes_per_second",
-    "What a tier brings up while it has something to, that decisions go by; absent while unknown.",
-    lambda s: {tier: rate for tier, rate in s.stats.tier_bandwidth.items() if rate is not None},
+    "Bandwidth of a tier while it is promoted from, as decisions take it; if known.",
+    None,
     _LOWER_TIER,
 )
 PREFILL_RATE = _gauge(
-    "prefill_tokens_per_second",
-    "Prefill rate that decisions go by; absent while unknown.",
-    "prefill_rate",
+    "prefill_tokens_per_second", "Prefill rate, as decisions take it; if known.", "prefill_rate"
 )
 
 

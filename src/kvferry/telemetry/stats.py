@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvferry.cache.leases import PoolCounts, TenantCounts
+from kvferry.types import HOST
 
 SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
 """Bytes, from 16 KiB to 4 GiB in steps of four."""
@@ -151,3 +152,8 @@ class SchedulerStats:
     overlaps: Mapping[str, int] = field(default_factory=dict)
     pipelined_loads: int = 0
     tier_hit_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def pools(self) -> dict[str, PoolCounts]:
+        """The counts of the host and of every tier with places."""
+        return {HOST: self.pool, **self.tiers}
