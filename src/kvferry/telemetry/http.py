@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from enum import Enum
 from errno import EADDRINUSE
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
@@ -56,18 +57,11 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """The parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``), and GET or HEAD."""
+    """The parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``), and what was posted."""
 
     path: tuple[str, ...]
     wants_body: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class HttpOrder:
-    """A POST from a client that may: never the same as another."""
-
-    path: tuple[str, ...]
-    body: bytes
+    posted: bytes | None = None
 
 
 class Orders(Protocol):
@@ -76,11 +70,9 @@ class Orders(Protocol):
     def refuse(self, path: tuple[str, ...], token: str | None, *, is_local: bool) -> Reply | None:
         """Why this client may not order that; None if it may. Before its order is even read."""
 
-    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply:
-        """Do it, and say what was done."""
+    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply: ...
 
-    def close(self) -> None:
-        """Nothing more is done: clients that wait are told."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -117,17 +109,16 @@ def read_request(
     local_only: bool,
     orders: Orders | None = None,
     is_local: bool = False,
-) -> HttpRequest | HttpOrder | Reply | None:
-    """What a client asks for, or why it gets nothing; None while it has not said all.
+) -> HttpRequest | Reply | None:
+    """What a client asks for, or why it gets nothing; None while it has not sent all.
 
     ``local_only`` refuses a request for another name than a loopback one: it is of a page from
     elsewhere whose name was pointed here (DNS rebinding). ``is_local`` clients are on this machine.
     """
     end = _HEAD_END.search(received[:MAX_HEAD_BYTES])
     if end is None:
-        if len(received) < MAX_HEAD_BYTES:
-            return None
-        return _refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        is_long = len(received) >= MAX_HEAD_BYTES
+        return _refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE) if is_long else None
     first, *headers = received[: end.start()].decode("latin-1").replace("\r\n", "\n").split("\n")
     line, fields = _REQUEST_LINE.fullmatch(first), _fields(headers)
     if line is None or fields is None or len(fields.get("host", ())) > 1:
@@ -142,29 +133,27 @@ def read_request(
     if local_only and not (host and is_loopback(host[1] or host[2])):
         return Reply.refusal(HTTPStatus.FORBIDDEN, "ask for this by a loopback name")
     parts = tuple(unquote(part) for part in target.path.split("/") if part)
-    if line[1] == "POST" and orders is not None:
-        refused = orders.refuse(parts, _token(fields), is_local=is_local)
-        return refused or _order(parts, fields, received, end.end())
-    return HttpRequest(parts, wants_body=line[1] == "GET")
+    if line[1] != "POST" or orders is None:
+        return HttpRequest(parts, wants_body=line[1] == "GET")
+    refused = orders.refuse(parts, _token(fields), is_local=is_local)
+    return refused or _order(parts, fields, bytes(received[end.end() :]))
 
 
 def _order(
-    path: tuple[str, ...], fields: dict[str, list[str]], received: bytes | bytearray, start: int
-) -> HttpOrder | Reply | None:
+    path: tuple[str, ...], fields: dict[str, list[str]], body: bytes
+) -> HttpRequest | Reply | None:
     lengths = fields.get("content-length", [])
     if "transfer-encoding" in fields or len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]):
         return _refused(HTTPStatus.LENGTH_REQUIRED)
     length = int(lengths[0])
     if length > MAX_BODY_BYTES:
         return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-    if len(received) < start + length:
-        return None
-    return HttpOrder(path, bytes(received[start : start + length]))
+    return HttpRequest(path, posted=body[:length]) if len(body) >= length else None
 
 
 def _token(fields: dict[str, list[str]]) -> str | None:
-    said = fields.get("authorization", [])
-    scheme, _, token = said[0].partition(" ") if len(said) == 1 else ("", "", "")
+    given = fields.get("authorization", [])
+    scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
     return token.strip() if scheme.lower() == "bearer" else None
 
 
@@ -176,18 +165,17 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)  # as a socket for both kinds names IPv4
-    return address.is_loopback if mapped is None else bool(mapped.is_loopback)
+    return bool((mapped or address).is_loopback)
 
 
 def _fields(headers: list[str]) -> dict[str, list[str]] | None:
     """What the headers say, by their names in small letters; None where a line is no header."""
-    found = [_HEADER.fullmatch(line) for line in headers]
-    if not all(found):
-        return None
     fields: dict[str, list[str]] = {}
-    for match in found:
-        if match:
-            fields.setdefault(match[1].lower(), []).append(match[2])
+    for line in headers:
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            return None
+        fields.setdefault(match[1].lower(), []).append(match[2])
     return fields
 
 
@@ -418,10 +406,10 @@ class HttpServer:
             self._rest()
             if isinstance(asked, Reply):
                 return asked.encoded()
-            if isinstance(asked, HttpRequest):
-                return self._answer_to(asked)
             if asked is not None:
-                return self._carry_out(asked)
+                return (
+                    self._carry_out(asked) if asked.posted is not None else self._answer_to(asked)
+                )
 
     # -- answers, on other threads --------------------------------------------------------------
 
@@ -440,22 +428,19 @@ class HttpServer:
         reply = self._guarded(request.path, lambda: self._answer(request.path))
         return reply.encoded(with_body=request.wants_body)
 
-    async def _carry_out(self, order: HttpOrder) -> bytes:
+    async def _carry_out(self, request: HttpRequest) -> bytes:
         """Orders are carried out in turn; too many that wait are refused."""
-        orders = self._orders
+        orders, path, body = self._orders, request.path, request.posted or b""
         assert orders is not None
         if self._num_orders > _MAX_ORDERS:
             words = f"{_MAX_ORDERS} orders wait already; nothing was done, try again later"
             return Reply.refusal(HTTPStatus.SERVICE_UNAVAILABLE, words).encoded()
         self._num_orders += 1
         try:
-            reply = await self._loop.run_in_executor(
-                self._ordering,
-                lambda: self._guarded(order.path, lambda: orders.carry_out(order.path, order.body)),
-            )
+            work = partial(self._guarded, path, lambda: orders.carry_out(path, body))
+            return (await self._loop.run_in_executor(self._ordering, work)).encoded()
         finally:
             self._num_orders -= 1
-        return reply.encoded()
 
     def _guarded(self, path: tuple[str, ...], work: Callable[[], Reply | None]) -> Reply:
         """Every client gets an answer, even if working it out raises."""
@@ -469,11 +454,24 @@ class HttpServer:
 
 
 def _listen(host: str, port: int, last_port: int) -> socket.socket:
+    listener = None
     try:
         if not 0 <= port <= MAX_PORT:  # the resolver would take it, cut to 16 bits
             raise ValueError(f"a port is at most {MAX_PORT}")
-        return _bound(host, port)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":  # every address, the old ones too
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        return listener
     except (OSError, ValueError, TypeError) as error:
+        if listener is not None:
+            listener.close()
         if isinstance(error, OSError) and error.errno == EADDRINUSE and port < last_port:
             return _listen(host, port + 1, last_port)
         name = host if host.isascii() and host.isprintable() else ascii(host)
@@ -481,21 +479,3 @@ def _listen(host: str, port: int, last_port: int) -> socket.socket:
             f"cannot listen on {f'[{name}]' if ':' in name else name}:{port}: {error}; "
             "give another port, or 0 for a free one"
         ) from error
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if host == "::":  # every address, the old ones too
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
