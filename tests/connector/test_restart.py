@@ -87,6 +87,22 @@ def test_at_rest_what_only_the_host_holds_goes_down(make: Make, num_ranks: int) 
     scheduler_of(sides).check_integrity()
 
 
+def test_a_producer_hands_its_prompts_to_a_consumer(make: Make) -> None:
+    """By a store that outlives both: the one never loads, the other never stores."""
+    sides, wanted = live(make, 2, role="kv_producer")
+    assert loaded(sides, 0)[0] == 0
+    assert scheduler_of(sides).stats().hit_tokens == 0
+    end(sides)
+    sides = make(2, tiers=SHELF, tier_write="through", role="kv_consumer")
+    for number in range(8):
+        num_blocks, found = loaded(sides, number)
+        assert num_blocks == CHAT_BLOCKS
+        assert same_start(found, wanted[number], num_blocks)
+    chat(sides, 50)
+    end(sides)
+    assert all(len(lasting.shelves["there", rank]) == 8 * CHAT_BLOCKS for rank in range(2))
+
+
 def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
     sides, wanted = live(make, 2)
     end(sides)

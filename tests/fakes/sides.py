@@ -53,6 +53,7 @@ class Sides:
         *stages: Sequence[str],
         host: Sequence[str] = (),
         has_listeners: bool = False,
+        role: str = "kv_both",
         parts: VllmParts | None = None,
         **settings: Any,
     ) -> None:
@@ -63,6 +64,7 @@ class Sides:
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=SPEC, layer_names=layers)],
         )
         self.config = _vllm_config(len(stages), has_listeners)
+        self.config.kv_transfer_config = SimpleNamespace(kv_role=role)
         support = support_of(self.config, caches, recomputes_requests=False)
         sizes = host or ["1MiB"] * len(stages)
         configs = [

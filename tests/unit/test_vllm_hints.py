@@ -71,6 +71,47 @@ def test_what_was_read_before_is_known_by_what_it_says_alone():
     assert "must be true or false" in words
 
 
+def envelope(*actions):
+    """As vLLM hands over what an orchestrator sent with a request."""
+    made = [
+        SimpleNamespace(action_id="1", action_type=kind, action_version=version, payload=said)
+        for kind, version, said in actions
+    ]
+    return SimpleNamespace(protocol_version="1.0", message_id="m", actions=made)
+
+
+@pytest.mark.parametrize(
+    ("params", "actions", "meant", "words"),
+    [
+        (None, [("kv.fetch", "1.0", {"blocks": [1]})], Hints(), ""),
+        (None, [("kv.fetch", "2.0", {}), ("kv.move", "1.0", {})], Hints(), "kv.fetch@2.0, kv.move"),
+        (None, [("kvferry.hints", "1.0", {"ended": True})], Hints(ended=True), ""),
+        (
+            {"kvferry": {"pin_seconds": 5}},
+            [("kvferry.hints", "1.0", {"pin_seconds": 60, "tenant": "t"})],
+            Hints(pin_seconds=5, tenant="t"),
+            "",
+        ),
+        (None, [("kvferry.hints", "1.0", {"x": 1})], Hints(), "there is no hint"),
+        (None, [("kvferry.hints", "1.0", None)], Hints(), ""),
+    ],
+)
+def test_an_orchestrators_actions(params, actions, meant, words):
+    sent = request(kv_transfer_params=params, kv_hints=envelope(*actions))
+    _, hints, reason = ENGINE.describe(sent, has_tenants=False)
+    assert hints == meant
+    assert words in reason
+    assert bool(words) == bool(reason)
+
+
+def test_unknown_actions_are_ignored_and_counted():
+    desk = Desk()
+    sent = request(kv_hints=envelope(("kv.move", "1.0", {}), ("kv.fetch", "1.0", {})))
+    opened(desk.scheduler, sent).end()
+    opened(desk.scheduler, request(kv_hints=envelope(("kv.fetch", "1.0", {})))).end()
+    assert desk.scheduler.stats().unheeded_hints == 1
+
+
 def nested(depth: int, kind: type) -> object:
     value: object = 1
     for _ in range(depth):

@@ -8,9 +8,11 @@ import pytest
 
 from kvferry.cache import reach
 from kvferry.cache.leases import as_slots
+from kvferry.config import Config
 from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine
-from kvferry.connectors.vllm.setup import place_of, support_of
+from kvferry.connectors.vllm.kinds import Layers
+from kvferry.connectors.vllm.setup import Support, place_of, support_of, vain_settings
 from kvferry.core.identity import Namespace, adopt
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import DeviceBlocks
@@ -347,6 +349,51 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
     resumed = RequestState(request, ferried(request), RequestKeys(request, NAMESPACE))
     assert resumed.time_prefill() is None
     assert resumed.is_timed
+
+
+def server(role="kv_both", length=4096, algorithm="sha256", speculative=None):
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=role),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+        model_config=SimpleNamespace(max_model_len=length),
+        speculative_config=speculative,
+    )
+
+
+SERVED = Support(Layers((reach.FullAttention(16),), (0,)))
+FEW_STATES = Support(Layers((reach.FullAttention(16), reach.RecurrentState(1056)), (0, 1)))
+DRAFTS = SimpleNamespace(use_eagle=lambda: True)
+STORE = {"remote": "mooncake://127.0.0.1:50051"}
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "support", "version", "words"),
+    [
+        (server(), {}, SERVED, "0.26.0", None),  # nothing outlives the process
+        (server(), {"disk": "/d"}, SERVED, "0.26.0", "PYTHONHASHSEED=0 on every server, or inst"),
+        (server(), {"disk": "/d"}, SERVED, "0.32.0", None),
+        (server(algorithm="xxhash"), {"disk": "/d"}, SERVED, "0.32.0", "algo sha256"),
+        (server(algorithm="xxhash_cbor"), STORE, SERVED, "0.32.0", "is on remote"),
+        (server(length=1056), {}, FEW_STATES, "0.32.0", "hits end every 1056 tokens"),
+        (server(length=1057), {}, FEW_STATES, "0.32.0", None),
+        (server(length=2112, speculative=DRAFTS), {}, FEW_STATES, "0.32.0", "every 2112 tokens"),
+        (server(), {"load_policy": "never"}, SERVED, "0.32.0", "load_policy=auto"),
+        (server("kv_producer"), {}, SERVED, "0.32.0", "never loads, and no other server"),
+        (server("kv_consumer"), {}, SERVED, "0.32.0", "no store to load from"),
+        (server("kv_producer"), STORE, SERVED, "0.32.0", None),
+        (server(length=8), {}, Support(refusal="idle anyway"), "0.32.0", None),
+    ],
+)
+def test_a_tier_that_can_never_bring_a_hit_is_told_of(
+    monkeypatch, given, settings, support, version, words
+):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    found = vain_settings(given, Config.from_dict(settings), support, version)
+    assert len(found) == (words is not None)
+    assert words is None or words in found[0]
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    found = vain_settings(given, Config.from_dict(settings), support, version)
+    assert not any("PYTHONHASHSEED" in each for each in found)
 
 
 def parallel_config(tensor=1, pipeline=1, rank=0, **more):

@@ -408,6 +408,7 @@ class Bookkeeper:
         elif isinstance(detail, Hinted):
             entry = self.journal.touch(event.request)
             entry.hints, entry.refused = detail.hints, tuple(detail.refused)
+            self.counts.unheeded_hints += bool(detail.refused)
 
     def _loaded(self, event: PoolEvent) -> None:
         load = event.detail

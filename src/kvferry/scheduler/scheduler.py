@@ -626,6 +626,7 @@ class Scheduler:
             promoted_tokens=self._requests.promoter.promoted_tokens,
             expired_hits=matches.expired_hits,
             pipelined_loads=self._requests.pipelined.num_begun,
+            unheeded_hints=matches.unheeded_hints,
             tier_hit_tokens=MappingProxyType(
                 {
                     name: matches.tier_hit_tokens[name]

@@ -247,6 +247,9 @@ EXPIRED_HITS = _counter("expired_hits", "Hits released because they were not loa
 PIPELINED_LOADS = _counter(
     "pipelined_loads", "Loads that began while their last blocks were promoted."
 )
+UNHEEDED_HINTS = _counter(
+    "unheeded_hints", "Requests with hints, or an orchestrator's actions, that were not followed."
+)
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 DEFERRED_STORES = _counter(
     "deferred_stores", "Times that stores waited because too many were in flight.", "shed_stores"

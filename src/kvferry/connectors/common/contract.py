@@ -76,6 +76,9 @@ class EngineAdapter(EngineBlocks, Protocol):
         Where the scheduler ``has_tenants`` the hints name the request's tenant.
         """
 
+    def conversation(self, request: Any) -> str:
+        """The name that its client gave the conversation; empty if it has none."""
+
     def table(self, ids: Sequence[int]) -> BlockTable:
         """The engine's block table with NO_BLOCK for blocks that a request does not have."""
 
@@ -105,10 +108,12 @@ class SessionSetup:
     the engines of a data-parallel server on this host. ``refusal`` says why the model is not
     served, ``overlap_refusal`` why no request may run before its load has landed.
 
-    With ``uses_drafts`` some layers are a draft model's: their KV was computed with
-    ``lookahead_tokens`` more than a block has. ``verifies_drafts`` covers drafts of any origin,
-    which the engine may refuse a step later. A hit of no more than ``replayed_tokens`` is computed
-    again; ``goes_alone`` says that the last token of a hit can be computed by itself.
+    A server that ``stores`` and does not load hands its prompts to others, by a store they share;
+    one that ``loads`` and does not store takes them. With ``uses_drafts`` some layers are a draft
+    model's: their KV was computed with ``lookahead_tokens`` more than a block has.
+    ``verifies_drafts`` covers drafts of any origin, which the engine may refuse a step later. A hit
+    of no more than ``replayed_tokens`` is computed again; ``goes_alone`` says that the last token
+    of a hit can be computed by itself.
     """
 
     config: Config
@@ -117,6 +122,8 @@ class SessionSetup:
     reported_tokens: int
     refusal: str = ""
     fails_by_block: bool = True
+    loads: bool = True
+    stores: bool = True
     uses_drafts: bool = False
     verifies_drafts: bool = False
     lookahead_tokens: int = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import marshal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
 from kvferry.connectors.common.guard import OnceLogger
+from kvferry.core.quantities import quoted
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 
@@ -16,6 +17,11 @@ log = logging.getLogger(__name__)
 
 OURS = "kvferry"
 """The key of the hints among a request's parameters."""
+
+ACTION = "kvferry.hints@1.0"
+"""The action whose payload has hints, as a request's parameters have them."""
+FETCH = "kv.fetch@1.0"
+"""Asks for blocks to come up from lower tiers before the request's turn: that is done anyway."""
 
 _MAX_BYTES = 4096
 _VERSION = 2
@@ -29,24 +35,40 @@ def tenant_of(salt: str) -> str:
     return f"salt-{blake2b(salt.encode(errors='replace'), digest_size=4).hexdigest()}"
 
 
-def read_hints(params: object, others: tuple[tuple[str, str], ...] = ()) -> tuple[Hints, str]:
-    """The hints among a request's parameters, and why some were not understood.
+def read_hints(
+    params: object,
+    others: tuple[tuple[str, str], ...] = (),
+    actions: Sequence[tuple[str, object]] = (),
+) -> tuple[Hints, str]:
+    """The hints among a request's parameters and an orchestrator's actions; why some are ignored.
 
-    ``others`` are the engine's own parameters that mean the same, each with the hint's name. A
-    request with bad hints is served all the same. Many requests say the same, and to read it takes
-    longer than to look a request up, so answers are kept.
+    ``others`` are the engine's own parameters that mean the same, each with the hint's name;
+    ``actions`` are kinds with versions, and what each says. What the request says itself counts
+    more. A request with bad hints is served all the same. Many requests say the same, and to read
+    it takes longer than to look a request up, so answers are kept.
     """
+    unknown = [kind for kind, _ in actions if kind not in (ACTION, FETCH)]
+    for kind, said in actions:
+        if kind == ACTION and isinstance(said, Mapping) and isinstance(params, Mapping):
+            given = params.get(OURS, {})
+            params = {**params, OURS: {**said, **given} if isinstance(given, Mapping) else given}
+    hints, reason = _read_params(params, others)
+    if unknown:
+        words = f"unknown actions are ignored: {quoted(', '.join(unknown))}"
+        reason = "; ".join(filter(None, [reason, words]))
+    if reason and _complaint.is_due():
+        log.warning("kv_transfer_params: %s (logged once a minute)", reason)
+    return hints, reason
+
+
+def _read_params(params: object, others: tuple[tuple[str, str], ...]) -> tuple[Hints, str]:
     try:
         written = marshal.dumps(params, _VERSION)  # type: ignore[arg-type]
     except ValueError:  # not plain data, or nested too deep
         written = b""
     if 0 < len(written) <= _MAX_BYTES:
-        hints, reason = _known(written, others)
-    else:
-        hints, reason = _read(params, others)
-    if reason and _complaint.is_due():
-        log.warning("kv_transfer_params: %s (logged once a minute)", reason)
-    return hints, reason
+        return _known(written, others)
+    return _read(params, others)
 
 
 @lru_cache(maxsize=64)

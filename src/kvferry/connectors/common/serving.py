@@ -34,7 +34,7 @@ from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import DeviceBlocks, Health, MatchState, Plan, Rank, Receipt
+from kvferry.types import HOST, DeviceBlocks, Health, MatchState, Plan, Rank, Receipt, TierName
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Serving:
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
         self._claims_whole = setup.is_full and setup.goes_alone and not setup.uses_drafts
-        self._is_lazy = setup.config.store_mode == "lazy"
+        self._is_lazy = setup.config.store_mode == "lazy" and setup.stores
         # The last block that a draft model wrote belongs to tokens that need not come again.
         step = reach.hit_alignment(groups, hash_block_tokens=engine.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
@@ -140,6 +140,7 @@ class Serving:
         self._stores_a_step_late = setup.verifies_drafts and has_states
         tiers = tiers_of_ranks(shapes.values(), setup.config)
         self.scheduler = self._make_scheduler(shapes, tiers)
+        self._lower_names = [tier.name for tier in tiers]
         self._requests: dict[str, RequestState] = {}
         self._overlap = OverlapDecider(
             setup,
@@ -200,8 +201,10 @@ class Serving:
 
     def expect(self, request: EngineRequest) -> None:
         """It has come to the engine's queue: lower tiers may promote its blocks meanwhile."""
-        self.scheduler.prefetch(self._state_of(request).ours)
+        ours = self._state_of(request).ours
         self._num_quiet = 0
+        if self._setup.loads:
+            self.scheduler.prefetch(ours)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
@@ -211,6 +214,8 @@ class Serving:
             return None
         state = self._state_of(request)
         state.computed, state.claimed = computed_tokens, 0
+        if not self._setup.loads:
+            return 0
         # One token must be computed, or there is none to sample from. The engine computes the last
         # token again where a load brings all of them: a step of one token, as in decoding, where
         # the end of a block would be a prefill. But where only the last block is missing on the
@@ -282,6 +287,8 @@ class Serving:
             keys, hints, reason = self.engine.describe(request, has_tenants=has_tenants)
             ours = self.scheduler.open(request.request_id, keys, hints, unheeded=reason)
             state = self._requests[request.request_id] = RequestState(request, ours, keys)
+            if not self._setup.stores:
+                ours.progress.most_tokens = 0
         elif request.num_preemptions != state.preemptions:
             state.note_preemption()
         return state
@@ -292,6 +299,18 @@ class Serving:
             if state.ours.state in _OTHERS:
                 return True
         return False
+
+    def hit_sources(self, request_id: str, num_tokens: int) -> dict[TierName, int]:
+        """So many tokens of a hit that is about to be loaded, by the tier that had them."""
+        explained = self.scheduler.explain(request_id) if self._lower_names else None
+        found = dict.fromkeys(self._lower_names, 0)
+        if explained is not None:
+            found |= {name: explained.tier_hit_tokens.get(name, 0) for name in found}
+        sources, left = {}, num_tokens
+        for name, count in found.items():
+            sources[name] = min(left, count)
+            left -= sources[name]
+        return {name: count for name, count in (sources | {HOST: left}).items() if count}
 
     # -- every step -----------------------------------------------------------------------------
 
@@ -455,7 +474,9 @@ class Serving:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             if self.reports.takes_orders:
-                self.scheduler.control.remember(state.ours.id, state.keys.keys())
+                names = {state.ours.id, self.engine.conversation(request)} - {""}
+                for name in names:
+                    self.scheduler.control.remember(name, state.keys.keys())
             state.keys.had_blocks = block_ids
             if held := state.ours.leave(request.num_computed_tokens - late):
                 self._hold(held)

@@ -148,6 +148,7 @@ class SchedulerSession:
     expect = _hook("expect", None)
     match = _hook("match", 0)
     finished = _hook("finished", None)
+    hit_sources = _hook("hit_sources", {})
     frees_soon = _hook("frees_soon", False)
     _reset = _hook("reset", None)
     _take_stats = _hook("take_stats", None)

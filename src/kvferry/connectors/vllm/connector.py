@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ from kvferry.connectors.vllm.engine import VllmEngine, step_of
 from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.connectors.vllm.versions import require_fit
+from kvferry.settings.tiers import DISK
+from kvferry.types import HOST
 
 # The messages are plain data; vLLM asks whether they are of its own kinds.
 KVConnectorMetadata.register(StepOrders)
@@ -36,6 +40,8 @@ KVConnectorWorkerMetadata.register(StepReceipts)
 
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+
+log = logging.getLogger("vllm.kvferry")
 
 _NONE_FINISHED = (None, None)
 
@@ -62,6 +68,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._group_ids = support.layers.group_ids
         if self._is_scheduler:
             facts = setup.setup_of(vllm_config, kv_cache_config, config, support)
+            for words in setup.vain_settings(vllm_config, config, support, vllm.__version__):
+                log.warning("kvferry: %s", words)
             self._namespace = setup.namespace_of(vllm_config, kv_cache_config, 1)
             self._session = SchedulerSession(facts)
         else:
@@ -191,6 +199,17 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Of vLLM's tables, those of the groups that are stored and loaded."""
         return [tables[number] for number in self._group_ids]
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """A hit's tokens by the kind of tier that had them, for vLLM's own statistics."""
+        found: Counter[Any] = Counter()
+        if num_external_tokens:
+            by_tier = self._session.hit_sources(request.request_id, num_external_tokens)
+            for tier, count in by_tier.items():
+                found[_SOURCES.get(tier, base.CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        return dict(found)
+
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         return self._session.orders(step_of(scheduler_output))
 
@@ -263,5 +282,9 @@ def _mode_of_step() -> str:
     return "" if mode == "FULL" or context.attn_metadata is None else str(mode)
 
 
-if hasattr(base, "CacheHitSource"):  # vLLM that tells hits apart by where they came from
+_SOURCES: dict[str, Any] = {}
+"""vLLM's word for a tier, in versions that tell hits apart; a store is "unspecified" for it."""
+
+if hasattr(base, "CacheHitSource"):
     KvferryConnector._cache_hit_source = base.CacheHitSource.HOST
+    _SOURCES |= {HOST: base.CacheHitSource.HOST, DISK: base.CacheHitSource.DISK}

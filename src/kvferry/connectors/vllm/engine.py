@@ -110,13 +110,17 @@ class VllmEngine:
         """A request's keys; its hints, with its salt's tenant; why some were not understood."""
         keys = RequestKeys(request, self._namespace)
         params = getattr(request, "kv_transfer_params", None)
-        if params is None and not has_tenants:
+        envelope = getattr(request, "kv_hints", None)
+        if params is None and envelope is None and not has_tenants:
             return keys, None, ""
-        hints, reason = read_hints(params if params is not None else {}, _HINTS)
+        hints, reason = read_hints(params if params is not None else {}, _HINTS, _actions(envelope))
         salt = getattr(request, "cache_salt", None)
         if has_tenants and salt and not hints.tenant:
             hints = replace(hints, tenant=tenant_of(salt))
         return keys, hints, reason
+
+    def conversation(self, request: Any) -> str:
+        return str(getattr(request, "session_id", None) or "")
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -278,6 +282,13 @@ class VllmEngine:
         blocks = self._pool.blocks
         self._pool.free_blocks([blocks[number] for number in self._held.elements()])
         self._held.clear()
+
+
+def _actions(envelope: Any) -> list[tuple[str, Any]]:
+    """The actions of an orchestrator's envelope: kind and version, and what it says."""
+    if envelope is None:
+        return []
+    return [(f"{a.action_type}@{a.action_version}", a.payload) for a in envelope.actions]
 
 
 def step_of(output: Any) -> Step:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import util
@@ -16,6 +18,7 @@ from kvferry.connectors.common.ranks import RankPlace
 from kvferry.connectors.vllm.control import VllmTokens, find_waker
 from kvferry.connectors.vllm.events import VllmEvents
 from kvferry.connectors.vllm.kinds import Layers, layers_of, specs_of
+from kvferry.connectors.vllm.versions import seeds_are_fixed
 from kvferry.core.identity import Namespace
 from kvferry.rank import Contents
 from kvferry.types import Rank
@@ -89,6 +92,69 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
     if not support.fails_by_block and not recomputes_requests:
         return Support(refusal="this vLLM cannot recover from a failed load of a recurrent state")
     return support
+
+
+def vain_settings(vllm_config: Any, config: Config, support: Support, version: str) -> list[str]:
+    """Why a tier of this server can never bring a hit, and what to change, each in a sentence."""
+    if support.refusal:
+        return []
+    found = []
+    lasting = [str(spec.name) for spec in config.all_tiers if spec.outlives_us]
+    algorithm = _hash_algorithm(vllm_config)
+    is_random = not seeds_are_fixed(version) or algorithm.startswith("xxhash")
+    if lasting and is_random and "PYTHONHASHSEED" not in os.environ:
+        other = "" if seeds_are_fixed(version) else ", or install vLLM 0.29 or later"
+        if algorithm.startswith("xxhash"):
+            other = ", or use --prefix-caching-hash-algo sha256" if not other else ""
+        found.append(
+            f"this vLLM names blocks at random in every process: the next one finds nothing that "
+            f"is on {' or '.join(lasting)}. Set PYTHONHASHSEED=0 on every server{other}"
+        )
+    longest = int(getattr(vllm_config.model_config, "max_model_len", 0) or 0)
+    step = hit_step(vllm_config, support)
+    if 0 < longest <= step:
+        found.append(
+            f"no request can be long enough for a hit: hits end every {step} tokens, and "
+            f"max_model_len is {longest}. Raise --max-model-len, or lower --block-size"
+        )
+    if config.load_policy == "never":
+        found.append("load_policy is never, so nothing is ever loaded. Set load_policy=auto")
+    role = _role(vllm_config)
+    if role == "kv_producer" and not lasting:
+        found.append(
+            "kv_role is kv_producer, which never loads, and no other server can read host memory. "
+            "Set kv_role to kv_both, or give a store that servers share (remote)"
+        )
+    if role == "kv_consumer" and not lasting:
+        found.append(
+            "kv_role is kv_consumer, which stores nothing, and there is no store to load from. "
+            "Set kv_role to kv_both, or give a store that servers share (remote)"
+        )
+    return found
+
+
+def hit_step(vllm_config: Any, support: Support) -> int:
+    """The length of the shortest hit."""
+    groups = support.groups
+    stops = [stop for group in groups for stop in (group.block_tokens, group.stop_tokens)]
+    step = math.lcm(*stops)
+    last = step if _uses_drafts(vllm_config) else 0
+    replayed = support.layers.replayed_tokens
+    return max(step, step * (replayed // step + 1)) + last
+
+
+def _role(vllm_config: Any) -> str:
+    return str(vllm_config.kv_transfer_config.kv_role)
+
+
+def _hash_algorithm(vllm_config: Any) -> str:
+    return str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
+
+
+def _uses_drafts(vllm_config: Any) -> bool:
+    """Whether a draft model's layers run behind the model's own, and keep KV as well."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle())
 
 
 def _size(vllm_config: Any, name: str) -> int:
@@ -196,13 +262,11 @@ def setup_of(
     for policy in (config.policy, config.tier_policy):
         policy_named(policy)  # refused now, like any other setting, not once ranks are up
     parallel, layers = vllm_config.parallel_config, support.layers
-    speculative = vllm_config.speculative_config
-    # Layers of such a draft model run behind the model's own, and keep KV as well.
-    uses_drafts = speculative is not None and bool(speculative.use_eagle())
+    uses_drafts = _uses_drafts(vllm_config)
     events = getattr(vllm_config, "kv_events_config", None)
     has_listeners = events is not None and bool(events.enable_kv_cache_events)
     namespace = namespace_of(vllm_config, kv_cache_config, 1)
-    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
+    algorithm, role = _hash_algorithm(vllm_config), _role(vllm_config)
     setup = SessionSetup(
         config=config,
         groups=support.groups,
@@ -210,8 +274,10 @@ def setup_of(
         reported_tokens=layers.groups[0].block_tokens if layers.groups else 1,
         refusal=support.refusal,
         fails_by_block=support.fails_by_block,
+        loads=role != "kv_producer",
+        stores=role != "kv_consumer",
         uses_drafts=uses_drafts,
-        verifies_drafts=speculative is not None,
+        verifies_drafts=vllm_config.speculative_config is not None,
         lookahead_tokens=_lookahead(vllm_config) if uses_drafts else 0,
         replayed_tokens=layers.replayed_tokens,
         goes_alone=layers.goes_alone,
