@@ -6,10 +6,9 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -34,14 +33,15 @@ from kvferry.scheduler.transfers import NO_BLOCK, Ordered
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tickets import Awaited, Done, Hit, PendingHits, Ticket, Tickets
+from kvferry.tickets import Awaited, Done, Hit, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState, SlotArray
 from kvferry.worker import Worker
 
 if TYPE_CHECKING:  # few ferries serve metrics, and these modules would triple our own import
     from kvferry.telemetry.endpoint import Endpoint
-    from kvferry.tiers.disk.protocol import DiskFigures
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ class Ferry(Closing):
         self._scheduler = _scheduler_of(rank, layouts, groups, namespace, config)
         self._scheduler.watch_requests()
         self._has_tiers = bool(rank.tiers)
-        self._pending = PendingHits(config.match_deadline)
+        self._pending: dict[Request, float] = {}
+        """Requests with pending hits, and when each ends unless it is asked for again."""
         self._tickets = Tickets()
         self._awaited = Awaited(
             self._tickets,
@@ -168,10 +169,15 @@ class Ferry(Closing):
         if match.state is not MatchState.HIT:
             promotion = request.promotion
             if promotion is not None and promotion.waits:
-                self._pending.keep(request)
-                return Hit.pending(request, on_device, tokens)
+                return self._keep_pending(request, on_device)
             request.end()
-        return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
+        return Hit(request, match.to_load // tokens, on_device)
+
+    def _keep_pending(self, request: Request, on_device: int) -> Hit:
+        """The hit of a request that waits for a tier; dropped, it leaves nothing behind."""
+        self._pending[request] = time.monotonic() + self._config.match_deadline
+        hoped = request.promised_tokens // self.namespace.block_tokens
+        return Hit(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
 
     def again(self, hit: Hit) -> Hit:
         """Return what became of a pending hit; one that is not pending is returned as it is.
@@ -181,7 +187,19 @@ class Ferry(Closing):
         longer: it has all of its blocks, some, or none.
         """
         self._owner.require()
-        return self._pending.again(_checked(hit), self._scheduler, self.namespace.block_tokens)
+        request, on_device = _checked(hit).request, hit.on_device
+        if not hit.is_pending:
+            return hit
+        if request not in self._scheduler:
+            return Hit(request, 0, on_device)
+        tokens = self.namespace.block_tokens
+        match = request.match(computed_tokens=on_device * tokens)
+        if request.waits_below:
+            return self._keep_pending(request, on_device)
+        self._pending.pop(request, None)
+        if match.state is not MatchState.HIT:
+            request.end()
+        return Hit(request, match.to_load // tokens, on_device)
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
         """Load a hit's blocks into ``device_blocks``, one for each; return at once.
@@ -231,7 +249,7 @@ class Ferry(Closing):
             )
         self._tables.require_distinct(tables, [range(first, len(tables[0]))])
         ordered = () if is_gone else request.load_promised(tables[0])
-        self._pending.drop(request)
+        self._pending.pop(request, None)
         if is_gone or request.state is not State.LOADING:
             self.release(hit)
             ticket = self._tickets.give()
@@ -255,7 +273,7 @@ class Ferry(Closing):
         """Release a hit that will not be loaded."""
         self._owner.require()
         if _checked(hit).request in self._scheduler and hit.request.state is not State.LOADING:
-            self._pending.drop(hit.request)
+            self._pending.pop(hit.request, None)
             hit.request.end()
 
     # -- store ----------------------------------------------------------------------------------
@@ -460,7 +478,10 @@ class Ferry(Closing):
 
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""
-        self._pending.expire()
+        now = time.monotonic()
+        for request in [request for request, until in self._pending.items() if until <= now]:
+            del self._pending[request]
+            request.end()
         if has_landed or self._scheduler.num_queued:
             self._send_plan()
 
@@ -595,7 +616,7 @@ class Ferry(Closing):
         self._scheduler.reset()
         for request in self._scheduler.requests:
             if request.state is not State.LOADING:
-                self._pending.drop(request)
+                self._pending.pop(request, None)
                 request.end()
         if self._has_tiers:
             self._send_plan()  # a tier may outlive this process: it must learn of the reset
@@ -762,13 +783,21 @@ def _open_endpoint(
     from kvferry.telemetry.endpoint import ControlApi, Endpoint
 
     memory = weakref.ref(rank)
+
+    def of_rank(read: Callable[..., T], gone: T) -> Callable[..., T]:
+        def ask(*given: object) -> T:
+            found = memory()
+            return read(found, *given) if found is not None else gone
+
+        return ask
+
     source = Source(
         scheduler.onlooker,
         mailbox,
         slot_bytes=dict.fromkeys((HOST, *rank.tiers), rank.host.tier.slot_bytes),
-        pinned_bytes=partial(_pinned_bytes, memory),
-        why_path=partial(_why_path, memory),
-        disks=partial(_disks, memory),
+        pinned_bytes=of_rank(lambda found: found.host.stats().pinned_bytes, None),
+        why_path=of_rank(_why_path, ""),
+        disks=of_rank(RankMemory.disks, {}),
     )
     control = None
     if config.control_token is not None and config.control != "off":
@@ -782,18 +811,7 @@ def _open_endpoint(
     return Endpoint(source, host=host, port=port, control=control)
 
 
-def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:
-    found = rank()
-    return found.host.stats().pinned_bytes if found is not None else None
-
-
-def _disks(rank: weakref.ref[RankMemory]) -> dict[str, DiskFigures]:
-    found = rank()
-    return found.disks() if found is not None else {}
-
-
-def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:
+def _why_path(rank: RankMemory, copy: Copy) -> str:
     from kvferry.telemetry.catalog import why_path  # here: few ask, and it imports the planner
 
-    found = rank()
-    return why_path(copy, getattr(found.engine, "choices", None) if found is not None else None)
+    return why_path(copy, getattr(rank.engine, "choices", None))

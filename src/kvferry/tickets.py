@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.quantities import integer, written
 from kvferry.errors import ClosedError, InputError
 from kvferry.scheduler.request import Request
-from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import MatchState, TransferId
+from kvferry.types import TransferId
 
 if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
     from asyncio import AbstractEventLoop, Future
@@ -346,62 +344,9 @@ class Hit:
     is_pending: bool = False
     coming: int = 0
 
-    @classmethod
-    def pending(cls, request: Request, on_device: int, block_tokens: int) -> Hit:
-        """The hit of a request that waits for a tier."""
-        hoped = request.promised_tokens // block_tokens
-        return cls(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
-
     def __len__(self) -> int:
         return self.num_blocks
 
     @property
     def needed(self) -> tuple[range, ...]:
         return self.request.needed_blocks
-
-
-class PendingHits:
-    """Requests with pending hits, and until when each must be asked for again.
-
-    One that is not asked for in time is ended, so that a dropped hit leaves nothing behind.
-    """
-
-    def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._patience = patience
-        self._clock = clock
-        self._until: dict[Request, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-    def keep(self, request: Request) -> None:
-        """This request was asked for just now."""
-        self._until.pop(request, None)
-        self._until[request] = self._clock() + self._patience
-
-    def again(self, hit: Hit, scheduler: Scheduler, block_tokens: int) -> Hit:
-        """Return what has become of a hit; one that is not pending is returned as it is."""
-        request, on_device = hit.request, hit.on_device
-        if not hit.is_pending:
-            return hit
-        if request not in scheduler:
-            return Hit(request, 0, on_device)
-        match = request.match(computed_tokens=on_device * block_tokens)
-        if request.waits_below:
-            self.keep(request)
-            return Hit.pending(request, on_device, block_tokens)
-        self.drop(request)
-        if match.state is not MatchState.HIT:
-            request.end()
-        return Hit(request, (match.num_tokens - match.computed_tokens) // block_tokens, on_device)
-
-    def drop(self, request: Request) -> None:
-        """It is pending no longer."""
-        self._until.pop(request, None)
-
-    def expire(self) -> None:
-        """End those that were not asked for in time."""
-        now = self._clock()
-        for request in [request for request, until in self._until.items() if until <= now]:
-            del self._until[request]
-            request.end()

@@ -301,7 +301,7 @@ def test_who_waits_is_woken_not_timed_out(
 
     def noting(seconds: float) -> None:
         wait_for_end(LONG)
-        woken.append(engine._has_ended.is_set())
+        woken.append(bool(engine._done))
 
     monkeypatch.setattr(engine, "wait_for_end", noting)
     held = Held(ferry)
