@@ -381,43 +381,30 @@ class Ferry(Closing):
 
         Ends that are not asked for are kept, up to the newest 65,536.
         """
-        began = time.monotonic()
-        while True:
-            self._advance()
-            ended = self._tickets.take_all()
-            waited = time.monotonic() - began
-            if ended or waited >= timeout:
-                return ended
-            self._rest(waited, timeout)
+        return self._wait_for(lambda: self._tickets.take_all() or None, timeout) or []
 
     def wait(self, ticket: Ticket | int, timeout: float | None = None) -> Done:
         """Wait for one ticket; other ends stay for :meth:`poll`. DeadlineError after ``timeout``.
 
         In an event loop ``await`` the ticket instead: the loop runs on meanwhile.
         """
-        began = time.monotonic()
-        while True:
-            self._advance()
-            if (done := self._tickets.take(ticket)) is not None:
-                return done
-            waited = time.monotonic() - began
-            if timeout is not None and waited >= timeout:
-                raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
-            self._rest(waited, timeout)
+        done = self._wait_for(lambda: self._tickets.take(ticket), timeout)
+        if done is None:
+            raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
+        return done
 
     def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
         """Poll until a hit is not pending any more; after ``timeout`` it may still be.
 
         Other ends stay for :meth:`poll`.
         """
-        began = time.monotonic()
-        while (hit := self.again(hit)).is_pending:
-            self._advance()
-            waited = time.monotonic() - began
-            if timeout is not None and waited >= timeout:
-                return self.again(hit)
-            self._rest(waited, timeout)
-        return hit
+
+        def found() -> Hit | None:
+            now = self.again(hit)
+            return None if now.is_pending else now
+
+        now = self._wait_for(found, timeout)
+        return self.again(hit) if now is None else now
 
     async def ended(self, ticket: Ticket | int) -> Done:
         """Wait for a ticket without blocking the event loop; ``await ticket`` does the same.
@@ -429,11 +416,19 @@ class Ferry(Closing):
             ticket = Ticket(integer(ticket, "ticket"))
         return await self._awaited.wait(ticket)
 
-    def _rest(self, waited: float, timeout: float | None) -> None:
-        """Sleep until a copy ends, or until it is time to look at everything else."""
+    def _wait_for(self, find: Callable[[], T | None], timeout: float | None) -> T | None:
+        """What ``find`` finds once a copy has ended; None after ``timeout`` seconds."""
         most = _TIER_POLL_SECONDS if self._has_tiers else _POLL_SECONDS
-        left = most if timeout is None else timeout - waited
-        self._rank.engine.wait_for_end(min(most, left))
+        began = time.monotonic()
+        while True:
+            self._advance()
+            found = find()
+            if found is not None:
+                return found
+            left = most if timeout is None else timeout - (time.monotonic() - began)
+            if left <= 0:
+                return None
+            self._rank.engine.wait_for_end(min(most, left))
 
     def _advance(self) -> None:
         """Learn what ended, and answer questions of other threads."""
