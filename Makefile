@@ -46,8 +46,8 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(CLI_READY) ## show KV blocks leave a small device, come back, save prefill, outlive a restart; compare policies
-	@$(BIN)/kvferry demo --restart --policies $(ARGS)
+demo: $(CLI_READY) ## show KV blocks leave a small device, come back, save prefill and outlive a restart
+	@$(BIN)/kvferry demo --restart $(ARGS)
 
 fleet: mooncake-libs ## show three servers share a Mooncake store, and one of them killed
 	@libs=$$($(BIN)/python tools/mooncake_libs.py) && \

@@ -102,9 +102,12 @@ def test_servers_share_and_one_that_is_killed_harms_no_other(mark: str, tmp_path
         assert way["killed_server"] is not None
         assert way["resent_turns"], "it was killed in the midst of one"
         assert len(way["turns_by_server"]) >= 2
+        assert 0 < way["turns_before_kill"] < way["turns"]
+    assert "Hit rate after the kill" in found.output
+    assert "Big device" not in found.output, "a fleet is shown alone"
     page = html.read_text()
     assert "3 servers, one store" in page
-    assert "was killed at half of the turns" in page
+    assert "(†) was killed at half of the turns" in page
 
 
 @needs_mooncake
@@ -239,7 +242,7 @@ def test_a_server_whose_store_does_not_come_ends_and_says_so(
     with (
         os.fdopen(near) as source,
         os.fdopen(far, "w"),
-        pytest.raises(TransferError, match=r"no store to share for 0.5 seconds, .* nothing"),
+        pytest.raises(TransferError, match=r"did not become available in 0.5 seconds"),
     ):
         server.serve_lines(sharing(door), source)
 
@@ -257,6 +260,7 @@ def a_run(answer: list[int], **facts: object) -> Run:
     kept: dict[str, object] = {
         "read_bytes": 0,
         "killed_server": None,
+        "turns_before_kill": 0,
         "resent_turns": [],
         "store_ailment": "",
     }
@@ -270,4 +274,4 @@ def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
     part = fleet_part(2, other, alone)
     assert not part.tokens_equal
     assert part.verdict.startswith("1 of 1 answers differ")
-    assert "The store was away for a while: remote: the master is gone." in part.gain
+    assert "The store was unavailable for a while: remote: the master is gone." in part.gain

@@ -16,7 +16,6 @@ from tests.unit.test_screen import look
 
 from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.parts import Scenario, compare
-from kvferry.tools.demo.policies import run_policies
 from kvferry.tools.demo.report import render
 from kvferry.tools.demo.workload import Chat
 
@@ -103,10 +102,9 @@ def test_the_report(folder, tmp_path):
     shape = ModelShape(vocab=64, width=32, num_layers=1, num_heads=1, num_kv_heads=1, hidden=32)
     chat = Chat(num_conversations=3, num_turns=2, opening_tokens=64, vocab=shape.vocab)
     setting = Scenario(chat=chat, shape=shape, device_blocks=20, host_bytes=8 << 20)
-    policies = run_policies(num_turns=200, capacities=(20, 40))
-    page = render(setting.describe(), compare(setting), [], policies)
+    page = render("kvferry demo", setting.describe(), [compare(setting)])
     head = re.findall(r'<th scope="col">(.*?)</th>', page)
-    assert head[3] == "Small + kvferry"
+    assert head == ["Small + kvferry", "Small device", "Big device"]
     (folder[0] / "report.html").write_text(page)
     said = on_a_phone(folder, "report.html", tmp_path)
     assert said["width"] <= 390

@@ -253,21 +253,22 @@ _CSS = f"""
 body{{margin:0;background:var(--bg);color:var(--ink);font:15px/1.55 system-ui,sans-serif}}
 main{{max-width:1020px;margin:0 auto;padding:36px 20px 48px}}
 h1{{font-size:26px;margin:0 0 6px}}h2{{font-size:15px;margin:0 0 2px}}
-p{{margin:0 0 14px;color:var(--soft);max-width:76ch;overflow-wrap:anywhere}}
+p{{margin:0 0 14px;color:var(--soft);overflow-wrap:anywhere}}
 .verdict{{font-weight:600}}.good{{color:var(--good)}}.bad{{color:var(--bad)}}
+section{{margin:28px 0 0}}section>h2{{font-size:19px}}
 .cards,.plots{{display:grid;gap:16px;margin-bottom:16px}}
-.cards{{grid-template-columns:repeat(auto-fit,minmax(230px,1fr))}}
+.cards{{grid-template-columns:repeat(auto-fit,minmax(min(230px,100%),1fr))}}
 .plots{{grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr))}}
 .card,figure{{background:var(--panel);border:1px solid var(--edge);border-radius:10px;
-padding:16px 18px;margin:0 0 16px}}.plots figure{{margin:0}}
+padding:16px 18px;margin:0 0 16px}}.plots figure,.cards .card{{margin:0}}
 .card b{{display:block;font-size:34px;line-height:1.15;color:var(--teal)}}
 .card span{{display:block}}.card small{{color:var(--soft)}}
 figure p{{font-size:13px;margin:0 0 8px}}
-svg{{width:100%;max-width:540px;height:auto;display:block;overflow:visible}}{_SVG_CSS}
+svg{{width:100%;height:auto;display:block;overflow:visible}}{_SVG_CSS}
 .legend{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;
 font-size:13px;color:var(--soft)}}
 .legend span{{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}}
-.scroll{{overflow-x:auto}}
+.scroll{{overflow-x:auto;margin-top:14px}}
 table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
 th,td{{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge)}}
 td{{white-space:nowrap}}tbody tr:last-child>*{{border-bottom:0}}

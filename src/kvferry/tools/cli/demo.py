@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from kvferry.errors import ConfigError, InputError
 from kvferry.settings.tiers import read_tiers
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
-from kvferry.tools.cli.output import grid, is_stdout, json_option, options, put
+from kvferry.tools.cli.output import Rows, is_stdout, json_option, options, put
 from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.model import ModelShape, limit_matrix_threads
 from kvferry.tools.demo.mooncake_master import require_mooncake
 from kvferry.tools.demo.parts import Scenario, compare, run_fleet, run_restart
-from kvferry.tools.demo.policies import Policies, run_policies
 from kvferry.tools.demo.report import render
 from kvferry.tools.demo.runs import OnTurn, Part
 from kvferry.tools.demo.workload import Chat
@@ -41,9 +40,9 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     ("--conversations", COUNT | {"default": 14}, "Number of conversations."),
     ("--turns", COUNT | {"default": 5}, "Questions in each conversation."),
     ("--users", COUNT | {"default": 3}, "Turns at a time. More users need more device blocks."),
-    ("--opening-tokens", COUNT | {"default": 320}, "About so many tokens open a conversation."),
-    ("--question-tokens", COUNT | {"default": 40}, "About so many tokens make a question."),
-    ("--answer-tokens", COUNT | {"default": 16}, "About so many tokens make an answer."),
+    ("--opening-tokens", COUNT | {"default": 320}, "Average tokens at a conversation's start."),
+    ("--question-tokens", COUNT | {"default": 40}, "Average tokens of a question."),
+    ("--answer-tokens", COUNT | {"default": 16}, "Average tokens of an answer."),
     (
         "--device-blocks",
         COUNT | {"default": None, "show_default": "a quarter of what all conversations need"},
@@ -53,14 +52,13 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     (
         "--tiers",
         {"metavar": "TIERS", "default": None, "show_default": "none"},
-        "Tiers below host memory, such as memory:64MiB. Give a small --host to see them work.",
+        "Tiers below host memory, such as memory:64MiB. A small --host shows them at work.",
     ),
     ("--restart", FLAG, "Also restart a server. The new process finds its blocks on disk."),
-    ("--policies", FLAG, "Also simulate eviction policies on thousands of turns."),
     (
         "--servers",
         {"type": click.IntRange(2, 16), "metavar": "N"} | OFF,
-        "Also serve with N processes, once with one Mooncake store for all and once without.",
+        "Show a fleet instead: N processes, with one Mooncake store for all and without.",
     ),
     ("--kill", FLAG, "With --servers: kill one of them at half of the turns."),
     ("--window", COUNT | OFF, "Give every second layer a sliding window of N tokens."),
@@ -69,19 +67,23 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
         {"type": click.IntRange(min=0), "metavar": "N", "default": 0},
         "Seed of the weights and the conversations.",
     ),
-    ("--html", {"type": FILE, "default": "kvferry-demo.html"}, "File of the report, one page."),
+    (
+        "--html",
+        {"type": FILE, "show_default": "kvferry-demo.html, with --servers kvferry-fleet.html"},
+        "File of the report, one page.",
+    ),
 )
 @json_option
 @click.pass_context
-def demo(ctx: click.Context, /, html: Path, json_file: Path | None, **given: Any) -> None:
+def demo(ctx: click.Context, /, html: Path | None, json_file: Path | None, **given: Any) -> None:
     """See KV blocks leave a small device and come back.
 
     A small decoder on the CPU serves the same conversations three ways. One device holds them all.
     One is several times too small and computes again what it forgot. The third is as small, but
     kvferry keeps its blocks in host memory.
 
-    The demo compares every token of all answers and shows the cost of each way. It takes less than
-    a minute and needs no GPU.
+    The demo compares every token of all answers and shows the cost of each way. It takes about a
+    minute and needs no GPU.
 
     The exit code is 0 if all tokens agree and 1 if they do not.
     """
@@ -91,23 +93,24 @@ def demo(ctx: click.Context, /, html: Path, json_file: Path | None, **given: Any
         _require_runnable(scenario, given["servers"], given["kill"])
     except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
+    name = "fleet" if given["servers"] else "demo"
+    html = html or Path(f"kvferry-{name}.html")
     for file in (html, json_file):
         if file is not None and not file.parent.is_dir():
             raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
     try:
-        ways, parts, policies = _run(scenario, given, console)
+        parts = _run(scenario, given, console)
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
-    html.write_text(
-        render(scenario.describe(), ways, list(parts.values()), policies), encoding="utf-8"
-    )
+    page = render(f"kvferry {name}", scenario.describe(), list(parts.values()))
+    html.write_text(page, encoding="utf-8")
     console.print(f"Report: {html}", soft_wrap=True)
-    put(_figures(scenario, ways, parts, policies), json_file)
+    figures = {name: part.to_dict() for name, part in parts.items()}
+    put({"setting": scenario.to_dict(), **figures}, json_file)
     if json_file is not None and not is_stdout(json_file):
         console.print(f"Figures: {json_file}", soft_wrap=True)
-    equal = all(part.tokens_equal for part in (ways, *parts.values()))
-    ctx.exit(0 if equal else TOKENS_DIFFER)
+    ctx.exit(0 if all(part.tokens_equal for part in parts.values()) else TOKENS_DIFFER)
 
 
 def _scenario(given: dict[str, Any]) -> Scenario:
@@ -143,45 +146,30 @@ def _require_runnable(scenario: Scenario, servers: int | None, kill: bool) -> No
         require_mooncake()
 
 
-def _run(
-    scenario: Scenario, given: dict[str, Any], console: Console
-) -> tuple[Part, dict[str, Part], Policies | None]:
+def _run(scenario: Scenario, given: dict[str, Any], console: Console) -> dict[str, Part]:
     """Run every part and show each as soon as it is done."""
     limit_matrix_threads(1)
-    console.print(
-        f"{scenario.chat.num_conversations} conversations of {scenario.chat.num_turns} turns need "
-        f"{scenario.working_set} KV blocks. The small device has {scenario.device_blocks}."
-    )
-    with _following(console) as on_turn:
-        ways = compare(scenario, on_turn)
-    _show(ways, console)
-    parts, policies = {}, None
-    if given["restart"]:
-        with _following(console) as on_turn:
-            parts["restart"] = run_restart(scenario, on_turn)
-        _show(parts["restart"], console)
-    if given["policies"]:
-        policies = run_policies(scenario.chat.seed)
-        _put_table(policies.table(), console)
-        console.print(policies.gain)
+    parts = {}
     if given["servers"] is not None:
         with _following(console) as on_turn:
             parts["fleet"] = run_fleet(
                 scenario, given["servers"], kill=given["kill"], on_turn=on_turn
             )
         _show(parts["fleet"], console)
-    return ways, parts, policies
-
-
-def _figures(
-    scenario: Scenario, ways: Part, parts: dict[str, Part], policies: Policies | None
-) -> dict[str, Any]:
-    """All figures for ``--json``. The three ways stand under ``ways``."""
-    data = ways.to_dict()
-    data["ways"] = {name: data.pop(name) for name in ways.runs}
-    data["setting"] = scenario.to_dict()
-    data |= {name: part.to_dict() for name, part in parts.items()}
-    return data | ({"policies": policies.to_dict()} if policies is not None else {})
+    else:
+        console.print(
+            f"{scenario.chat.num_conversations} conversations of {scenario.chat.num_turns} turns "
+            f"need {scenario.working_set} KV blocks. The small device has "
+            f"{scenario.device_blocks}."
+        )
+        with _following(console) as on_turn:
+            parts["ways"] = compare(scenario, on_turn)
+        _show(parts["ways"], console)
+    if given["restart"]:
+        with _following(console) as on_turn:
+            parts["restart"] = run_restart(scenario, on_turn)
+        _show(parts["restart"], console)
+    return parts
 
 
 @contextmanager
@@ -212,14 +200,8 @@ def _following(console: Console) -> Iterator[OnTurn]:
 
 
 def _show(part: Part, console: Console) -> None:
-    _put_table(part.table(), console)
+    head, *rows = part.table()
+    console.print(Rows(head, rows))
     style, mark = ("green", "OK") if part.tokens_equal else ("bold red", "FAILED")
     console.print(f"[{style}]{mark}[/] {part.verdict}")
     console.print(part.gain, markup=False)
-
-
-def _put_table(rows: Sequence[Sequence[str]], console: Console) -> None:
-    table = grid(rows[0][0], *rows[0][1:])
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -143,9 +143,6 @@ class ServerSetup:
     host_bytes: int
     block_tokens: int
     settings: dict[str, Any] = field(default_factory=dict)
-
-    def pack(self) -> str:
-        return json.dumps(asdict(self))
 
     @classmethod
     def unpack(cls, text: str) -> ServerSetup:

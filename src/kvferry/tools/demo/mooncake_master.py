@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError, TransferError, install
@@ -57,7 +58,18 @@ class MooncakeMaster(Closing):
     def __init__(self) -> None:
         for _ in range(_TRIES):
             port, metrics_port = _free_ports(2)
-            self._begin(port, metrics_port)
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", _RUN),
+                    *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
+                    *(f"--metrics_port={metrics_port}", f"--client_ttl={_CLIENT_SECONDS}"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C reaches the demo; its servers still sign off
+            )
             try:
                 if self._comes_up(port):
                     break  # else another process took a port first
@@ -69,21 +81,6 @@ class MooncakeMaster(Closing):
         self.place = f"127.0.0.1:{port}"
         self.pid = self._process.pid
 
-    def _begin(self, port: int, metrics_port: int) -> None:
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", _RUN),
-                *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
-                f"--metrics_port={metrics_port}",
-                f"--client_ttl={_CLIENT_SECONDS}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            start_new_session=True,  # Ctrl-C reaches the demo; its servers still sign off
-        )
-
     def _comes_up(self, port: int) -> bool:
         """Wait for the master's port. Returns False if the master ends instead."""
         end = time.monotonic() + _START_SECONDS
@@ -91,15 +88,12 @@ class MooncakeMaster(Closing):
             if self._process.poll() is not None:
                 return False
             if time.monotonic() > end:
-                raise TransferError(
-                    f"mooncake_master has not answered for {_START_SECONDS:.0f} seconds"
-                )
+                raise TransferError(f"mooncake_master did not answer in {_START_SECONDS:.0f} s")
             time.sleep(0.02)
         return True
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
+        self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -112,19 +106,13 @@ def _environment() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    socks = [socket.socket() for _ in range(count)]
-    try:
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in socks]
-    finally:
-        for sock in socks:
-            sock.close()
+    with ExitStack() as socks:
+        bound = [socks.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(sock.getsockname()[1]) for sock in bound]
 
 
 def _answers(port: int) -> bool:
-    try:
+    with suppress(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False

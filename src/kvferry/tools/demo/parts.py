@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,33 +25,21 @@ from kvferry.tools.demo.blocks import ServedRequest, Turn
 from kvferry.tools.demo.engine import Engine, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape, ServerSetup
 from kvferry.tools.demo.mooncake_master import MooncakeMaster
-from kvferry.tools.demo.runs import OnTurn, Part, Run, ignore_turn
+from kvferry.tools.demo.runs import FIRST_TOKEN, PREFILL, OnTurn, Part, Run, hit_rate, ignore_turn
 from kvferry.tools.demo.servers import Router, ServerProcesses
 from kvferry.tools.demo.workload import Chat, Dialogue, serve
-from kvferry.tools.words import show_bytes, show_seconds
+from kvferry.tools.words import counted, show_bytes, show_seconds, show_share
 from kvferry.types import DEVICE, HOST
 
-WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big device"}
-"""A device with room for the working set, one without, and the small one with kvferry."""
+_CONVERSATIONS, _TURNS = 8, 4
+"""Enough to see the effect of a restart or a fleet in a few seconds."""
 
-ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
-    ("Device blocks", lambda run: f"{run.facts['device_blocks']:,}"),
-    ("First token p50", lambda run: show_seconds(run.first_token_seconds())),
-    ("First token p95", lambda run: show_seconds(run.first_token_seconds(95))),
-    ("Tokens per second", lambda run: f"{run.generated_tokens / run.seconds:,.0f}"),
-    ("Prefill tokens computed", lambda run: f"{run.tokens('prefilled'):,}"),
-    ("Hit rate, device", lambda run: f"{run.hit_rate('device'):.0%}"),
-    ("Hit rate, host", lambda run: f"{run.hit_rate('host'):.0%}"),
-    ("Moved device → host", lambda run: show_bytes(run.moved["device->host"])),
-    ("Moved host → device", lambda run: show_bytes(run.moved["host->device"])),
-    ("Preemptions", lambda run: f"{run.facts['preemptions']:,}"),
-    ("Run time", lambda run: f"{run.seconds:.1f} s"),
-)
+_SEGMENT_UNIT = 16 * MiB
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The workload and the sizes that all three ways share."""
+    """The workload and the sizes that all parts share."""
 
     chat: Chat
     shape: ModelShape
@@ -94,10 +82,18 @@ class Scenario:
         """Bytes of one block over all layers."""
         return self.shape.num_layers * int(np.prod(self.shape.kv_shape(1, self.block_tokens))) * 4
 
-    def server(self, settings: dict[str, Any] | None = None) -> ServerSetup:
+    @property
+    def short_chat(self) -> Chat:
+        """A part of the chat."""
+        conversations = min(_CONVERSATIONS, self.chat.num_conversations)
+        turns = max(2, min(_TURNS, self.chat.num_turns))
+        return replace(self.chat, num_conversations=conversations, num_turns=turns)
+
+    def server(self, **settings: Any) -> ServerSetup:
         """The setup of a server process of these sizes."""
-        sizes = (self.shape, self.device_blocks, self.host_bytes, self.block_tokens)
-        return ServerSetup(*sizes, settings or {})
+        return ServerSetup(
+            self.shape, self.device_blocks, self.host_bytes, self.block_tokens, settings
+        )
 
     def describe(self) -> str:
         """The setting in words."""
@@ -108,8 +104,8 @@ class Scenario:
             layers += f", {len(windows)} of them with a sliding window of {windows[0]} tokens"
         return (
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
-            f"answered at a time. Each opens with about {chat.opening_tokens} tokens. A turn adds "
-            f"about {chat.question_tokens} of question and {chat.answer_tokens} of answer. "
+            f"at a time. Each starts with about {chat.opening_tokens} tokens. Each turn adds about "
+            f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. "
             f"Together they need {self.working_set:,} blocks of {self.block_tokens} tokens. The "
             f"small device has {self.device_blocks:,}. The model is a numpy decoder "
             f"({layers}, width {shape.width}) with fixed random weights on this machine's CPU."
@@ -117,25 +113,12 @@ class Scenario:
 
     def to_dict(self) -> dict[str, Any]:
         """The setting as plain data."""
-        chat, shape = self.chat, self.shape
-        return {
-            "conversations": chat.num_conversations,
-            "turns": chat.num_turns,
-            "opening_tokens": chat.opening_tokens,
-            "question_tokens": chat.question_tokens,
-            "answer_tokens": chat.answer_tokens,
-            "users": chat.num_users,
-            "seed": chat.seed,
-            "windows": list(shape.windows),
-            "layers": shape.num_layers,
-            "width": shape.width,
-            "block_tokens": self.block_tokens,
-            "block_bytes": self.block_bytes,
-            "working_set_blocks": self.working_set,
-            "device_blocks": self.device_blocks,
-            "host_bytes": self.host_bytes,
-            "tiers": show_tiers(self.tiers),
-        }
+        sizes = {"working_set_blocks": self.working_set, "block_bytes": self.block_bytes}
+        return asdict(self) | sizes | {"tiers": show_tiers(self.tiers)}
+
+
+WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big device"}
+"""A small device with kvferry, without, and a device with room for the working set."""
 
 
 def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
@@ -144,20 +127,46 @@ def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     runs = {way: _run_way(scenario, way, decoder, on_turn) for way in reversed(WAYS)}
     runs = {way: runs[way] for way in WAYS}
     small, ferried = runs["small"], runs["kvferry"]
-    prefill_ratio = small.tokens("prefilled") / ferried.tokens("prefilled")
-    first_token_ratio = small.first_token_seconds() / ferried.first_token_seconds()
+    fewer = small.tokens("prefilled") / ferried.tokens("prefilled")
+    sooner = small.first_token_seconds() / ferried.first_token_seconds()
+    moved = ferried.facts["bytes_moved"]
     gain = (
-        f"On the same small device kvferry computed {prefill_ratio:.1f}x fewer prefill tokens and "
-        f"gave the median first token {first_token_ratio:.1f}x sooner."
+        f"On the same small device kvferry computed {fewer:.1f}x fewer prefill tokens, and the "
+        f"median first token came {sooner:.1f}x sooner."
     )
     if scenario.tiers:
         gain += (
-            f" Below host memory ({show_tiers(scenario.tiers)}): "
-            f"{show_bytes(ferried.moved['host->tiers'])} went down, "
-            f"{show_bytes(ferried.moved['tiers->host'])} came back."
+            f" Between host memory and {show_tiers(scenario.tiers)}: "
+            f"{show_bytes(moved['host->tiers'])} written, {show_bytes(moved['tiers->host'])} read."
         )
-    facts = {"prefill_ratio": prefill_ratio, "ttft_p50_ratio": first_token_ratio}
-    return Part("Three ways", runs, "in the three runs", gain, ROWS, facts)
+    cards = (
+        (f"{fewer:.1f}×", "fewer prefill tokens", f"{PREFILL[1](small)} → {PREFILL[1](ferried)}"),
+        (
+            f"{sooner:.1f}×",
+            "sooner first token (median)",
+            f"{FIRST_TOKEN[1](small)} → {FIRST_TOKEN[1](ferried)}",
+        ),
+        (
+            show_share(hit_rate(ferried.turns, "host")),
+            "of prompt tokens loaded from host memory",
+            f"{show_bytes(moved['host->device'])} loaded, "
+            f"{show_bytes(moved['device->host'])} stored",
+        ),
+    )
+    rows = (
+        ("Device blocks", lambda run: f"{run.facts['device_blocks']:,}"),
+        FIRST_TOKEN,
+        ("First token p95", lambda run: show_seconds(run.first_token_seconds(95))),
+        ("Tokens per second", lambda run: f"{run.generated_tokens / run.facts['seconds']:,.0f}"),
+        PREFILL,
+        ("Hit rate, device", lambda run: show_share(hit_rate(run.turns, "device"))),
+        ("Hit rate, host", lambda run: show_share(hit_rate(run.turns, "host"))),
+        ("Stored in host memory", lambda run: show_bytes(run.facts["bytes_moved"]["device->host"])),
+        ("Loaded from it", lambda run: show_bytes(run.facts["bytes_moved"]["host->device"])),
+        ("Run time", lambda run: f"{run.facts['seconds']:.1f} s"),
+    )
+    facts = {"prefill_ratio": fewer, "ttft_p50_ratio": sooner}
+    return Part("Three ways", runs, "in the three runs", gain, cards, rows, facts)
 
 
 def _run_way(scenario: Scenario, way: str, decoder: Decoder, on_turn: OnTurn) -> Run:
@@ -172,9 +181,8 @@ def _run_way(scenario: Scenario, way: str, decoder: Decoder, on_turn: OnTurn) ->
             return _serve_chat(Engine(runner), WAYS[way], scenario.chat, finished)
         config = Config(tiers=scenario.tiers)
         with Offloader(runner, host_bytes=scenario.host_bytes, config=config) as offloader:
-            return _serve_chat(
-                Engine(runner, offloader=offloader), WAYS[way], scenario.chat, finished
-            )
+            engine = Engine(runner, offloader=offloader)
+            return _serve_chat(engine, WAYS[way], scenario.chat, finished)
 
 
 def _serve_chat(
@@ -190,16 +198,13 @@ def _serve_chat(
             src, dst = (name if name in (DEVICE, HOST) else "tiers" for name in route)
             moved[f"{src}->{dst}"] += num_bytes
     facts = {
+        "seconds": served.seconds,
         "device_blocks": engine.memory.num_blocks,
         "preemptions": engine.counts.num_preemptions,
-        "failed_load_tokens": engine.counts.num_failed_load_tokens,
+        "bytes_moved": moved,
     }
-    turns = [request.turn() for request in served.requests]
-    return Run(title, turns, served.seconds, moved, facts)
+    return Run(title, [request.turn() for request in served.requests], facts)
 
-
-_CONVERSATIONS, _TURNS = 8, 4
-"""Enough to see the effect of a restart or a fleet in a few seconds."""
 
 LIVES = {
     "before": "Before the restart",
@@ -214,68 +219,61 @@ def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     Raises:
         TransferError: A server could not serve.
     """
-    chat = _short(scenario.chat, 3)
+    chat = scenario.short_chat
     first, last = range(chat.num_turns - 1), range(chat.num_turns - 1, chat.num_turns)
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
         with_disk = scenario.server(
-            {
-                "disk": folder,
-                "disk_size": 256 * MiB,
-                "disk_keep_free": 0,
-                "tier_write": "through",
-                # Copies may lag behind. A store without room would be lost, and with a window's
-                # last block all of its turn.
-                "max_storing_blocks": scenario.device_blocks * len(scenario.shape.group_windows),
-                # The small model computes faster than a real one. Loads are shown nevertheless.
-                "load_policy": "always",
-            },
+            disk=folder,
+            disk_size=256 * MiB,
+            disk_keep_free=0,
+            tier_write="through",
+            # Copies may lag behind. A store without room would be lost, and with a window's
+            # last block all of its turn.
+            max_storing_blocks=scenario.device_blocks * len(scenario.shape.group_windows),
+            load_policy="always",  # this small model computes faster than a real one
         )
         dialogue = Dialogue(chat, first)
         before = _live("before", with_disk, dialogue, on_turn)
         again = [Dialogue(chat, last, dialogue.histories) for _ in range(2)]
         warm = _live("warm", with_disk, again[0], on_turn)
         cold = _live("cold", scenario.server(), again[1], on_turn)
-    hit_rate = warm.tokens("host") / warm.tokens("prompt")
-    ratio = cold.first_token_seconds() / warm.first_token_seconds()
+    found = warm.tokens("host") / warm.tokens("prompt")
+    sooner = cold.first_token_seconds() / warm.first_token_seconds()
+    restored = f"{warm.facts['restored_blocks']:,}"
     gain = (
-        f"The server stopped, and a new process found {warm.facts['restored_blocks']:,} blocks on "
-        f"disk. Its first turns hit {hit_rate:.0%} of their prompts. The median first token came "
-        f"{ratio:.1f}x sooner than in a process that computed everything."
+        f"The server stopped, and a new process found {restored} blocks on disk. Its first turns "
+        f"found {found:.0%} of their prompts there. The median first token came {sooner:.1f}x "
+        "sooner than in a process without the disk."
+    )
+    cards = (
+        (show_share(found), "hit rate of the first turns", f"{restored} blocks found on disk"),
+        (
+            f"{sooner:.1f}×",
+            "sooner first token (median)",
+            f"{FIRST_TOKEN[1](cold)} → {FIRST_TOKEN[1](warm)}",
+        ),
     )
     rows = (
-        ("First token p50", lambda run: show_seconds(run.first_token_seconds())),
-        ("Prefill tokens computed", lambda run: f"{run.tokens('prefilled'):,}"),
-        ("Blocks found at the start", lambda run: f"{run.facts['restored_blocks']:,}"),
+        FIRST_TOKEN,
+        PREFILL,
+        ("Blocks found at start", lambda run: f"{run.facts['restored_blocks']:,}"),
         ("Read from disk", lambda run: show_bytes(run.facts["read_bytes"])),
     )
-    facts = {"hit_rate": hit_rate, "written_bytes": before.facts["written_bytes"]}
+    facts = {"hit_rate": found, "written_bytes": before.facts["written_bytes"]}
     where = "after the restart, with the disk and without"
-    return Part("After a restart", {"warm": warm, "cold": cold}, where, gain, rows, facts)
+    runs = {"warm": warm, "cold": cold}
+    return Part("After a restart", runs, where, gain, cards, rows, facts)
 
 
 def _live(name: str, setup: ServerSetup, dialogue: Dialogue, on_turn: OnTurn) -> Run:
     """Serve the dialogue in a process that ends with this call."""
-
-    def answered(turn: Turn) -> None:
-        on_turn(LIVES[name], dialogue.num_turns, turn)
-
     with ServerProcesses(setup, 1) as servers:
-        router = Router(servers, dialogue, answered)
+        router = Router(servers, dialogue, lambda t: on_turn(LIVES[name], dialogue.num_turns, t))
         router.run()
         router.finish()
     names = ("restored_blocks", "read_bytes", "written_bytes")
-    return Run(LIVES[name], router.turns, facts={name: router.total(name) for name in names})
+    return Run(LIVES[name], router.turns, {name: router.total(name) for name in names})
 
-
-def _short(chat: Chat, num_turns: int) -> Chat:
-    return replace(
-        chat,
-        num_conversations=min(_CONVERSATIONS, chat.num_conversations),
-        num_turns=max(2, min(num_turns, chat.num_turns)),
-    )
-
-
-_SEGMENT_UNIT = 16 * MiB
 
 FLEETS = {"shared": "One store for all", "alone": "Each for itself"}
 
@@ -285,82 +283,100 @@ def run_fleet(
 ) -> Part:
     """Serve with a shared store, which starts and ends here, then without.
 
-    Args:
-        scenario: The workload and the sizes of each server.
-        num_servers: The number of servers.
-        kill: Kill one server at half of the turns of each run.
-        on_turn: Receives every answered turn.
+    With ``kill``, one server is killed at half of the turns of each run.
     """
-    chat = _short(scenario.chat, _TURNS)
+    chat = scenario.short_chat
     total = chat.num_blocks(scenario.block_tokens) * scenario.block_bytes
     # Room for everything twice: objects lie on random segments, and one segment may be lost.
     segment = -(-2 * total // (num_servers * _SEGMENT_UNIT)) * _SEGMENT_UNIT
     with MooncakeMaster() as master:
-        settings = {
-            "remote": f"mooncake://{master.place}?segment={max(segment, 4 * _SEGMENT_UNIT)}",
-            "tier_write": "through",
-            # The small model computes faster than a real one. Loads are shown nevertheless.
-            "load_policy": "always",
-        }
-        shared = _serve_fleet("shared", scenario.server(settings), chat, num_servers, kill, on_turn)
+        sharing = scenario.server(
+            remote=f"mooncake://{master.place}?segment={max(segment, 4 * _SEGMENT_UNIT)}",
+            tier_write="through",
+            load_policy="always",  # this small model computes faster than a real one
+        )
+        shared = _serve_fleet("shared", sharing, chat, num_servers, kill, on_turn)
     alone = _serve_fleet("alone", scenario.server(), chat, num_servers, kill, on_turn)
     return fleet_part(num_servers, shared, alone)
 
 
 def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
     """The two runs beside each other, with the saving in words."""
-    words = [f"Every turn went to one of {num_servers} servers at random."]
     saved = None
+    cards = [(show_share(_found(shared.turns)), "hit rate", f"{_hits(alone)} without the store")]
     if shared.facts["read_bytes"]:  # else any difference is chance: turns met other turns
         saved = 1 - shared.tokens("prefilled") / alone.tokens("prefilled")
-        words.append(
-            f"With one store for all they computed {shared.tokens('prefilled'):,} prefill tokens "
-            f"instead of {alone.tokens('prefilled'):,}: sharing saved {saved:.0%}."
-        )
+        prefill = f"{PREFILL[1](alone)} → {PREFILL[1](shared)}"
+        words = [f"Sharing saved {saved:.0%} of the prefill tokens ({prefill})."]
+        cards.append((show_share(saved), "of prefill saved by sharing", prefill))
     else:
-        words.append("Nothing was read from the store, so no saving can be shown.")
-    if shared.facts["killed_server"] is not None:
-        words.append(
-            f"Server {shared.facts['killed_server']} was killed at half of the turns. The others "
-            f"answered its turns under way ({len(shared.facts['resent_turns'])}) with the shared "
-            "blocks that the store still has."
-        )
-    if shared.facts["store_ailment"]:
-        words.append(f"The store was away for a while: {shared.facts['store_ailment']}.")
-    rows = (
-        ("First token p50", lambda run: show_seconds(run.first_token_seconds())),
-        ("Prefill tokens computed", lambda run: f"{run.tokens('prefilled'):,}"),
+        words = ["Nothing was read from the store, so no saving can be shown."]
+    rows = [
+        FIRST_TOKEN,
+        PREFILL,
+        ("Hit rate", _hits),
         ("Read from the store", lambda run: show_bytes(run.facts["read_bytes"])),
         ("Turns by server", _turns_by_server),
-    )
+    ]
+    killed = shared.facts["killed_server"]
+    if killed is not None:
+        rows[3:3] = [
+            ("Hit rate before the kill", lambda run: show_share(_found(_before_kill(run)))),
+            ("Hit rate after the kill", lambda run: show_share(_found(_after_kill(run)))),
+        ]
+        rates = [show_share(_found(turns(shared))) for turns in (_before_kill, _after_kill)]
+        words.append(
+            f"Server {killed} (†) was killed at half of the turns. Other servers answered "
+            f"{counted(len(shared.facts['resent_turns']), 'turn')} that it had in progress. The "
+            f"hit rate was {rates[0]} before and {rates[1]} after."
+        )
+        cards.append((rates[1], "hit rate after the kill", f"{rates[0]} before"))
+    if shared.facts["store_ailment"]:
+        words.append(f"The store was unavailable for a while: {shared.facts['store_ailment']}.")
     runs = {"shared": shared, "alone": alone}
     facts = {"servers": num_servers, "prefill_saved_share": saved}
     where = f"on {num_servers} servers, with the store and without"
-    return Part(f"{num_servers} servers, one store", runs, where, " ".join(words), rows, facts)
+    title = f"{num_servers} servers, one store"
+    return Part(title, runs, where, " ".join(words), cards, rows, facts)
+
+
+def _found(turns: Sequence[Turn]) -> float:
+    return hit_rate(turns, "device", "host")
+
+
+def _hits(run: Run) -> str:
+    return show_share(_found(run.turns))
+
+
+def _before_kill(run: Run) -> Sequence[Turn]:
+    return run.turns[: run.facts["turns_before_kill"]]
+
+
+def _after_kill(run: Run) -> Sequence[Turn]:
+    return run.turns[run.facts["turns_before_kill"] :]
 
 
 def _turns_by_server(run: Run) -> str:
-    killed = run.facts["killed_server"]
     counts = enumerate(run.facts["turns_by_server"])
-    return " + ".join(f"{count}†" if number == killed else f"{count}" for number, count in counts)
+    killed = run.facts["killed_server"]
+    return " + ".join(f"{n}†" if number == killed else f"{n}" for number, n in counts)
 
 
 def _serve_fleet(
     name: str, setup: ServerSetup, chat: Chat, num_servers: int, kill: bool, on_turn: OnTurn
 ) -> Run:
     dialogue = Dialogue(chat)
-
-    def answered(turn: Turn) -> None:
-        on_turn(FLEETS[name], dialogue.num_turns, turn)
-
     with ServerProcesses(setup, num_servers) as servers:
-        router = Router(servers, dialogue, answered, kill=kill)
+        router = Router(
+            servers, dialogue, lambda t: on_turn(FLEETS[name], dialogue.num_turns, t), kill=kill
+        )
         router.run()
     facts = {
         "turns_by_server": [router.answered_by[number] for number in range(num_servers)],
         "read_bytes": router.total("read_bytes"),
         "killed_server": router.killed,
+        "turns_before_kill": router.num_before_kill,
         "resent_turns": router.resent,
         "store_ailment": router.ailment,
     }
-    return Run(FLEETS[name], router.turns, facts=facts)
+    return Run(FLEETS[name], router.turns, facts)

@@ -1,4 +1,4 @@
-"""The figures of one run of the workload, and of several runs beside each other."""
+"""The figures of one run of a chat, and of several runs beside each other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.tools.demo.blocks import Turn
+from kvferry.tools.words import show_seconds
 
 OnTurn = Callable[[str, int, Turn], None]
 """Called after every turn with the title of the run, its number of turns, and the turn."""
@@ -18,26 +19,24 @@ def ignore_turn(title: str, num_turns: int, turn: Turn) -> None:
     """Show no progress."""
 
 
+def hit_rate(turns: Sequence[Turn], *tiers: str) -> float:
+    """The share of prompt tokens found on these tiers. A preempted request counts again."""
+    found = sum(getattr(turn, f"{tier}_tokens") for turn in turns for tier in tiers)
+    everything = sum(t.device_tokens + t.host_tokens + t.prefilled_tokens for t in turns)
+    return found / max(1, everything)
+
+
 @dataclass(frozen=True)
 class Run:
-    """The turns of one run in the order they ended. ``moved`` has the bytes by route.
-
-    ``facts`` are further figures of its part of the demo, by their names in JSON.
-    """
+    """The turns of one run in the order they ended. ``facts`` are further figures for JSON."""
 
     title: str
     turns: Sequence[Turn]
-    seconds: float = 0.0
-    moved: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def tokens(self, kind: str) -> int:
         """Sum of one kind of tokens: prompt, device, host or prefilled."""
         return sum(getattr(turn, f"{kind}_tokens") for turn in self.turns)
-
-    def hit_rate(self, kind: str) -> float:
-        """Share of the looked up tokens, where a preempted request looks up its prompt again."""
-        return self.tokens(kind) / sum(map(self.tokens, ("device", "host", "prefilled")))
 
     @property
     def generated_tokens(self) -> int:
@@ -55,20 +54,24 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
+        tiers = ("device", "host")
         return {
             "turns": len(self.turns),
-            "seconds": self.seconds,
             "ttft_p50_seconds": self.first_token_seconds(),
             "ttft_p95_seconds": self.first_token_seconds(95),
             "ttft_p50_seconds_by_turn": self.first_token_by_round(),
             "generated_tokens": self.generated_tokens,
             "prompt_tokens": self.tokens("prompt"),
             "prefill_tokens_computed": self.tokens("prefilled"),
-            "hit_rate": {tier: self.hit_rate(tier) for tier in ("device", "host")},
-            "hit_tokens": {tier: self.tokens(tier) for tier in ("device", "host")},
-            "bytes_moved": dict(self.moved),
+            "hit_rate": {tier: hit_rate(self.turns, tier) for tier in tiers},
+            "hit_tokens": {tier: self.tokens(tier) for tier in tiers},
             **self.facts,
         }
+
+
+Row = tuple[str, Callable[[Run], str]]
+FIRST_TOKEN: Row = ("First token p50", lambda run: show_seconds(run.first_token_seconds()))
+PREFILL: Row = ("Prefill tokens computed", lambda run: f"{run.tokens('prefilled'):,}")
 
 
 @dataclass(frozen=True)
@@ -76,24 +79,24 @@ class Part:
     """One part of the demo: the same turns in several runs. The answers of all must be equal.
 
     ``runs`` are by their names in JSON, the most interesting first. ``where`` ends the sentence
-    about equal answers, ``gain`` says in words what the part shows, ``rows`` has the lines of its
-    table, and ``facts`` has further figures for JSON.
+    about equal answers. ``gain`` has the result in words, ``cards`` in large figures: each is a
+    figure, its subject, and a detail. ``rows`` are the lines of the table.
     """
 
     title: str
     runs: Mapping[str, Run]
     where: str
     gain: str
-    rows: Sequence[tuple[str, Callable[[Run], str]]]
+    cards: Sequence[tuple[str, str, str]]
+    rows: Sequence[Row]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_different_turns(self) -> int:
         """Turns whose answers differ between the runs, or that a run lacks."""
         answers = [{turn.id: turn.answer for turn in run.turns} for run in self.runs.values()]
-        first = answers[0]
         names = set().union(*answers)
-        return sum(any(each.get(name) != first.get(name) for each in answers) for name in names)
+        return sum(any(each.get(n) != answers[0].get(n) for each in answers) for n in names)
 
     @property
     def tokens_equal(self) -> bool:
@@ -118,9 +121,5 @@ class Part:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
-        return {
-            "tokens_equal": self.tokens_equal,
-            "different_turns": self.num_different_turns,
-            **self.facts,
-            **{name: run.to_dict() for name, run in self.runs.items()},
-        }
+        runs = {name: run.to_dict() for name, run in self.runs.items()}
+        return {"tokens_equal": self.tokens_equal, **self.facts, **runs}

@@ -23,7 +23,7 @@ from typing import TextIO
 from kvferry.config import Config
 from kvferry.errors import KvferryError, TransferError
 from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ServerSetup, limit_matrix_threads
 from kvferry.types import DEVICE, HOST
 
@@ -39,7 +39,7 @@ Lines = queue.SimpleQueue[str | None]
 
 
 def serve_lines(setup: ServerSetup, source: TextIO) -> None:
-    """Answer every question until the lines end. Questions under way then have no answer."""
+    """Answer every question until the lines end. Questions in progress then have no answer."""
     limit_matrix_threads(1)
     lines: Lines = queue.SimpleQueue()
     decoder, config = Decoder(setup.shape), Config.from_dict(setup.settings)
@@ -47,7 +47,7 @@ def serve_lines(setup: ServerSetup, source: TextIO) -> None:
         Runner(decoder, num_blocks=setup.device_blocks, block_tokens=setup.block_tokens) as runner,
         Offloader(runner, host_bytes=setup.host_bytes, config=config) as offloader,
     ):
-        engine = Engine(runner, limits=Limits(), offloader=offloader)
+        engine = Engine(runner, offloader=offloader)
         _wait_for_store(engine, offloader, source)
         # Not before: a thread that waits for input would stand in the way of a refusal.
         threading.Thread(target=_listen, args=(source, lines), daemon=True).start()
@@ -77,8 +77,8 @@ def _wait_for_store(engine: Engine, offloader: Offloader, source: TextIO) -> Non
     while (ailment := _ailment(offloader)) and not gone.poll(0):
         if time.monotonic() > end:
             raise TransferError(
-                f"no store to share for {_STORE_SECONDS:g} seconds, and without one there is "
-                f"nothing to show: {ailment}"
+                f"the shared store did not become available in {_STORE_SECONDS:g} seconds: "
+                f"{ailment}"
             )
         time.sleep(_IDLE_SECONDS)
         engine.step()
@@ -100,13 +100,12 @@ def _arrived(lines: Lines, seconds: float) -> list[str | None]:
 
 def _say(offloader: Offloader, request: ServedRequest | None = None) -> None:
     stats = offloader.stats()
-    engine_routes = (DEVICE, HOST), (HOST, DEVICE)
-    moved = {route: n for route, n in stats.bytes_moved.items() if route not in engine_routes}
+    lower = {r: n for r, n in stats.bytes_moved.items() if DEVICE not in r}
     answer = {
         "turn": None if request is None else asdict(request.turn()),
         "restored_blocks": sum(stats.restored.values()),
-        "read_bytes": sum(n for (_, dst), n in moved.items() if dst == HOST),
-        "written_bytes": sum(n for (src, _), n in moved.items() if src == HOST),
+        "read_bytes": sum(n for (_, dst), n in lower.items() if dst == HOST),
+        "written_bytes": sum(n for (src, _), n in lower.items() if src == HOST),
         "ailment": _ailment(offloader),
     }
     print(json.dumps(answer), flush=True)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -35,27 +36,21 @@ class ServerProcesses(Closing):
         self._threads: list[threading.Thread] = []
         try:
             for number in range(count):
-                self._start(number, setup)
+                self._processes.append(start_module("kvferry.tools.demo.server"))
+                self.say(number, asdict(setup))
+                listener = threading.Thread(target=self._listen, args=(number,), daemon=True)
+                listener.start()
+                self._threads.append(listener)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, number: int, setup: ServerSetup) -> None:
-        self._processes.append(start_module("kvferry.tools.demo.server"))
-        self._write(number, setup.pack())
-        listener = threading.Thread(target=self._listen, args=(number,), daemon=True)
-        listener.start()
-        self._threads.append(listener)
-
     def say(self, number: int, message: Mapping[str, Any]) -> None:
         """Send a message. A server that has ended does not receive it; ``hear`` reports that."""
-        self._write(number, json.dumps(message))
-
-    def _write(self, number: int, line: str) -> None:
         pipe = self._processes[number].stdin
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
-            pipe.write(f"{line}\n")
+            pipe.write(f"{json.dumps(message)}\n")
             pipe.flush()
 
     def _listen(self, number: int) -> None:
@@ -119,6 +114,7 @@ class Router:
         self.turns: list[Turn] = []
         self.answered_by: Counter[int] = Counter()
         self.killed: int | None = None
+        self.num_before_kill = 0
         self.resent: list[str] = []
         self.ailment = ""
         self.latest: dict[int, dict[str, Any]] = {}
@@ -136,7 +132,7 @@ class Router:
             while (question := self._dialogue.ask()) is not None:
                 server = self._send(question)
                 if self._kill and self._dialogue.num_waiting < half and self.killed is None:
-                    self.killed = server
+                    self.killed, self.num_before_kill = server, len(self.turns)
                     self._servers.kill(server)
             self._hear()
 

@@ -1,10 +1,8 @@
-"""A busy engine with metrics, for ``kvferry top``. It serves chats until Ctrl-C.
+"""A busy engine with metrics, for ``kvferry top`` and ``kvferry explain``. It serves until Ctrl-C.
 
 ::
 
-    python -m kvferry.tools.demo.watched    # then, in another terminal:
-    kvferry top
-    kvferry explain
+    python -m kvferry.tools.demo.watched
 """
 
 from __future__ import annotations
@@ -12,10 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import sys
 import time
 
-from kvferry.errors import ConfigError
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.tools.demo.engine import Engine, Offloader, Runner
@@ -28,28 +24,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A busy engine with metrics, for kvferry top.")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--host-bytes", type=int, default=24 << 20)
     arguments = parser.parse_args()
     limit_matrix_threads(1)
     end = time.monotonic() + arguments.seconds
     with (
         Runner(Decoder(ModelShape()), num_blocks=96) as runner,
-        Offloader(runner, host_bytes=arguments.host_bytes) as offloader,
-        Endpoint(offloader.source(), port=arguments.port) as endpoint,
+        Offloader(runner, host_bytes=24 << 20) as offloader,
+        Endpoint(offloader.source(), port=arguments.port, last_port=arguments.port + 7) as endpoint,
     ):
         print(f"{endpoint.url}metrics", flush=True)
         engine = Engine(runner, offloader=offloader)
-        for seed in itertools.count():
-            if time.monotonic() >= end:
-                break
-            # More conversations than host memory holds, so that blocks are evicted.
-            serve(engine, Chat(num_conversations=24, num_turns=4, seed=seed))
+        # More conversations than host memory holds, so that blocks are evicted.
+        chats = (Chat(num_conversations=24, num_turns=4, seed=n) for n in itertools.count())
+        while time.monotonic() < end:
+            serve(engine, next(chats))
         engine.drain()
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        try:
-            main()
-        except ConfigError as error:  # the port is taken
-            sys.exit(f"Error: {error} (--port)")
+        main()
