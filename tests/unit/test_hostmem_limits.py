@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 
 from kvferry.core.quantities import GiB, MiB
@@ -16,12 +15,10 @@ from kvferry.hostmem.limits import (
     find_placement,
     parse_list,
     pin_advice,
-    prefer,
     run_near,
     shortage,
     size_for,
 )
-from kvferry.hostmem.slots import PrivateMemory
 from kvferry.settings.kinds import AUTO
 
 MEMINFO = "MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {left} kB\nHugePages_Total: 0\n"
@@ -184,22 +181,6 @@ def test_a_gpu_whose_node_is_not_known_is_said_so(node: str) -> None:
     found = find_placement(GPU, two_nodes(node).get)
     assert found.node is None
     assert "is not known" in found.words
-
-
-def test_what_was_done_is_said() -> None:
-    memory = PrivateMemory(1 << 21).bytes
-    asked = Placement("near GPU x, node 0 of 2", 0, frozenset({0}))
-    done = prefer(memory, asked)
-    assert done.node == 0
-    assert done.words.startswith("near GPU x, node 0 of 2: ")
-    memory[:] = 1
-    assert np.all(memory == 1)
-
-
-def test_a_refused_mbind_falls_back_on_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    done = prefer(PrivateMemory(1 << 21).bytes, Placement("near", 0, frozenset({0})))
-    assert "by the processors that touch it (no mbind on this machine)" in done.words
 
 
 def test_threads_stay_on_processors_they_may_use() -> None:

@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -114,11 +115,11 @@ class GrowthStats:
 
     def __str__(self) -> str:
         rate = self.ready_bytes / max(self.seconds, 1e-9) / 1e9
+        ready, asked = self.ready_bytes / GiB, self.asked_bytes / GiB
+        pinned = "pinned" if self.is_pinned else "not pinned"
         line = (
-            f"{self.ready_bytes / GiB:.2f} of {self.asked_bytes / GiB:.2f} GiB ready after "
-            f"{self.seconds:.2f} s ({rate:.1f} GB/s), "
-            f"{'pinned' if self.is_pinned else 'not pinned'}, {self.placement}, "
-            f"{self.progress.value}"
+            f"{ready:.2f} of {asked:.2f} GiB ready after {self.seconds:.2f} s ({rate:.1f} GB/s), "
+            f"{pinned}, {self.placement}, {self.progress.value}"
         )
         return f"{line}: {self.reason}" if self.reason else line
 
@@ -196,15 +197,13 @@ class Growth:
     def stats(self) -> GrowthStats:
         """How far the growth is now."""
         with self._lock:
-            prefix = self._num_prefix
-            last = self._chunks[prefix - 1] if prefix else None
             return GrowthStats(
                 progress=self._progress,
                 asked_bytes=self._chunks.num_bytes,
-                ready_bytes=last.start + last.num_bytes if last else 0,
+                ready_bytes=self._ready_bytes,
                 pinned_bytes=sum(self._registered.values()),
                 num_slots=self._chunks.num_slots,
-                ready_slots=last.slots_after if last else 0,
+                ready_slots=self.ready_slots,
                 seconds=self._seconds or time.monotonic() - self._began,
                 rest_seconds=self._rest_seconds,
                 placement=self._placement.words,
@@ -230,6 +229,13 @@ class Growth:
         self._unregister(list(self._registered))
         self._bytes = self._bytes[:0].copy()  # ours was the last hold on the mapping
 
+    @property
+    def _ready_bytes(self) -> int:
+        if not self._num_prefix:
+            return 0
+        last = self._chunks[self._num_prefix - 1]
+        return last.start + last.num_bytes
+
     # -- growing --------------------------------------------------------------------------------
 
     def _make_first_ready(self) -> None:
@@ -244,23 +250,18 @@ class Growth:
             )
         except (OSError, MemoryError) as error:
             raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
-        if self._registrar is not None:
-            try:
-                self._register(0)
-            except Exception as error:
-                self._serve_unpinned(error)
-        elif self._pin is Pin.REQUIRED:
+        if self._registrar is None and self._pin is Pin.REQUIRED:
             raise ConfigError("host_pin: required, but there is no driver to pin host memory with")
+        try:
+            self._register(0)
+        except Exception as error:
+            advice = pin_advice(self._machine or Machine(), self._chunks.num_bytes)
+            words = f"host memory cannot be pinned ({error}): {advice}"
+            if self._pin is Pin.REQUIRED:
+                raise ConfigError(f"host_pin: required, but {words}") from error
+            self._reason, self._registrar = words, None
+            log.warning("%s. Copies are correct but slow", words)
         self._mark_ready(0)
-
-    def _serve_unpinned(self, error: Exception) -> None:
-        advice = pin_advice(self._machine or Machine(), self._chunks.num_bytes)
-        words = f"host memory cannot be pinned ({error}): {advice}"
-        if self._pin is Pin.REQUIRED:
-            raise ConfigError(f"host_pin: required, but {words}") from error
-        self._reason = words
-        self._registrar = None
-        log.warning("%s. Copies are correct but slow", words)
 
     def _run(self) -> None:
         first = 1
@@ -273,7 +274,7 @@ class Growth:
                     self._pin_batch(batch)
                 else:
                     self._rest()
-                    self._work(self._populate_and_mark, batch, _TOUCH_REST)
+                    self._work(self._make_ready, batch, _TOUCH_REST)
                 first = batch[-1] + 1
         except Exception as error:  # the pool stays smaller; a dead thread would not say so
             self._give_up(f"chunk {self._num_prefix} of {len(self._chunks)}", error)
@@ -293,7 +294,7 @@ class Growth:
         while waiting and not self._stop.is_set():
             self._rest()
             chunks = [waiting.popleft() for _ in range(1 if self._busy() else len(waiting))]
-            self._work(self._register_and_mark, chunks, _PIN_REST)
+            self._work(self._make_ready, chunks, _PIN_REST)
 
     def _work(self, work: Callable[[int], None], items: Sequence[int], factor: float) -> None:
         """Do what the model notices; the next rest is ``factor`` times as long as it takes."""
@@ -326,34 +327,30 @@ class Growth:
 
         Helpers are made for the batch: a process that allows fewer threads is merely slower.
         """
-        left = deque(items)
-        faults: list[Exception] = []
+        left, faults = deque(items), []
 
         def share() -> None:
-            while not faults:
-                try:
+            with suppress(IndexError):  # nothing is left
+                while not faults:
                     item = left.popleft()
-                except IndexError:
-                    return
-                try:
-                    work(item)
-                except Exception as error:
-                    faults.append(error)
+                    try:
+                        work(item)
+                    except Exception as error:
+                        faults.append(error)
 
         def share_nearby() -> None:
             run_near(self._placement)
             share()
 
         helpers: list[threading.Thread] = []
-        for number in range(1, min(len(items), self._num_threads)):
-            name = f"kvferry-grow-{number}"
-            helper = threading.Thread(target=share_nearby, name=name, daemon=True)
-            try:
-                helper.start()
-            except RuntimeError as error:
-                log.debug("host memory grows with %d threads: %s", number, error)
-                break
-            helpers.append(helper)
+        try:
+            for number in range(1, min(len(items), self._num_threads)):
+                name = f"kvferry-grow-{number}"
+                helpers.append(threading.Thread(target=share_nearby, name=name, daemon=True))
+                helpers[-1].start()
+        except RuntimeError as error:
+            log.debug("host memory grows with %d threads: %s", len(helpers), error)
+            del helpers[-1]
         share()
         for helper in helpers:
             helper.join()
@@ -373,18 +370,17 @@ class Growth:
         if not self._stop.is_set():
             populate(self._bytes[chunk.start : chunk.start + chunk.num_bytes])
 
-    def _populate_and_mark(self, index: int) -> None:
-        if not self._stop.is_set():
+    def _make_ready(self, index: int) -> None:
+        """Pin a chunk that is populated or, where nothing is pinned, populate it."""
+        if self._registrar is None:
             self._populate(index)
-            self._mark_ready(index)
-
-    def _register_and_mark(self, index: int) -> None:
         if not self._stop.is_set():
             self._register(index)
             self._mark_ready(index)
 
     def _register(self, index: int) -> None:
-        assert self._registrar is not None
+        if self._registrar is None:
+            return
         chunk = self._chunks[index]
         address = int(self._bytes.ctypes.data) + chunk.start
         self._registrar.register_host(address, chunk.num_bytes)
@@ -411,8 +407,7 @@ class Growth:
 
     def _end(self) -> None:
         """Unregister chunks behind one that failed, and report."""
-        ready = self._chunks[self._num_prefix - 1]
-        end = int(self._bytes.ctypes.data) + ready.start + ready.num_bytes
+        end = int(self._bytes.ctypes.data) + self._ready_bytes
         self._unregister([address for address in self._registered if address >= end])
         self._seconds = time.monotonic() - self._began
         whole = self._num_prefix == len(self._chunks)
@@ -423,8 +418,8 @@ class Growth:
 
     def _unregister(self, addresses: list[int]) -> None:
         for address in addresses:
+            assert self._registrar is not None, "what is registered was registered by one"
             try:
-                assert self._registrar is not None
                 self._registrar.unregister_host(address)
             except Exception as error:  # the others must still be given back
                 log.warning("host memory stays registered: %s", error)

@@ -7,17 +7,14 @@ read before, and less is taken than is left.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvferry.core.quantities import GiB, MiB, format_size
 from kvferry.errors import ConfigError
-from kvferry.hostmem.slots import Bytes
 from kvferry.settings.kinds import AUTO, Auto
 
 ReadText = Callable[[str], str | None]
@@ -148,20 +145,16 @@ def size_for(asked: int | Auto, machine: Machine, *, num_ranks: int = 1) -> int:
         return max(1, int(limits[0].usable * AUTO_SHARE) // num_ranks)
     for limit in limits:
         # What other ranks already took is gone from what is left, so only one more must fit there.
-        if asked > limit.usable or asked * num_ranks > limit.total - limit.margin:
-            raise ConfigError(refusal(asked, limit, num_ranks))
+        most = min(limit.usable, (limit.total - limit.margin) // num_ranks)
+        if asked > most:
+            each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+            raise ConfigError(
+                f"host: {_shown(asked)}{each} is more than {limit.name} allows. There are "
+                f"{_shown(limit.total)} in all and {_shown(limit.left)} left, of which "
+                f"{_shown(limit.margin)} must stay free. At most {_shown(most)} fits. "
+                f"Remedy: {limit.remedy}"
+            )
     return asked
-
-
-def refusal(asked: int, limit: Limit, num_ranks: int = 1) -> str:
-    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
-    most = min(limit.usable, (limit.total - limit.margin) // num_ranks)
-    return (
-        f"host: {_shown(asked)}{each} is more than {limit.name} allows. There are "
-        f"{_shown(limit.total)} in all and {_shown(limit.left)} left, of which "
-        f"{_shown(limit.margin)} must stay free. At most {_shown(most)} fits. "
-        f"Remedy: {limit.remedy}"
-    )
 
 
 def shortage(machine: Machine, num_bytes: int) -> str:
@@ -211,20 +204,12 @@ def _table(text: str | None, separator: str) -> dict[str, int]:
     return table
 
 
-_MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}
-_MPOL_PREFERRED = 1
-_BITS = 64
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where pages should come from, in words, and the processors to touch them on.
 
-    A copy to or from another node's memory crosses the slow, shared link between sockets. Where a
-    container forbids ``mbind``, threads that touch pages first on the near processors do the same.
+    A copy to or from another node's memory crosses the slow, shared link between sockets. A page
+    comes from the node of the processor that touches it first, as long as that node has some left.
     """
 
     words: str
@@ -247,31 +232,6 @@ def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placem
         return Placement(f"{len(nodes)} memory nodes, the GPU's ({pci_bus_id}) is not known")
     cpus = frozenset(parse_list(read(f"/sys/devices/system/node/node{node}/cpulist") or ""))
     return Placement(f"near GPU {pci_bus_id}, node {node} of {len(nodes)}", node, cpus)
-
-
-def prefer(memory: Bytes, placement: Placement) -> Placement:
-    """Ask for pages of ``placement.node``; the result says in words what was done.
-
-    Preferred, not bound: when that node is full, pages come from another.
-    """
-    if placement.node is None:
-        return placement
-    number = _MBIND.get(platform.machine())
-    error = "no mbind on this machine"
-    if number is not None:
-        words = placement.node // _BITS + 1
-        mask = (ctypes.c_ulong * words)()
-        mask[placement.node // _BITS] = 1 << placement.node % _BITS
-        arguments = (memory.ctypes.data, memory.nbytes, _MPOL_PREFERRED, ctypes.addressof(mask))
-        most = words * _BITS + 1  # the kernel reads one bit less than it is told
-        code = _libc.syscall(
-            ctypes.c_long(number), *(ctypes.c_ulong(a) for a in (*arguments, most, 0))
-        )
-        if code == 0:
-            return replace(placement, words=f"{placement.words}: preferred")
-        error = f"mbind: {os.strerror(ctypes.get_errno())}"
-    done = f"{placement.words}: by the processors that touch it ({error})"
-    return replace(placement, words=done)
 
 
 def run_near(placement: Placement) -> None:

@@ -15,7 +15,7 @@ from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, InputError
 from kvferry.hostmem.growth import Growth, GrowthStats, Pin, Registrar
-from kvferry.hostmem.limits import Machine, find_placement, prefer, size_for
+from kvferry.hostmem.limits import Machine, find_placement, size_for
 from kvferry.hostmem.slots import (
     CHUNK_BYTES,
     Bytes,
@@ -227,14 +227,13 @@ class HostMemory(Closing):
         memory = shared if shared is not None else PrivateMemory(chunks.num_bytes)
         self.tier = HostTier(chunks.num_slots, slot_bytes, name=name, chunks=chunks, memory=memory)
         self._shared = shared
-        placement = prefer(self.tier.bytes, find_placement(pci_bus_id, machine.read))
         self.growth = Growth(
             self.tier,
             registrar=registrar,
             pin=pin,
             busy=busy,
             wanted=wanted,
-            placement=placement,
+            placement=find_placement(pci_bus_id, machine.read),
             machine=machine if shared is None or shared.is_creator else None,
             num_threads=num_threads,
         )
