@@ -327,7 +327,8 @@ class Growth:
 
         Helpers are made for the batch: a process that allows fewer threads is merely slower.
         """
-        left, faults = deque(items), []
+        left = deque(items)
+        faults: list[Exception] = []
 
         def share() -> None:
             with suppress(IndexError):  # nothing is left

@@ -4,10 +4,9 @@ An event can be waited for only when it is recorded, so only when all of a load 
 can be waited for before: a stream waits until the number at an address has its value, and whatever
 ends the load writes the value later, from a stream or from the host.
 
-A stream that waits for a flag may hold up more than itself. A driver has a few channels to the card
-(8 by default) and puts streams on them as it likes, and a wait holds up all work queued later on
-its channel. With an event that is at worst slow; with a flag it lasts for ever if the held work is
-what should set the flag. (One NVIDIA H200, 2026-11-16: a flag on the default stream held no other
+A driver has a few channels to the card (8 by default) and puts streams on them as it likes, and a
+wait holds up all work queued later on its channel. With a flag that lasts for ever if the held work
+is what should set it. (One NVIDIA H200, 2026-11-16: a flag on the default stream held no other
 stream up; flags on 32 other streams held up all.) No call tells, so :class:`FlagProbe` tries it out
 once per compute stream, while that stream has nothing to do.
 """

@@ -12,12 +12,10 @@
 The copy engines run at the full rate of the link and take nothing from the model; the kernel works
 inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
 stream, because a copy engine loses some ten microseconds when it turns to another one. A copy that
-waits for a kernel, or a kernel for a copy, starts that much later too. So the gathers of a job run
-while the job before it is still being copied, and only the first chunk of the first job, kept
-small, makes the link wait. Until it can be copied, a kernel writes a few bytes to host memory.
-
-A transfer alone loses time at its ends, and at its start most of that is the host's own time: so
-only what the first copy of a load, or the first kernel of a store, needs comes before it.
+waits for a kernel, or a kernel for a copy, starts that much later too: the gathers of a job run
+while the job before it is copied, and only the first chunk of the first job, kept small, makes the
+link wait. Until it can be copied, a kernel writes a few bytes to host memory. Only what the first
+copy of a load, or the first kernel of a store, needs comes before it.
 
 Every slot has a stream for its kernels: beside a model that fills the card, a kernel starts only
 when one of the model's ends, and then all waiting chunks must go at once.
@@ -28,7 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 
 from kvferry.core.quantities import MiB
@@ -93,16 +91,12 @@ class RingSlot:
             part.freed_by = event
 
 
-@dataclass(eq=False)
 class Slots:
     """The slots of one direction: large ones used in turn, and a small one."""
 
-    large: tuple[RingSlot, ...]
-    small: RingSlot
-    in_turn: Iterator[RingSlot] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.in_turn = cycle(self.large)
+    def __init__(self, large: tuple[RingSlot, ...], small: RingSlot) -> None:
+        self.large, self.small = large, small
+        self.in_turn = cycle(large)
 
 
 class Ring:
@@ -495,12 +489,9 @@ class StagedPath(Path):
             return
         except DriverError as error:
             log.warning("a failed copy cannot be fenced, so it is waited for: %s", error)
-        self._wait_for((*streams, stream))
-
-    def _wait_for(self, streams: Iterable[int]) -> None:
-        for stream in streams:
+        for each in (*streams, stream):
             try:
-                self._driver.synchronize_stream(stream)
+                driver.synchronize_stream(each)
             except DriverError as error:
                 # A device that refuses this too is lost: nothing runs on it any more.
                 log.error("a copy could not be waited for: %s", error)

@@ -66,7 +66,6 @@ class CopyRig:
         self.num_bytes = num_bytes
         self.host_bytes = host_bytes or num_bytes
         self._rng = np.random.default_rng(0)
-        self._layouts: dict[tuple[int, int], GroupLayout] = {}
         self._handles = Handles()
         try:
             self._take()
@@ -76,17 +75,10 @@ class CopyRig:
 
     def layout(self, segment_bytes: int, segments: int) -> GroupLayout:
         """Blocks of ``segments`` equal segments, each layer's blocks together."""
-        key = (segment_bytes, segments)
-        if key not in self._layouts:
-            num_blocks = 2 * self.num_bytes // (segment_bytes * segments)
-            layers = np.arange(segments, dtype=np.int64)
-            self._layouts[key] = GroupLayout(
-                bases=self.device + layers * num_blocks * segment_bytes,
-                strides=np.full(segments, segment_bytes),
-                sizes=np.full(segments, segment_bytes),
-                num_blocks=num_blocks,
-            )
-        return self._layouts[key]
+        num_blocks = 2 * self.num_bytes // (segment_bytes * segments)
+        bases = self.device + np.arange(segments) * num_blocks * segment_bytes
+        sizes = np.full(segments, segment_bytes)
+        return GroupLayout(bases, sizes, sizes, num_blocks)
 
     def job(
         self,
