@@ -11,9 +11,10 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from kvferry.errors import InputError, KvferryError
-from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, candidates
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, Cost, candidates
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
@@ -36,18 +37,16 @@ in the batch waits for the model, only a few for a copy."""
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What one path would cost one transfer."""
+class Estimate(NamedTuple):
+    """What one path would cost one transfer. The best has the lowest ``score``.
 
+    That is its seconds and, weighted by ``MODEL_WEIGHT``, those taken from the model.
+    """
+
+    score: float
     path: str
     seconds: float
-    lost_seconds: float = 0.0
-
-    @property
-    def score(self) -> float:
-        """Seconds, those taken from the model weighted by ``MODEL_WEIGHT``."""
-        return self.seconds + MODEL_WEIGHT * self.lost_seconds
+    lost_seconds: float
 
 
 class Planner:
@@ -64,6 +63,11 @@ class Planner:
         self._costs = {
             direction: {name: profile.cost(direction, name) for name in names}
             for direction in Direction
+        }
+        self._at_once = {
+            direction: {name: costs[name] for name in costs if BY_NAME[name].queues_at_once}
+            or costs
+            for direction, costs in self._costs.items()
         }
 
     def choose(
@@ -84,13 +88,10 @@ class Planner:
         917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens came after
         26.6 and 29.7 ms. One NVIDIA H200, vLLM 0.26, 2026-11-18.)
         """
-        if len(self._costs[direction]) == 1:
-            return next(iter(self._costs[direction]))
-        names = [
-            each.path for each in self.estimates(direction, layout, num_blocks, busy, num_runs)
-        ]
-        at_once = [name for name in names if in_parts and BY_NAME[name].queues_at_once]
-        return (at_once or names)[0]
+        costs = self._at_once[direction] if in_parts else self._costs[direction]
+        if len(costs) == 1:
+            return next(iter(costs))
+        return min(_estimates(costs, layout, num_blocks, busy, num_runs)).path
 
     def estimates(
         self,
@@ -101,16 +102,7 @@ class Planner:
         num_runs: int = 1,
     ) -> list[Estimate]:
         """What each path would cost, the best first."""
-        num_bytes, num_segments = num_blocks * layout.block_bytes, num_blocks * layout.num_segments
-        found = []
-        for path, cost in self._costs[direction].items():
-            seconds = cost.seconds(num_bytes, num_segments, num_runs)
-            if busy:
-                lost = cost.lost_seconds(num_bytes)
-                found.append(Estimate(path, seconds * cost.stretch, lost))
-            else:
-                found.append(Estimate(path, seconds))
-        return sorted(found, key=lambda estimate: estimate.score)
+        return sorted(_estimates(self._costs[direction], layout, num_blocks, busy, num_runs))
 
     def explain(
         self,
@@ -148,6 +140,19 @@ class Planner:
         source = self.profile.provenance.get("source", "a profile")
         lines.append(f"  From {source}.")
         return "\n".join(lines)
+
+
+def _estimates(
+    costs: Mapping[str, Cost], layout: GroupLayout, num_blocks: int, busy: bool, num_runs: int
+) -> list[Estimate]:
+    num_bytes, num_segments = num_blocks * layout.block_bytes, num_blocks * layout.num_segments
+    found = []
+    for path, cost in costs.items():
+        seconds, lost = cost.seconds(num_bytes, num_segments, num_runs), 0.0
+        if busy:
+            seconds, lost = seconds * cost.stretch, cost.lost_seconds(num_bytes)
+        found.append(Estimate(seconds + MODEL_WEIGHT * lost, path, seconds, lost))
+    return found
 
 
 @dataclass(frozen=True)
