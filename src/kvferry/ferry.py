@@ -20,7 +20,7 @@ from kvferry.core.identity import Extra, Namespace, chain, scope
 from kvferry.core.keys import Key, Keys
 from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause, weakly
 from kvferry.core.quantities import Integers, integer, integers
-from kvferry.errors import ClosedError, DeadlineError, InputError
+from kvferry.errors import ClosedError, DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
 from kvferry.hostmem.growth import GrowthStats
 from kvferry.rank import RankMemory
@@ -58,6 +58,10 @@ _POLL_SECONDS = 0.02
 """Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
+_INTERRUPTED = (
+    "an interrupt ended a call of this ferry in its midst and left its bookkeeping torn; close it "
+    "and attach again"
+)
 _GONE = "the hit is gone: it was released, loaded, or too old"
 _LONG_BYTES = 32 << 20
 """Policies learn of requests while at least this much is being copied, which takes longer."""
@@ -111,6 +115,10 @@ class Ferry(Closing):
         self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
+        self._is_inside = False
+        """Whether a call changes the bookkeeping; it stays so where an interrupt ends the call."""
+        self._is_torn = False
+        """The same, while what one part has let go of is not noted in another yet."""
         self._is_growing = True
         self._parts = ExitStack()  # all of them are closed, even when one raises
         for part in (rank, self._scheduler, self._worker):
@@ -161,16 +169,24 @@ class Ferry(Closing):
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys.array):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
-        request = self._scheduler.open(
-            f"hit-{next(_request_numbers)}", keys, None if hints is None else _hints(hints)
-        )
-        tokens = self.namespace.block_tokens
-        match = request.match(computed_tokens=on_device * tokens)
+        given, tokens = None if hints is None else _hints(hints), self.namespace.block_tokens
+        if self._is_inside or self._is_torn:
+            self._recover()
+        self._is_inside = True
+        request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
+        try:
+            match = request.match(computed_tokens=on_device * tokens)
+        except Exception:  # keys that repeat, or what a policy raises
+            request.end()
+            self._is_inside = False
+            raise
         if match.state is not MatchState.HIT:
             promotion = request.promotion
             if promotion is not None and promotion.waits:
+                self._is_inside = False
                 return self._keep_pending(request, on_device)
             request.end()
+        self._is_inside = False
         return Hit(request, match.to_load // tokens, on_device)
 
     def _keep_pending(self, request: Request, on_device: int) -> Hit:
@@ -226,11 +242,19 @@ class Ferry(Closing):
             )
         if self._is_growing:
             self._rank.note_step()
-        ordered = request.load(tables) if request in self._scheduler else ()
-        if ordered:
-            ticket = self._tickets.send(ordered)
+        if self._is_inside or self._is_torn:
+            self._recover()
+        self._is_torn = True
+        try:
+            ordered = request.load(tables) if request in self._scheduler else ()
+            ticket = self._tickets.send(ordered) if ordered else None
+        except Exception:
+            self._is_torn = False
+            raise
+        if ticket is not None:
             self._send_now(compute_waits=True)
             return ticket
+        self._is_torn = False
         self.release(hit)
         ticket, gone = self._tickets.give(), _GONE if len(hit) else ""
         self._tickets.end(Done(ticket, 0, gone, ok=not gone))
@@ -272,9 +296,14 @@ class Ferry(Closing):
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
         self._owner.require()
-        if _checked(hit).request in self._scheduler and hit.request.state is not State.LOADING:
-            self._pending.pop(hit.request, None)
-            hit.request.end()
+        request = _checked(hit).request
+        if self._is_inside or self._is_torn:
+            self._recover()
+        if request in self._scheduler and request.state is not State.LOADING:
+            self._is_inside = True
+            self._pending.pop(request, None)
+            request.end()
+            self._is_inside = False
 
     # -- store ----------------------------------------------------------------------------------
 
@@ -306,10 +335,11 @@ class Ferry(Closing):
         if self._is_growing:
             self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
-        ticket = None
-        request = self._scheduler.open(
-            f"store-{next(_request_numbers)}", keys, None if hints is None else _hints(hints)
-        )
+        ticket, given = None, None if hints is None else _hints(hints)
+        if self._is_inside or self._is_torn:
+            self._recover()
+        self._is_inside = True
+        request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
         try:
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
             reason = ""
@@ -328,6 +358,7 @@ class Ferry(Closing):
             raise
         finally:
             request.end()
+        self._is_inside = False
         return ticket
 
     def _skip_reason(self, request: Request, keys: Keys, first: int, num_ordered: int) -> str:
@@ -437,11 +468,28 @@ class Ferry(Closing):
             self._note_ready()
         if self._mailbox.has_mail:
             self._mailbox.answer()
-        scheduler = self._scheduler
         if self._has_tiers:
             for change in self._worker.health():
-                scheduler.note_health(change)
-        settled = scheduler.settle(self._worker.poll())
+                self._scheduler.note_health(change)
+        if self._is_inside or self._is_torn:
+            self._recover()
+        self._is_torn = True
+        try:
+            has_landed = self._settle()
+        except Exception:  # of a mover, say; an interrupt may have lost what was learnt
+            self._is_torn = False
+            raise
+        self._is_torn = False
+        if self._has_tiers:
+            self._serve_tiers(has_landed=has_landed)
+        if not has_landed:  # while copies run, there is time for it
+            self._catch_up()
+        elif not self._scheduler.num_in_flight:  # or the counters of an idle ferry would lag
+            self._scheduler.book.drain()
+
+    def _settle(self) -> bool:
+        """Learn what ended; return whether any copy did."""
+        settled = self._scheduler.settle(self._worker.poll())
         if settled.ordered:
             self._send_promised(settled.ordered)
         for request in settled.loaded + settled.expired:
@@ -458,12 +506,21 @@ class Ferry(Closing):
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         for landing in settled.landed:
             self._tickets.land(landing.transfer_id, landing.reason)
-        if self._has_tiers:
-            self._serve_tiers(has_landed=bool(settled.landed))
-        if not settled.landed:  # while copies run, there is time for it
-            self._catch_up()
-        elif not self._scheduler.num_in_flight:  # or the counters of an idle ferry would lag
-            self._scheduler.book.drain()
+        return bool(settled.landed)
+
+    def _recover(self) -> None:
+        """A call was interrupted in its midst: go on only where all bookkeeping agrees.
+
+        Raises:
+            StateError: it does not.
+        """
+        try:
+            self._scheduler.check_integrity()
+        except Exception as error:
+            raise StateError(_INTERRUPTED) from error
+        if self._is_torn:
+            raise StateError(_INTERRUPTED)
+        self._is_inside = False
 
     def _catch_up(self) -> None:
         """Do the deferred bookkeeping while no copy is waited for, or a long one runs."""
@@ -488,20 +545,32 @@ class Ferry(Closing):
 
     def _send_now(self, *, compute_waits: bool = False) -> None:
         """Send off what was just ordered; the copies begin on this thread."""
-        plan = self._scheduler.plan()
-        if plan.transfers or plan:
-            with self._rank.engine.starting_here(compute_waits=compute_waits):
-                self._worker.execute(plan)
-            if self._is_growing:
-                self._rank.note_plan(plan)
+        self._is_torn = True
+        try:
+            plan = self._scheduler.plan()
+            if plan.transfers or plan:
+                with self._rank.engine.starting_here(compute_waits=compute_waits):
+                    self._worker.execute(plan)
+                if self._is_growing:
+                    self._rank.note_plan(plan)
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
 
     def _send_plan(self) -> None:
         """Send off what was ordered without a ticket."""
-        plan = self._scheduler.plan()
-        if plan:
-            self._worker.execute(plan)
-            if self._is_growing:
-                self._rank.note_plan(plan)
+        self._is_torn = True
+        try:
+            plan = self._scheduler.plan()
+            if plan:
+                self._worker.execute(plan)
+                if self._is_growing:
+                    self._rank.note_plan(plan)
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
 
     # -- actions on blocks by their keys --------------------------------------------------------
 
@@ -633,7 +702,12 @@ class Ferry(Closing):
         finally:
             self._owner.close()
             self._dropped.detach()
-            self._parts.close()
+            try:
+                self._parts.close()
+            except Exception:
+                if not (self._is_inside or self._is_torn):
+                    raise
+                log.exception("a ferry that was interrupted in its midst could not end all of it")
 
     def _flush(self, seconds: float) -> None:
         """Write blocks that only host memory holds to the disk, also those being stored now.

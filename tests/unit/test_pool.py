@@ -163,7 +163,7 @@ def breaks(pool: Pool, how: str) -> None:
         first.slots[:] = second.slots
     elif how == "a lost lease":
         lease = pool.reserve(keys([9]))
-        pool._leases.clear()
+        pool.leases.clear()
     assert lease is None or lease.ended is None
 
 

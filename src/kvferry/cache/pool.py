@@ -76,7 +76,8 @@ class Pool:
         self.table = SlotTable(num_slots, self.log, placed=placed)
         self.eviction = Eviction(self.table, policy, pin_share, clock, placed=placed)
         self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_MOST_NEWS)
-        self._leases: set[Lease] = set()
+        self.leases: set[Lease] = set()
+        """Those that have not ended."""
         self.grow(num_slots if num_ready is None else num_ready)
 
     def grow(self, num_ready: int) -> None:
@@ -195,7 +196,7 @@ class Pool:
             )
         self.table.claim(slots)
         lease = Lease(purpose, slots, np.arange(len(slots)), self)
-        self._leases.add(lease)
+        self.leases.add(lease)
         if len(self.eviction.feed.events) >= MANY_EVENTS:
             self.eviction.feed.drain()
         return lease
@@ -259,7 +260,7 @@ class Pool:
             return None
         self.num_reserved += len(slots)
         lease = Lease(Purpose.WRITE, slots, positions, self)
-        self._leases.add(lease)
+        self.leases.add(lease)
         return lease
 
     def _link(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
@@ -380,7 +381,7 @@ class Pool:
         No policy runs here: what it has to learn is in the log.
         """
         table, log, slots = self.table, self.log, lease.slots
-        self._leases.remove(lease)
+        self.leases.remove(lease)
         readers = None
         if lease.purpose is not Purpose.WRITE:
             readers = table.readers.take(slots) - 1
@@ -437,7 +438,7 @@ class Pool:
     @property
     def num_leases(self) -> int:
         """Leases that have not ended."""
-        return len(self._leases)
+        return len(self.leases)
 
     @property
     def counts(self) -> PoolCounts:
@@ -461,7 +462,7 @@ class Pool:
             self.table,
             eviction.policy,
             eviction.pins.all_pinned(),
-            self._leases,
+            self.leases,
             self.counts,
             self.num_ready,
         )

@@ -641,12 +641,14 @@ class Hits:
         if found.host_tokens <= found.computed_tokens:
             hit.is_declined = True
             return hit
-        leases: list[Lease | None] = []
         num_bytes = 0
-        for slots, size in zip(found.slots, self._block_bytes, strict=True):
-            leases.append(self._pool.claim(slots) if slots is not None else None)
-            num_bytes += len(slots) * size if slots is not None else 0
-        hit.leases = tuple(leases)
+        try:
+            for slots, size in zip(found.slots, self._block_bytes, strict=True):
+                hit.leases += (self._pool.claim(slots) if slots is not None else None,)
+                num_bytes += len(slots) * size if slots is not None else 0
+        except BaseException:  # a chain that repeats a key
+            hit.release()
+            raise
         if self.joins_loads and self._transfers.blocks_to_device:
             hit.joined = self._joined(found)
             if hit.joined is not None:

@@ -13,6 +13,7 @@ from functools import partial
 from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
+from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
@@ -397,6 +398,12 @@ class Request:
         if hit is None or not hit.leases:
             return (range(0),) * len(self._requests.sizes)
         return hit.found.blocks
+
+    @property
+    def pinned_leases(self) -> list[Lease]:
+        """What its pinned hit claims."""
+        leases = self._hit.leases if self._hit is not None else ()
+        return [lease for lease in leases if lease is not None]
 
     def load(
         self, tables: Sequence[BlockTable], overlap: OverlapDecision | None = None

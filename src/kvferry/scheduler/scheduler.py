@@ -26,7 +26,7 @@ from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
 from kvferry.core.identity import new_epoch
 from kvferry.core.keys import KeyChain, Keys
-from kvferry.errors import ClosedError, InputError
+from kvferry.errors import ClosedError, InputError, IntegrityError
 from kvferry.hints import Hints
 from kvferry.scheduler.control import Control
 from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
@@ -371,15 +371,22 @@ class Scheduler:
         if self._closed:
             raise ClosedError(_CLOSED)
         if self.lower.tiers:
+            self._order_for_tiers()
+        plan = self.transfers.launch(self._clock())
+        if self._requests.answered:
+            self._requests.forget_answered()
+        return plan
+
+    def _order_for_tiers(self) -> None:
+        """Order prefetches and writebacks; what a policy raises there is not the plan's fault."""
+        try:
             if self.control.has_prefetches:
                 self.control.advance()
             if self.writeback.counts_requests:  # what was asked for before this counts before it
                 self.book.drain()
             self.writeback.spill()
-        plan = self.transfers.launch(self._clock())
-        if self._requests.answered:
-            self._requests.forget_answered()
-        return plan
+        except Exception as error:
+            self.book.failure = self.book.failure or error
 
     def settle(self, receipts: Iterable[Receipt] = (), *, looks: bool = True) -> Settled:
         """Take the ranks' receipts and check the deadlines; returns what changed for the engine.
@@ -664,9 +671,18 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Prove the bookkeeping, the pools' included; raises IntegrityError."""
-        self.pool.check_integrity()
+        """Prove the bookkeeping, the pools' included; raises IntegrityError.
+
+        Every lease is one of a pinned hit or of a transfer, or its slots would stay claimed.
+        """
         self.lower.check_integrity()
+        self.pool.check_integrity()
+        held = list(self.transfers.leases())
+        for request in self._requests.pinned:
+            held += request.pinned_leases
+        for pool in self._pools:
+            if not pool.leases <= set(held):
+                raise IntegrityError("a lease is neither a pinned hit's nor a transfer's")
 
 
 @dataclass

@@ -199,6 +199,13 @@ class Transfers:
             if not each.overdue and isinstance(each.transfer, Transfer)
         )
 
+    def leases(self) -> Iterator[Lease]:
+        """Those of everything queued and in flight."""
+        yield from (order.lease for order in self._loads)
+        yield from (order.lease for order in self._stores)
+        yield from (lease for order in self._moves for lease in order.leases)
+        yield from (lease for each in self._in_flight.values() for lease in each.leases)
+
     def count_load(self, group: int, num_blocks: int) -> None:
         """So many more blocks are to be loaded; fewer, where it is negative."""
         self.blocks_to_device += num_blocks
