@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -58,6 +58,7 @@ _POLL_SECONDS = 0.02
 """Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
+_LATER = nullcontext()
 _INTERRUPTED = (
     "an interrupt ended a call of this ferry in its midst and left its bookkeeping torn; close it "
     "and attach again"
@@ -115,10 +116,9 @@ class Ferry(Closing):
         self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
-        self._is_inside = False
-        """Whether a call changes the bookkeeping; it stays so where an interrupt ends the call."""
-        self._is_torn = False
-        """The same, while what one part has let go of is not noted in another yet."""
+        self._is_inside = self._is_torn = False
+        """Whether a call changes the bookkeeping; stays true where an interrupt ends the call.
+        Torn: what one part has let go of is not noted in another yet."""
         self._is_growing = True
         self._parts = ExitStack()  # all of them are closed, even when one raises
         for part in (rank, self._scheduler, self._worker):
@@ -252,7 +252,7 @@ class Ferry(Closing):
             self._is_torn = False
             raise
         if ticket is not None:
-            self._send_now(compute_waits=True)
+            self._send(starts_here=True, compute_waits=True)
             return ticket
         self._is_torn = False
         self.release(hit)
@@ -290,7 +290,7 @@ class Ferry(Closing):
         for part in ordered:
             self._tickets.add(self._promised[part.request][0], part)
         self._rank.note_step()
-        self._send_plan()
+        self._send()
         self._rank.engine.order_compute_after_loads()
 
     def release(self, hit: Hit) -> None:
@@ -348,7 +348,7 @@ class Ferry(Closing):
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
             ticket = self._tickets.send(ordered, reason)
-            self._send_now()
+            self._send(starts_here=True)
         except BaseException:
             # The caller has no ticket to wait for and may write to those blocks: whatever was
             # copied of them, or will be, must never be found.
@@ -509,11 +509,7 @@ class Ferry(Closing):
         return bool(settled.landed)
 
     def _recover(self) -> None:
-        """A call was interrupted in its midst: go on only where all bookkeeping agrees.
-
-        Raises:
-            StateError: it does not.
-        """
+        """A call was interrupted in its midst: StateError where the bookkeeping does not agree."""
         try:
             self._scheduler.check_integrity()
         except Exception as error:
@@ -535,7 +531,7 @@ class Ferry(Closing):
             del self._pending[request]
             request.end()
         if has_landed or self._scheduler.num_queued:
-            self._send_plan()
+            self._send()
 
     def _note_ready(self) -> None:
         """Host memory that has grown since the last call serves from now on."""
@@ -543,28 +539,16 @@ class Ferry(Closing):
         self._scheduler.note_ready(FIRST_RANK, num_ready)
         self._is_growing = num_ready < self._rank.host.num_slots
 
-    def _send_now(self, *, compute_waits: bool = False) -> None:
-        """Send off what was just ordered; the copies begin on this thread."""
+    def _send(self, *, starts_here: bool = False, compute_waits: bool = False) -> None:
+        """Send off what was ordered; where it ``starts_here``, copies begin on this thread."""
         self._is_torn = True
         try:
             plan = self._scheduler.plan()
             if plan.transfers or plan:
-                with self._rank.engine.starting_here(compute_waits=compute_waits):
+                engine = self._rank.engine
+                begin = engine.starting_here(compute_waits=compute_waits) if starts_here else _LATER
+                with begin:
                     self._worker.execute(plan)
-                if self._is_growing:
-                    self._rank.note_plan(plan)
-        except Exception:
-            self._is_torn = False
-            raise
-        self._is_torn = False
-
-    def _send_plan(self) -> None:
-        """Send off what was ordered without a ticket."""
-        self._is_torn = True
-        try:
-            plan = self._scheduler.plan()
-            if plan:
-                self._worker.execute(plan)
                 if self._is_growing:
                     self._rank.note_plan(plan)
         except Exception:
@@ -605,7 +589,7 @@ class Ferry(Closing):
         They arrive with :meth:`poll`.
         """
         done = self._scheduler.control.prefetch(self._own_keys(keys), _seconds(keep))
-        self._send_plan()
+        self._send()
         return done
 
     def drop(self, keys: Keys) -> Acted:
@@ -683,7 +667,7 @@ class Ferry(Closing):
                 self._pending.pop(request, None)
                 request.end()
         if self._has_tiers:
-            self._send_plan()  # a tier may outlive this process: it must learn of the reset
+            self._send()  # a tier may outlive this process: it must learn of the reset
         end = time.monotonic() + self._config.disk_deadline
         tiers = self._rank.tiers.values()
         return all(tier.wait_forgotten(max(0.0, end - time.monotonic())) for tier in tiers)
@@ -720,7 +704,7 @@ class Ferry(Closing):
             while writeback.can_flush and (now := time.monotonic()) < end:
                 self._advance()
                 writeback.flush()
-                self._send_plan()
+                self._send()
                 if not writeback.is_flushing:
                     return
                 pause(now - began)

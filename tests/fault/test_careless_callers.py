@@ -30,7 +30,7 @@ def ferry(request: pytest.FixtureRequest) -> Iterator[kvferry.Ferry]:
 def attached(*, num_groups: int = 1, **more: Any) -> kvferry.Ferry:
     kv: Any = [np.zeros((2 * BLOCKS, 2, TOKENS, 8), np.uint8) for _ in range(num_groups)]
     settings: dict[str, Any] = {"load_policy": "always", "policy": "lru", **more}
-    host = SLOTS * num_groups * kv[0][0].nbytes
+    host = f"{SLOTS * num_groups * kv[0][0].nbytes}B"
     if num_groups > 1:
         settings["groups"] = [kvferry.FullAttention(TOKENS)] * num_groups
         kv = [[tensor] for tensor in kv]

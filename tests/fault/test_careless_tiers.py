@@ -111,7 +111,9 @@ def ferry(request: pytest.FixtureRequest) -> Iterator[kvferry.Ferry]:
     tier = f"tests.fault.test_careless_tiers:open_{request.param}"
     settings: dict[str, Any] = {"tiers": tier, "tier_write": "through", "load_policy": "always"}
     settings |= dict.fromkeys(("lookup_deadline", "promote_deadline", "store_deadline"), 0.2)
-    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=SLOTS * SLOT, **settings) as ferry:
+    with kvferry.attach(
+        kv, model="m", block_tokens=TOKENS, host=f"{SLOTS * SLOT}B", **settings
+    ) as ferry:
         yield ferry
 
 

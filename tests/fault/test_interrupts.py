@@ -35,7 +35,7 @@ def attached() -> kvferry.Ferry:
     kv = [np.zeros((2 * FEW, 2, TOKENS, 8), np.uint8)]
     settings: dict[str, Any] = {"load_policy": "always", "policy": "lru"}
     return kvferry.attach(
-        kv, model="m", block_tokens=TOKENS, host=SLOTS * kv[0][0].nbytes, **settings
+        kv, model="m", block_tokens=TOKENS, host=f"{SLOTS * kv[0][0].nbytes}B", **settings
     )
 
 
