@@ -117,8 +117,7 @@ class Ferry(Closing):
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
         self._is_inside = self._is_torn = False
-        """Whether a call changes the bookkeeping; stays true where an interrupt ends the call.
-        Torn: what one part has let go of is not noted in another yet."""
+        """Whether a call changes the bookkeeping, in steps that only make sense together (torn)."""
         self._is_growing = True
         self._parts = ExitStack()  # all of them are closed, even when one raises
         for part in (rank, self._scheduler, self._worker):
@@ -483,7 +482,9 @@ class Ferry(Closing):
         if self._has_tiers:
             self._serve_tiers(has_landed=has_landed)
         if not has_landed:  # while copies run, there is time for it
-            self._catch_up()
+            num_bytes = self._scheduler.bytes_in_flight
+            if not num_bytes or num_bytes >= _LONG_BYTES:
+                self._scheduler.drain_events()
         elif not self._scheduler.num_in_flight:  # or the counters of an idle ferry would lag
             self._scheduler.book.drain()
 
@@ -517,12 +518,6 @@ class Ferry(Closing):
         if self._is_torn:
             raise StateError(_INTERRUPTED)
         self._is_inside = False
-
-    def _catch_up(self) -> None:
-        """Do the deferred bookkeeping while no copy is waited for, or a long one runs."""
-        num_bytes = self._scheduler.bytes_in_flight
-        if not num_bytes or num_bytes >= _LONG_BYTES:
-            self._scheduler.drain_events()
 
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""
@@ -694,10 +689,7 @@ class Ferry(Closing):
                 log.exception("a ferry that was interrupted in its midst could not end all of it")
 
     def _flush(self, seconds: float) -> None:
-        """Write blocks that only host memory holds to the disk, also those being stored now.
-
-        An error is logged and ends the flush, not the close; an interrupt is passed on.
-        """
+        """Write blocks that only host memory holds to the disk; an error ends the flush alone."""
         writeback, began = self._scheduler.writeback, time.monotonic()
         end = began + seconds
         try:
