@@ -59,10 +59,7 @@ _POLL_SECONDS = 0.02
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
 _LATER = nullcontext()
-_INTERRUPTED = (
-    "an interrupt ended a call of this ferry in its midst and left its bookkeeping torn; close it "
-    "and attach again"
-)
+_INTERRUPTED = "an interrupt tore this ferry's bookkeeping; close it and attach again"
 _GONE = "the hit is gone: it was released, loaded, or too old"
 _LONG_BYTES = 32 << 20
 """Policies learn of requests while at least this much is being copied, which takes longer."""
