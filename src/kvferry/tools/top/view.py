@@ -242,11 +242,9 @@ class _Span:
 
 def _idle(now: Reading) -> str:
     """Why nothing is served, or an empty text."""
-    for metric in (names.IDLE_INFO, names.IDLE):
-        for (why,), is_on in now.by_label(metric).items():
-            if is_on > 0:
-                return why_idle(why)
-    return ""
+    reasons = [why_idle(reason) for (reason,), is_on in now.by_label(names.IDLE).items() if is_on]
+    told = [why for (why,) in now.by_label(names.IDLE_INFO)]
+    return next(iter(told if reasons and told else reasons), "")
 
 
 def _maybe(value: float | None) -> int | None:
