@@ -14,6 +14,7 @@ import re
 import sys
 import tokenize
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src"
@@ -22,7 +23,7 @@ MOST_LINES, MOST_DEPTH, MOST_PRONOUNS, MOST_WORDS = 860, 17, 39, 25
 
 PRONOUNS = re.compile(r"\b(who|whoever|whom|nobody|somebody|anybody)\b", re.IGNORECASE)
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
-SPEAKING_CALLS = {"option", "command", "argument", "group", "setting", "Setting"}
+SPEAKING_CALLS = {"option", "command", "argument", "group", "Setting"}
 
 
 def modules() -> dict[str, Path]:
@@ -109,6 +110,10 @@ def spoken_texts(tree: ast.Module) -> list[tuple[int, str]]:
             if name in SPEAKING_CALLS:
                 spoken = [*node.args, *(k.value for k in node.keywords if k.arg == "help")]
             texts += [(each.lineno, text) for each in spoken if (text := constant_text(each))]
+        elif isinstance(node, ast.ClassDef):  # the docstring of a setting is its help
+            for row, words in pairwise(node.body):
+                if isinstance(row, ast.AnnAssign) and isinstance(words, ast.Expr):
+                    texts.append((words.lineno, constant_text(words.value)))
         elif isinstance(node, ast.FunctionDef) and any(
             getattr(getattr(each, "func", each), "attr", "") in {"command", "group"}
             for each in node.decorator_list

@@ -7,17 +7,22 @@ A setting is one row of :class:`Config`. Its reader, its environment variable, i
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, partial, wraps
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
-from kvferry.core.quantities import MiB, quoted, shown
-from kvferry.errors import ConfigError
+from kvferry.core.quantities import GiB, MiB, nearest, parse_size, quoted, shown
+from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.settings.kinds import read_file
 from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV
 
@@ -25,14 +30,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-import inspect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial, wraps
-from typing import ParamSpec, TypeVar, cast
-
-from kvferry.core.quantities import GiB, nearest, parse_size
-from kvferry.errors import UnknownSettingError
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.settings.eviction import (
     ACCEPTS,
@@ -187,6 +184,7 @@ def _list_of(values: Iterable[object]) -> str:
 
 ADMISSION = one_of("all", "requested-twice")
 DIRECTORIES = Kind("PATH, ...|none", read_directories, _list_of)
+LOG_LEVEL = one_of("debug", "info", "warning", "error", "critical")
 FILE_NAME = optional(Kind("PATH", read_file_name))
 POLICY = Kind(ACCEPTS, read_policy)
 SECRET = optional(Kind("text or file:PATH", read_secret, lambda secret: "(not shown)"))
@@ -195,9 +193,9 @@ TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, _list_of)
 TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
 
 
-def setting(default: T, kind: Kind[T], help: str, *, basic: bool = False) -> T:
-    """One row of the table. A basic setting is one that most servers want to look at."""
-    facts = {"kind": kind, "help": help, "basic": basic}
+def setting(default: T, kind: Kind[T], *, basic: bool = False) -> T:
+    """One row of the table, whose docstring is its help. Most servers want to look at the basic."""
+    facts = {"kind": kind, "basic": basic}
     return field(default=default, repr=kind is not SECRET, metadata=facts)
 
 
@@ -208,210 +206,113 @@ class Config:
     Owns what may be set, not what is done with it. Frozen; ``dataclasses.replace`` checks again.
     """
 
-    host: int | Auto = setting(  # noqa: RUF009
-        1 * GiB,
-        or_auto(SIZE),
-        "Host memory that holds blocks, for each rank; auto: most of what this machine has left.",
-        basic=True,
-    )
-    host_pin: str = setting(
-        "auto",
-        one_of("auto", "required", "never"),
-        "Pin host memory where the driver allows it, or refuse to start without, or never.",
-    )
-    disk: tuple[str, ...] = setting(
-        (),
-        DIRECTORIES,
-        "Keep blocks in these directories too, one for each drive. Blocks there survive a restart.",
-        basic=True,
-    )
-    disk_size: int = setting(
-        64 * GiB,
-        SIZE,
-        "The most bytes that kvferry may fill there: all directories, all ranks of this host and "
-        "all models together.",
-        basic=True,
-    )
-    disk_keep_free: int = setting(
-        5 * GiB, SIZE_OR_ZERO, "Free space that is left on each of their file systems."
-    )
-    disk_other_models_share: float = setting(
-        0.5,
-        SHARE,
-        "The share of disk_size that is left to blocks of other models, while they are not open. "
-        "Only blocks written in the last week count.",
-    )
-    disk_admission: str = setting(
-        "all",
-        ADMISSION,
-        "Write every block to disk that host memory is about to drop, or only a block that was "
-        "requested twice.",
-    )
-    disk_write_per_day: int | None = setting(
-        None, optional(SIZE), "The most bytes to write to disk in 24 hours; none: no bound."
-    )
-    disk_deadline: float = setting(
-        10.0, SECONDS, "A drive without an answer for so long is unavailable until it answers."
-    )
-    disk_key_file: str | None = setting(
-        None,
-        FILE_NAME,
-        "Encrypt what is on disk with the key in this file: 32 bytes, or their base64.",
-    )
-    disk_direct: str = setting(
-        "auto",
-        one_of("auto", "never"),
-        "Read and write past the page cache where the file system can, or through it.",
-    )
-    tiers: tuple[TierSpec, ...] = setting(
-        (),
-        TIERS,
-        "Tiers below host memory and below the disk, nearest first. memory:SIZE and "
-        "memory-by-key:SIZE are ordinary memory, for each rank. package.module:factory is a tier "
-        "of your own.",
-    )
-    remote: str | None = setting(
-        None,
-        STORE,
-        "A store that servers share, below all tiers: s3://BUCKET/PREFIX or mooncake://MASTER:PORT."
-        " For S3, ?pack=BLOCKS sets the blocks in one object; without it, as many as is fast.",
-        basic=True,
-    )
-    remote_admission: str = setting(
-        "all",
-        ADMISSION,
-        "Write every block to that store that host memory drops (with tier_write = through: every "
-        "stored block). Or only a block that was requested twice by then.",
-    )
-    remote_bandwidth: int | None = setting(
-        None,
-        optional(SIZE),
-        "The most bytes a second to and from that store, for each rank and both ways together.",
-    )
-    remote_key_file: str | None = setting(
-        None,
-        FILE_NAME,
-        "Encrypt what is shared with the key in this file: 32 bytes, or their base64. All servers "
-        "need the same key.",
-    )
-    tier_write: str = setting(
-        "spill",
-        one_of("spill", "through"),
-        "Copy blocks to the tiers when host memory is about to drop them, or as soon as stored.",
-    )
-    tier_flush: float = setting(
-        10.0,
-        SECONDS_OR_ZERO,
-        "With spill: how long blocks that only host memory holds are written to disk while the "
-        "engine is idle, or at the end. 0: not before host memory drops them.",
-    )
-    policy: str = setting(
-        DEFAULT_POLICY,
-        POLICY,
-        "Which blocks make room for others in host memory.",
-        basic=True,
-    )
-    tier_policy: str = setting(
-        DEFAULT_TIER_POLICY,
-        POLICY,
-        "Which blocks make room for others in every tier with slots.",
-    )
-    block_tokens: int = setting(16, COUNT, "Tokens in one block.", basic=True)
-    copy_path: str = setting(
-        AUTO_PATH,
-        one_of(AUTO_PATH, *BY_NAME),
-        "How blocks are copied; auto picks by measurement on this machine.",
-    )
-    staging_ring: int = setting(64 * MiB, SIZE, "Device memory of the staged path's ring.")
-    load_deadline: float = setting(30.0, SECONDS, "A load not finished by then is given up.")
-    store_deadline: float = setting(30.0, SECONDS, "A store not finished by then is given up.")
-    match_deadline: float = setting(60.0, SECONDS, "A hit not loaded by then is released.")
-    promote_deadline: float = setting(
-        10.0, SECONDS, "A fetch from a lower tier not finished by then is given up."
-    )
-    lookup_deadline: float = setting(
-        1.0, SECONDS, "A lower tier without an answer to a lookup by then counts as a miss."
-    )
-    store_mode: str = setting(
-        "eager",
-        one_of("eager", "lazy"),
-        "Store blocks as soon as they are computed, or only when the device is about to drop them.",
-    )
-    store_threshold: int = setting(
-        1, COUNT, "Store a block only once requests have asked for it this often."
-    )
-    load_policy: str = setting(
-        "auto",
-        one_of("always", "auto", "never"),
-        "Load hits always, never, or only where that is expected to beat computing them.",
-    )
-    overlap_loads: str = setting(
-        "auto",
-        one_of("auto", "off"),
-        "Let a request run while its load lands, each layer behind its own part (vLLM only). auto: "
-        "where no other request runs.",
-    )
-    prefill_rate: float | None = setting(
-        None, optional(RATE), "Tokens per second the engine computes; none: learned from it."
-    )
-    max_loading_blocks: int | None = setting(
-        None,
-        optional(COUNT),
-        "Device blocks that loads may hold at one time; none: seven eighths of the device's.",
-    )
-    max_storing_blocks: int | None = setting(
-        None,
-        optional(COUNT),
-        "Device blocks that stores may hold at one time; none: a quarter of the device's, and at "
-        "least 64.",
-    )
-    max_bytes_in_flight: int = setting(
-        4 * GiB, SIZE, "The most bytes in flight at one time; stores wait first."
-    )
-    metrics_port: int | Auto | None = setting(  # noqa: RUF009
-        AUTO,
-        or_auto(optional(PORT)),
-        "Serve metrics and explanations on this port; none: do not serve them. auto: in a server, "
-        "on 9475 or the next free port; in the library, once serve_metrics() is called.",
-        basic=True,
-    )
-    metrics_host: str = setting(
-        "127.0.0.1", ADDRESS, "The address to serve them on; the network reaches all but loopback."
-    )
-    pin_share: float = setting(
-        0.25, SHARE, "The part of each tier that pins, TTLs and priorities may hold, at most."
-    )
-    tenants: tuple[TenantShare, ...] = setting(
-        (),
-        TENANTS,
-        "Which part of host memory, and of a disk or memory below it, each tenant keeps, and may "
-        "have at most. * is every other tenant. A shared store decides itself what it keeps. "
-        "A request's tenant is a hint, or its cache salt in vLLM.",
-    )
-    control: str = setting(
-        "off",
-        one_of("off", "local", "anywhere"),
-        "Serve pin, prefetch and drop over HTTP on metrics_port: never, to this machine, or to "
-        "every machine. Each call needs control_token.",
-    )
-    control_token: str | None = setting(
-        None, SECRET, "The secret that calls to control must carry; at least 16 characters."
-    )
-    record: str | None = setting(
-        None,
-        FILE_NAME,
-        "Write requests to this file as a trace for kvferry simulate, without their tokens; none: "
-        "do not.",
-    )
-    record_size: int = setting(
-        256 * MiB, SIZE, "Bytes of that file and the older ones beside it; the oldest goes first."
-    )
+    host: int | Auto = setting(1 * GiB, or_auto(SIZE), basic=True)  # noqa: RUF009
+    """Host memory that holds blocks, for each rank; auto: most of what this machine has left."""
+    host_pin: str = setting("auto", one_of("auto", "required", "never"))
+    """Pin host memory where the driver allows it, or refuse to start without, or never."""
+    disk: tuple[str, ...] = setting((), DIRECTORIES, basic=True)
+    """Keep blocks in these directories too, one for each drive. Blocks there survive a restart."""
+    disk_size: int = setting(64 * GiB, SIZE, basic=True)
+    """The most bytes that kvferry may fill there: all directories, all ranks of this host and all
+    models together."""
+    disk_keep_free: int = setting(5 * GiB, SIZE_OR_ZERO)
+    """Free space that is left on each of their file systems."""
+    disk_other_models_share: float = setting(0.5, SHARE)
+    """The share of disk_size that is left to blocks of other models, while they are not open. Only
+    blocks written in the last week count."""
+    disk_admission: str = setting("all", ADMISSION)
+    """Write every block to disk that host memory is about to drop, or only a block that was
+    requested twice."""
+    disk_write_per_day: int | None = setting(None, optional(SIZE))
+    """The most bytes to write to disk in 24 hours; none: no bound."""
+    disk_deadline: float = setting(10.0, SECONDS)
+    """A drive without an answer for so long is unavailable until it answers."""
+    disk_key_file: str | None = setting(None, FILE_NAME)
+    """Encrypt what is on disk with the key in this file: 32 bytes, or their base64."""
+    disk_direct: str = setting("auto", one_of("auto", "never"))
+    """Read and write past the page cache where the file system can, or through it."""
+    tiers: tuple[TierSpec, ...] = setting((), TIERS)
+    """Tiers below host memory and below the disk, nearest first. memory:SIZE and memory-by-key:SIZE
+    are ordinary memory, for each rank. package.module:factory is a tier of your own."""
+    remote: str | None = setting(None, STORE, basic=True)
+    """A store that servers share, below all tiers: s3://BUCKET/PREFIX or mooncake://MASTER:PORT.
+    For S3, ?pack=BLOCKS sets the blocks in one object; without it, as many as is fast."""
+    remote_admission: str = setting("all", ADMISSION)
+    """Write every block to that store that host memory drops (with tier_write = through: every
+    stored block). Or only a block that was requested twice by then."""
+    remote_bandwidth: int | None = setting(None, optional(SIZE))
+    """The most bytes a second to and from that store, for each rank and both ways together."""
+    remote_key_file: str | None = setting(None, FILE_NAME)
+    """Encrypt what is shared with the key in this file: 32 bytes, or their base64. All servers need
+    the same key."""
+    tier_write: str = setting("spill", one_of("spill", "through"))
+    """Copy blocks to the tiers when host memory is about to drop them, or as soon as stored."""
+    tier_flush: float = setting(10.0, SECONDS_OR_ZERO)
+    """With spill: how long blocks that only host memory holds are written to disk while the engine
+    is idle, or at the end. 0: not before host memory drops them."""
+    policy: str = setting(DEFAULT_POLICY, POLICY, basic=True)
+    """Which blocks make room for others in host memory."""
+    tier_policy: str = setting(DEFAULT_TIER_POLICY, POLICY)
+    """Which blocks make room for others in every tier with slots."""
+    block_tokens: int = setting(16, COUNT, basic=True)
+    """Tokens in one block."""
+    copy_path: str = setting(AUTO_PATH, one_of(AUTO_PATH, *BY_NAME))
+    """How blocks are copied; auto picks by measurement on this machine."""
+    staging_ring: int = setting(64 * MiB, SIZE)
+    """Device memory of the staged path's ring."""
+    load_deadline: float = setting(30.0, SECONDS)
+    """A load not finished by then is given up."""
+    store_deadline: float = setting(30.0, SECONDS)
+    """A store not finished by then is given up."""
+    match_deadline: float = setting(60.0, SECONDS)
+    """A hit not loaded by then is released."""
+    promote_deadline: float = setting(10.0, SECONDS)
+    """A fetch from a lower tier not finished by then is given up."""
+    lookup_deadline: float = setting(1.0, SECONDS)
+    """A lower tier without an answer to a lookup by then counts as a miss."""
+    store_mode: str = setting("eager", one_of("eager", "lazy"))
+    """Store blocks as soon as they are computed, or only when the device is about to drop them."""
+    store_threshold: int = setting(1, COUNT)
+    """Store a block only once requests have asked for it this often."""
+    load_policy: str = setting("auto", one_of("always", "auto", "never"))
+    """Load hits always, never, or only where that is expected to beat computing them."""
+    overlap_loads: str = setting("auto", one_of("auto", "off"))
+    """Let a request run while its load lands, each layer behind its own part (vLLM only). auto:
+    where no other request runs."""
+    prefill_rate: float | None = setting(None, optional(RATE))
+    """Tokens per second the engine computes; none: learned from it."""
+    max_loading_blocks: int | None = setting(None, optional(COUNT))
+    """Device blocks that loads may hold at one time; none: seven eighths of the device's."""
+    max_storing_blocks: int | None = setting(None, optional(COUNT))
+    """Device blocks that stores may hold at one time; none: a quarter of the device's, and at least
+    64."""
+    max_bytes_in_flight: int = setting(4 * GiB, SIZE)
+    """The most bytes in flight at one time; stores wait first."""
+    metrics_port: int | Auto | None = setting(AUTO, or_auto(optional(PORT)), basic=True)  # noqa: RUF009
+    """Serve metrics and explanations on this port; none: do not serve them. auto: in a server, on
+    9475 or the next free port; in the library, once serve_metrics() is called."""
+    metrics_host: str = setting("127.0.0.1", ADDRESS)
+    """The address to serve them on; the network reaches all but loopback."""
+    pin_share: float = setting(0.25, SHARE)
+    """The part of each tier that pins, TTLs and priorities may hold, at most."""
+    tenants: tuple[TenantShare, ...] = setting((), TENANTS)
+    """Which part of host memory, and of a disk or memory below it, each tenant keeps, and may have
+    at most. * is every other tenant. A shared store decides itself what it keeps. A request's
+    tenant is a hint, or its cache salt in vLLM."""
+    control: str = setting("off", one_of("off", "local", "anywhere"))
+    """Serve pin, prefetch and drop over HTTP on metrics_port: never, to this machine, or to every
+    machine. Each call needs control_token."""
+    control_token: str | None = setting(None, SECRET)
+    """The secret that calls to control must carry; at least 16 characters."""
+    record: str | None = setting(None, FILE_NAME)
+    """Write requests to this file as a trace for kvferry simulate, without their tokens; none: do
+    not."""
+    record_size: int = setting(256 * MiB, SIZE)
+    """Bytes of that file and the older ones beside it; the oldest goes first."""
     log_level: str = setting(
-        "warning",
-        one_of("debug", "info", "warning", "error", "critical"),
-        "The least severe messages to log.",
-        basic=True,
+        "warning", one_of("debug", "info", "warning", "error", "critical"), basic=True
     )
+    """The least severe messages to log."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -506,17 +407,30 @@ class Setting:
 
 def describe() -> tuple[Setting, ...]:
     """Every setting with its variable, what it accepts, its default and what it does."""
+    words = _helps()
     return tuple(
         Setting(
             name=f.name,
             env=ENV_PREFIX + f.name.upper(),
             accepts=_kind(f.name).words,
             default=_kind(f.name).show(f.default),
-            help=f.metadata["help"],
+            help=words.get(f.name, ""),
             basic=f.metadata["basic"],
         )
         for f in fields(Config)
     )
+
+
+@cache
+def _helps() -> dict[str, str]:
+    """The docstring of each row of the table."""
+    (table,) = ast.parse(inspect.getsource(Config)).body
+    assert isinstance(table, ast.ClassDef)
+    return {
+        ast.unparse(row.target): " ".join(ast.literal_eval(words.value).split())
+        for row, words in pairwise(table.body)
+        if isinstance(row, ast.AnnAssign) and isinstance(words, ast.Expr)
+    }
 
 
 def show(name: str, value: object) -> str:
