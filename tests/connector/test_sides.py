@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
+from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, hashes_of, request_of
 
 from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.messages import StepOrders, StepReceipts
@@ -298,3 +298,31 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
         receipts = rank.take_receipts()
         told.append([count for _, count in receipts.ready] if receipts is not None else [])
     assert told == [[3], [], [8], []]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_kv_tensors_lose_their_memory_for_a_while(make, moves):
+    """vLLM sleeps: copies end before, and addresses are read again after."""
+    sides = make(["layer0"])
+    wanted = sides.converse("a", hashes_of(1))
+    (rank,) = sides.ranks
+    request = sides.compute("b", hashes_of(2))
+    sides.end(request)
+    orders = sides.orders()
+    rank.begin(orders)
+    rank.unregister()
+    assert not rank._loads
+    assert not rank._later.transfers
+    sides.kv[0]["layer0"][:] = np.nan  # whatever comes now reads nothing of before
+    if moves:
+        tensors = rank._find_cache.args[0]
+        tensors["layer0"] = sides._parts.tensor(np.zeros_like(sides.kv[0]["layer0"]))
+    rank.restore()
+    sides.answer(0)
+    if moves:
+        assert "other addresses" in rank.guard.reason
+        return
+    again = request_of("again", hashes_of(1))
+    places = sides.promise(again)
+    sides.step()
+    assert_same(sides.bytes_at(places), wanted)

@@ -7,8 +7,8 @@ import pytest
 from kvferry.connectors.vllm.versions import Standing, misfits, require_fit, standing
 from kvferry.errors import ConfigError
 
-TESTED = ["0.26.0", "0.27.1", "0.32.0", "0.30.1rc1+cpu", "0.32.9.dev3"]
-NEWER = ["0.33.0", "0.33.0.dev1+g12", "0.40.2", "1.0.0"]
+TESTED = ["0.26.0", "0.27.1", "0.33.0", "0.30.1rc1+cpu", "0.33.9.dev3"]
+NEWER = ["0.34.0", "0.34.0.dev1+g12", "0.40.2", "1.0.0"]
 
 
 class Base:
@@ -68,7 +68,7 @@ def test_a_tested_version_is_served_without_a_word(version, caplog):
 @pytest.mark.parametrize("version", ["0.25.1", "0.9.9", "unknown", ""])
 def test_an_older_or_unknown_one_is_refused_with_the_range(version):
     assert standing(version) is Standing.REFUSED
-    with pytest.raises(ConfigError, match=r"0\.26 to 0\.32.*" + version):
+    with pytest.raises(ConfigError, match=r"0\.26 to 0\.33.*" + version):
         require_fit(version, Connector)
 
 
@@ -78,7 +78,7 @@ def test_a_newer_one_whose_hooks_fit_is_served_with_a_warning(version, caplog):
     with caplog.at_level(logging.WARNING):
         require_fit(version, Connector)
     (record,) = caplog.records
-    assert f"vLLM {version} is newer than 0.32" in record.getMessage()
+    assert f"vLLM {version} is newer than 0.33" in record.getMessage()
 
 
 def more_arguments(self, finished_req_ids, step): ...
@@ -106,8 +106,8 @@ CHANGED = {
 @pytest.mark.parametrize(("changes", "words"), CHANGED.values(), ids=CHANGED)
 def test_a_newer_one_with_other_hooks_is_refused_by_the_hook(changes, words):
     with pytest.raises(ConfigError, match=words) as refused:
-        require_fit("0.33.0", under(**changes))
-    assert "0.26 to 0.32" in str(refused.value)
+        require_fit("0.34.0", under(**changes))
+    assert "0.26 to 0.33" in str(refused.value)
 
 
 def shorter(cls, data="x"): ...

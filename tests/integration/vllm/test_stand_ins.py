@@ -10,8 +10,10 @@ import pytest
 from tests.fakes.vllm_parts import STAND_INS, VllmParts, vllms_own
 
 from kvferry.connectors.common.messages import StepReceipts
-from kvferry.connectors.vllm.versions import NEWEST
 from kvferry.types import Outcome, Rank, Receipt, TransferId
+
+NEWEST_BUILT = (0, 32)
+"""The newest vLLM that has a CPU build."""
 
 NUM_BLOCKS = 12
 NUM_HASHES = 6
@@ -24,8 +26,8 @@ def newest() -> None:
     import vllm
 
     number = tuple(map(int, vllm.__version__.split(".")[:2]))
-    if number != NEWEST:
-        pytest.skip(f"the stand-ins are for vLLM {NEWEST}, this is {number}")
+    if number < NEWEST_BUILT:
+        pytest.skip(f"the stand-ins are for vLLM {NEWEST_BUILT}, this is {number}")
 
 
 def hash_of(number: int) -> bytes:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvferry.config import Config
 from kvferry.connectors.common.guard import Guard
 from kvferry.connectors.common.loads import AwaitedLoad, FinishedLoads
@@ -37,6 +39,7 @@ from kvferry.connectors.common.ranks import (
     tier_movers,
 )
 from kvferry.connectors.common.weights import Freshness, Weights
+from kvferry.errors import LayoutError
 from kvferry.rank import Contents, RankMemory
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.transfer.layout import GroupLayout
@@ -186,6 +189,7 @@ class WorkerSession:
         self._find_weights = find_weights
         self._broadcast = broadcast
         self._cache: KvCache | None = None
+        self._find_cache: Callable[[], KvCache] | None = None
         self._memory: RankMemory | None = None
         self._worker: Worker | None = None
         self._status: RankStatus | None = None
@@ -214,6 +218,7 @@ class WorkerSession:
         """Take the KV cache that ``find_cache`` describes and make the host memory for it."""
         if self._is_idle:
             return
+        self._find_cache = find_cache
         try:
             self._register(find_cache())
         except Exception as error:
@@ -243,6 +248,22 @@ class WorkerSession:
             rank=self.rank,
         )
         self.shape = shape_of(memory, cache.layouts, self._place)
+
+    def unregister(self) -> None:
+        """The KV tensors are about to lose their memory: finish every copy from and to it."""
+        self._drain()
+
+    def restore(self) -> None:
+        """They have memory again. Where that is at other addresses, this rank copies no more."""
+        if self._cache is None or self._find_cache is None:
+            return
+        try:
+            layouts = self._find_cache().layouts
+            for old, new in zip(self._cache.layouts, layouts, strict=True):
+                if not np.array_equal(old.bases, new.bases):
+                    raise LayoutError("the KV cache is at other addresses than before the sleep")
+        except Exception as error:
+            self.guard.trip("restore", error)
 
     def introduce(self) -> RankShape:
         """This rank's shape. Asked once, when the engine has started and before the first step."""

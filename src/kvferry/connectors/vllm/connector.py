@@ -106,6 +106,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """One tensor holds all layers of the only group; that vLLM has no others then."""
         self.register_kv_caches({names[0]: kv_cache for names in self._groups})
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
+
     def get_handshake_metadata(self) -> Any:
         return self._worker.introduce()
 

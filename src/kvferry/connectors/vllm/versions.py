@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
 log = logging.getLogger(__name__)
 
 OLDEST = (0, 26)
-NEWEST = (0, 32)
+NEWEST = (0, 33)
 
 _FIXED_SEEDS = (0, 29)
 """From here on a cryptographic block hash, the default, has the same seed in every process."""
