@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +17,6 @@ from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.transfer.planner.choose import Planner
-from kvferry.transfer.planner.profile import builtin_profile
 from kvferry.types import Outcome, Receipt
 
 
@@ -245,23 +242,6 @@ def test_compute_may_be_the_default_stream() -> None:
     rig.store([1], [1])
     rig.drain_ok()
     assert rig.slot(1) == wrote
-
-
-def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
-    rig = Rig()
-    rig.engine._planner = Planner(builtin_profile(), rig.engine._paths)
-    choices = rig.engine.choices
-    sent = pickle.loads(pickle.dumps(choices))
-    layout = rig.engine._jobs.layouts[0]
-    for busy in (False, True):
-        path = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy)
-        words = sent.why(Direction.LOAD, 0, 3, path, busy=busy)
-        assert words == rig.engine._planner.explain(Direction.LOAD, layout, 3, busy)
-        assert f"model {'running' if busy else 'idle'}" in words
-        assert sent.why(Direction.LOAD, 0, 3, "another", busy=busy) == ""
-        in_parts = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy, in_parts=True)
-        assert in_parts in sent.why(Direction.LOAD, 0, 3, in_parts, busy=busy)
-    assert sent.why(Direction.LOAD, 7, 3, path, busy=False) == ""
 
 
 def test_busy_is_what_it_was_when_the_transfer_was_submitted(

@@ -49,50 +49,32 @@ class Library:
         return 0
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """What was compiled, in order. None of several at once ends before the others have begun."""
-    begun: list[Variant] = []
-    together = threading.Barrier(len(COMMON) - 1)
+@pytest.mark.parametrize("broken", [None, COMMON[3]])
+def test_kernels_are_compiled_once_side_by_side_and_unloaded(
+    broken: Variant | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Variant] = []
+    together = threading.Barrier(len(COMMON) - 1)  # none of them ends before the others have begun
 
     def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
-        begun.append(variant)
-        if len(begun) > 1:
+        compiled.append(variant)
+        if len(compiled) > 1:
             together.wait(60.0)
+        if variant == broken:
+            raise DriverError("no compiler for this card", unsupported=True)
         return repr(variant).encode(), b"copy_rows"
 
     monkeypatch.setattr(launch, "compile_for", compile_for)
-    return begun
-
-
-def test_what_most_engines_need_is_compiled_side_by_side_after_the_first(
-    compiled: list[Variant],
-) -> None:
     library: Any = Library()
     launcher = CudaLauncher(library)
-    launcher.prepare_all(COMMON)
-    assert compiled[0] == COMMON[0]
-    assert set(compiled) == set(COMMON)
-    assert sorted(library.loaded) == sorted(repr(variant).encode() for variant in COMMON)
-    launches = {launcher.prepare(variant) for variant in COMMON}
-    assert len(launches) == len(library.loaded) == len(compiled) == len(COMMON)
-    launcher.close()
-    assert sorted(library.unloaded) == list(range(1, len(COMMON) + 1))
-
-
-def test_one_that_cannot_be_compiled_is_an_error_and_leaves_nothing_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
-        if variant == COMMON[3]:
-            raise DriverError("no compiler for this card", unsupported=True)
-        return b"image", b"copy_rows"
-
-    monkeypatch.setattr(launch, "compile_for", compile_for)
-    library: Any = Library()
-    launcher = CudaLauncher(library)
-    with pytest.raises(DriverError, match="no compiler"):
+    if broken is None:
         launcher.prepare_all(COMMON)
+        launches = {launcher.prepare(variant) for variant in COMMON}
+        assert len(launches) == len(compiled) == len(COMMON)
+        assert sorted(library.loaded) == sorted(repr(variant).encode() for variant in COMMON)
+    else:
+        with pytest.raises(DriverError, match="no compiler"):
+            launcher.prepare_all(COMMON)
     launcher.close()
     assert sorted(library.unloaded) == list(range(1, len(library.loaded) + 1))
 

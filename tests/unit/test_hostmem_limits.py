@@ -63,51 +63,49 @@ def test_more_than_the_machine_has_left_is_refused_with_limit_and_remedy() -> No
     assert "Remedy: ask for less" in words
 
 
-def test_a_container_bounds_what_the_machine_has() -> None:
-    files = v2(ROOT, str(16 * GiB), 2 * GiB)
-    inside = machine(cgroup="0::/\n", files=files)
-    assert size_for(13 * GiB, inside) == 13 * GiB
-    with pytest.raises(ConfigError, match=r"limit /sys/fs/cgroup/memory\.max allows.*--memory"):
-        size_for(14 * GiB, inside)
-
-
-def test_cache_that_the_kernel_would_drop_counts_as_left() -> None:
-    full = machine(cgroup="0::/\n", files=v2(ROOT, str(16 * GiB), 15 * GiB))
-    cached = machine(cgroup="0::/\n", files=v2(ROOT, str(16 * GiB), 15 * GiB, cache=10 * GiB))
-    with pytest.raises(ConfigError):
-        size_for(8 * GiB, full)
-    assert size_for(8 * GiB, cached) == 8 * GiB
-
-
-def test_memory_high_bounds_too_for_beyond_it_the_kernel_holds_us_up() -> None:
-    files = v2(ROOT, "max", 1 * GiB, high=str(4 * GiB))
-    with pytest.raises(ConfigError, match=r"memory\.high"):
-        size_for(4 * GiB, machine(cgroup="0::/\n", files=files))
-
-
-def test_every_group_above_ours_may_be_the_tightest() -> None:
-    files = {
-        **v2(f"{ROOT}/pod/engine", str(32 * GiB), GiB),
-        **v2(f"{ROOT}/pod", str(8 * GiB), 2 * GiB),
-    }
-    inside = machine(cgroup="0::/pod/engine\n", files=files)
-    with pytest.raises(ConfigError, match=r"/sys/fs/cgroup/pod/memory\.max"):
-        size_for(7 * GiB, inside)
-    assert size_for(5 * GiB, inside) == 5 * GiB
-
-
-@pytest.mark.parametrize("where", ["/docker/abc", "/not/seen/from/inside"])
-def test_the_old_cgroup_is_read_by_path_or_at_its_mount(where: str) -> None:
-    root = f"{ROOT}/memory" + ("/docker/abc" if where == "/docker/abc" else "")
-    files = {
+def v1(root: str) -> dict[str, str]:
+    return {
         f"{root}/memory.limit_in_bytes": str(8 * GiB),
         f"{root}/memory.usage_in_bytes": str(2 * GiB),
         f"{root}/memory.stat": f"cache 5\ntotal_inactive_file {GiB}\n",
     }
-    inside = machine(cgroup=f"9:cpu,cpuacct:/x\n4:memory:{where}\n0::/\n", files=files)
-    assert size_for(6 * GiB, inside) == 6 * GiB
-    with pytest.raises(ConfigError, match=r"memory\.limit_in_bytes"):
-        size_for(7 * GiB, inside)
+
+
+OLD = "9:cpu,cpuacct:/x\n4:memory:{}\n0::/\n"
+BOUNDED: dict[str, tuple[str, dict[str, str], int, str]] = {
+    "a container": ("0::/\n", v2(ROOT, str(16 * GiB), 2 * GiB), 13, r"/cgroup/memory\.max"),
+    "used up": ("0::/\n", v2(ROOT, str(16 * GiB), 15 * GiB), 0, r"memory\.max"),
+    "used by cache that the kernel would drop": (
+        *("0::/\n", v2(ROOT, str(16 * GiB), 15 * GiB, cache=10 * GiB), 10, r"memory\.max"),
+    ),
+    "where the kernel slows us down": (
+        *("0::/\n", v2(ROOT, "max", GiB, high=str(4 * GiB)), 2, r"memory\.high"),
+    ),
+    "a group above ours is tighter": (
+        "0::/pod/engine\n",
+        {
+            **v2(f"{ROOT}/pod/engine", str(32 * GiB), GiB),
+            **v2(f"{ROOT}/pod", str(8 * GiB), 2 * GiB),
+        },
+        *(5, r"/cgroup/pod/memory\.max"),
+    ),
+    "version 1, by path": (
+        *(OLD.format("/docker/abc"), v1(f"{ROOT}/memory/docker/abc"), 6, "limit_in_bytes"),
+    ),
+    "version 1, at its mount": (
+        *(OLD.format("/not/seen/from/inside"), v1(f"{ROOT}/memory"), 6, "limit_in_bytes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDED)
+def test_a_container_bounds_what_the_machine_has(case: str) -> None:
+    cgroup, files, fits, words = BOUNDED[case]
+    inside = machine(cgroup=cgroup, files=files)
+    if fits:
+        assert size_for(fits * GiB, inside) == fits * GiB
+    with pytest.raises(ConfigError, match=rf"{words} allows.*--memory"):
+        size_for((fits + 1) * GiB, inside)
 
 
 def test_no_limit_is_no_limit_in_either_form() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.planner.measure import calibrate
 from kvferry.transfer.planner.profile import (
     Profile,
+    builtin_cost,
     builtin_profile,
     load_profile,
     profile_file,
@@ -64,6 +65,11 @@ class Planner:
             direction: {name: profile.cost(direction, name) for name in names}
             for direction in Direction
         }
+        others = (
+            [] if pinned is not None else [BY_NAME[name] for name in paths if name not in names]
+        )
+        large = [(path.name, path.beside_model_from) for path in others if path.beside_model_from]
+        self._large = large[0] if large else None
         self._at_once = {
             direction: {name: costs[name] for name in costs if BY_NAME[name].queues_at_once}
             or costs
@@ -88,7 +94,10 @@ class Planner:
         917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens came after
         26.6 and 29.7 ms. One NVIDIA H200, vLLM 0.26, 2026-11-18.)
         """
-        costs = self._at_once[direction] if in_parts else self._costs[direction]
+        if in_parts:
+            costs = self._at_once[direction]
+        else:
+            costs = self._costs_of(direction, layout, busy)
         if len(costs) == 1:
             return next(iter(costs))
         return min(_estimates(costs, layout, num_blocks, busy, num_runs)).path
@@ -102,7 +111,18 @@ class Planner:
         num_runs: int = 1,
     ) -> list[Estimate]:
         """What each path would cost, the best first."""
-        return sorted(_estimates(self._costs[direction], layout, num_blocks, busy, num_runs))
+        costs = self._costs_of(direction, layout, busy)
+        return sorted(_estimates(costs, layout, num_blocks, busy, num_runs))
+
+    def _costs_of(self, direction: Direction, layout: GroupLayout, busy: bool) -> dict[str, Cost]:
+        """Of the paths there is a choice between, and of one more for large segments."""
+        costs = self._costs[direction]
+        if busy and self._large is not None:
+            name, least = self._large
+            if layout.block_bytes >= least * layout.num_segments:
+                rate = max(cost.rate for cost in costs.values())  # the link's, as far as is known
+                return {**costs, name: replace(builtin_cost(direction, name), rate=rate)}
+        return costs
 
     def explain(
         self,

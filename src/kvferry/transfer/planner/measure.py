@@ -206,7 +206,8 @@ def calibrate(
                 jobs = list(_jobs(rig, direction))
                 taken = []
                 for job in jobs:
-                    progress(f"{direction.value}, {job.num_bytes // KiB} KiB")
+                    runs = len(job.run_heads)
+                    progress(f"{direction.value}, {job.num_bytes / MiB:g} MiB, host runs: {runs}")
                     repeats = REPEATS if job.num_bytes >= LARGE else SMALL_REPEATS
                     calls = [rig.call(paths[name], job) for name in names]
                     taken.append(rig.time_in_turn(calls, direction, repeats=repeats))
