@@ -154,7 +154,7 @@ def parse_share(value: object, *, name: str = "share", most: float = 1.0) -> flo
 
 def show_share(share: float) -> str:
     """A share as :func:`parse_share` reads it."""
-    return f"{share * 100:.6g}%"
+    return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
 def format_size(size: int) -> str:
