@@ -1,4 +1,4 @@
-"""``kvferry doctor``: whether this machine is fit; ``kvferry config``: its settings."""
+"""``kvferry doctor``: whether this machine is fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.errors import InputError, UnreachableError
-from kvferry.tools.cli.output import as_json_option
+from kvferry.tools.cli.output import as_json_option, found
 from kvferry.tools.doctor.checks import examine
 from kvferry.tools.doctor.machine import Environment, Finding, Grade, fail, look_at_gpu, ok, warn
-from kvferry.tools.top.scrape import base_url
 from kvferry.tools.top.view import Watch
-from kvferry.tools.words import clip
+from kvferry.tools.words import clip, counted
 
 _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 UNFIT = 1
@@ -25,7 +24,13 @@ UNFIT = 1
 
 @click.command()
 @click.option("--device", default=0, show_default=True, help="The number of the GPU.")
-@click.option("--url", help="Also check a running server: its metrics address, such as vLLM's.")
+@click.option(
+    "--url",
+    is_flag=False,
+    flag_value="",
+    metavar="[ADDRESS]",
+    help="Also check a running server, without ADDRESS at the usual addresses.",
+)
 @click.option("--strict", is_flag=True, help="Let warnings count as failures.")
 @as_json_option
 @click.pass_context
@@ -62,13 +67,14 @@ def _running(url: str) -> Finding:
     """Whether kvferry serves in a running server."""
     name = "running server"
     try:
-        view = Watch(base_url(url)).look()
+        view = Watch(found(url or None)).look()
     except (UnreachableError, InputError) as error:
-        return warn(name, str(error), "give the address that serves /metrics; is it running?")
-    if not view.idle:
-        return ok(name, f"kvferry {view.version} serves there, {view.queries} requests so far")
-    remedy = "see the line of its log that begins with 'kvferry is idle', or the error before it"
-    return fail(name, f"kvferry is idle there: {clip(view.idle, 300)}", remedy)
+        return warn(name, str(error), "give the address that serves /metrics")
+    if view.idle:
+        remedy = "see the log line that begins with 'kvferry is idle', or the error before it"
+        return fail(name, f"kvferry is idle at {view.url}: {clip(view.idle, 300)}", remedy)
+    requests = counted(view.queries, "request") if view.queries else "no request yet"
+    return ok(name, f"kvferry serves at {view.url}, {requests}")
 
 
 def _show(findings: list[Finding]) -> None:

@@ -153,6 +153,7 @@ function draw(view) {
   say("queries-rate", `${view.queries === 1 ? "request" : "requests"}, ${view.queries_per_second.toFixed(1)}/s, ${counted(view.full_hits, "full hit")}`);
   say("in-flight", number(view.in_flight));
   say("in-flight-note", `${view.in_flight === 1 ? "copy" : "copies"} in flight (${bytes(view.bytes_in_flight)}), ${number(view.queued)} queued, ${counted(view.deferred_stores, "store")} deferred, ${counted(view.leases, "lease")}`);
+  byId("pinned").parentElement.hidden = !view.pinned_bytes;
   say("pinned", bytes(view.pinned_bytes));
   const problems = Object.entries(view.problems).filter(([, count]) => count);
   say("problems", number(problems.reduce((sum, [, count]) => sum + count, 0)));
