@@ -410,6 +410,22 @@ class Simulation:
                 memory[table[now + at]] = values[first + at + 1] + g
         else:
             memory[table[now]] = values[end] + g
+            self._export(g, step, table, values)
+
+    def _export(self, g: int, step: range, table: list[int], values: Any) -> None:
+        """Some layers keep the state at the prompt's last boundary while they run past it."""
+        from vllm.v1 import kv_cache_interface as specs
+
+        spec, sizes = self.shape.specs[g], self.cache.hash_block_size
+        if not spec.num_prefill_checkpoint_blocks:
+            return
+        drops = self.scheduler.use_eagle_block_drop
+        at = specs.get_mamba_prefill_checkpoint_position(step.stop, sizes, drops)
+        alignment = spec.prefill_checkpoint_alignment
+        if specs.is_mamba_prefill_checkpoint_valid(
+            step.start, step.stop, at, sizes, spec.block_size, alignment
+        ):
+            self.memory[g][table[-(-step.stop // spec.block_size) - 2]] = values[at] + g
 
     def _keep_states(self, name: str, words: Tokens, todo: Any) -> None:
         """After sampling: the state at the end of a block goes where that block's state belongs."""

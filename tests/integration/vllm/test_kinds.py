@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.vllm_families import FAMILIES, Family, stand_in
 from tests.integration.vllm.simulated import Shape, Simulation
 
 I64 = torch.int64
@@ -35,19 +36,21 @@ def _shapes() -> list[Shape]:
     def window(size: int, width: int, kind: Any = SlidingWindowSpec, **more: Any) -> Any:
         return kind(block_size=size, sliding_window=width, dcp_sharded=False, **{**SIZE, **more})
 
-    def state(size: int, drafts: int = 0) -> Any:
+    def state(size: int, drafts: int = 0, **more: Any) -> Any:
         return MambaSpec(
             block_size=size,
             shapes=((1,),),
             dtypes=(I64,),
             mamba_cache_mode="align",
             num_speculative_blocks=drafts,
+            **more,
         )
 
     chunked = ChunkedLocalAttentionSpec(
         block_size=16, attention_chunk_size=64, dcp_sharded=False, **SIZE
     )
     mla = {"head_size_v": 0}
+    export = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 16}
     v4 = (
         full(64, MLAAttentionSpec, tokens_per_state=4, **mla),
         full(64, MLAAttentionSpec, tokens_per_state=32, **mla),
@@ -86,6 +89,14 @@ def _shapes() -> list[Shape]:
         Shape("DeepSeek-V4.1", v41, 64, num_drafts=3, rings={2: 0}, num_blocks=120),
         Shape("GLM5-next", glm5, 64, num_drafts=3, rings={2: 1}, num_blocks=120),
         Shape("Qwen3.5", (full(32), state(32)), 32),
+        Shape("Kimi-K3", (full(32, MLAAttentionSpec, **mla), state(32, **export)), 32),
+        Shape(
+            "Kimi-K3, MTP",
+            (full(32, MLAAttentionSpec, **mla), state(32, 2, **export)),
+            32,
+            num_drafts=2,
+            draft_groups=(0,),
+        ),
         Shape("Qwen3.5, MTP", (full(32), state(32, 3)), 32, num_drafts=3, draft_groups=(0,)),
         Shape(
             "Qwen3.5, drafts of its own text, all states",
@@ -164,3 +175,16 @@ def test_a_state_that_a_draft_ran_past_is_stored_once_it_was_put_right(
         live(sim, num_waves=8)
         assert sim.serving.scheduler.stats().hit_tokens > 500
         assert sim.num_drafts_refused > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_vllms_own_specs_get_the_answers_in_the_documentation(family: Family) -> None:
+    from vllm.v1 import kv_cache_interface
+
+    def make(kind: str, given: dict[str, Any]) -> Any:
+        common: dict[str, Any] = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+        if kind == "MambaSpec":
+            common = {"shapes": ((8, 128),), "dtypes": (torch.bfloat16,)}
+        return getattr(kv_cache_interface, kind)(**common, **given)
+
+    assert family.answer(make, True) == family.answer(stand_in(tells=True), True)
