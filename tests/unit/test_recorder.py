@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +43,10 @@ class Gate:
         self._write = recorder.writer.write
         recorder.writer.write = self.write  # type: ignore[method-assign]
 
-    def write(self, *args: object, **more: object) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         self.began.set()
         assert self.is_open.wait(20)
-        self._write(*args, **more)  # type: ignore[arg-type]
+        self._write(line)
 
 
 def test_the_engine_never_waits_and_nothing_grows(
@@ -206,7 +207,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     assert writer._raw is not None
     os.close(writer._raw.fileno())  # whatever is written now fails
     for _ in range(3):
-        writer.write(0.0, b"12345678", 16)
+        writer.write({"time": 0.0, "keys": "", "input": 0})
         writer.flush()
     writer.close()
     assert caplog.text.count("recording to") == 1

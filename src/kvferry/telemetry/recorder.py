@@ -17,7 +17,8 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -160,14 +161,20 @@ class Recorder:
 
     def _write_one(self) -> None:
         request = self._waiting.popleft()
-        self.writer.write(
-            request.at + self._offset,
-            self._digests(request.keys[: request.num_keys]),
-            request.tokens,
-            output_tokens=request.answer_tokens,
-            hit_tokens=request.found_tokens,
-            hints=request.hints,
-        )
+        keys = self._digests(request.keys[: request.num_keys])
+        line: dict[str, Any] = {
+            "time": round(request.at + self._offset, 3),
+            "keys": base64.b64encode(keys).decode(),
+            "input": request.tokens,
+            "output": request.answer_tokens,
+            "hit": request.found_tokens,
+        }
+        if request.hints is not None:
+            given = request.hints.as_dict()
+            if request.hints.continues and request.hints.within is not None:
+                given["continues"] = request.hints.within
+            line |= {name: given[name] for name in RECORDED_HINTS if name in given}
+        self.writer.write({name: value for name, value in line.items() if value is not None})
 
     def _digests(self, keys: Keys) -> bytes:
         rows = np.ascontiguousarray(keys.array[self._every - 1 :: self._every])
@@ -212,64 +219,42 @@ class TraceWriter:
                 "that the engine may write to"
             ) from error
 
-    def write(
-        self,
-        at: float,
-        keys: bytes,
-        input_tokens: int,
-        *,
-        output_tokens: int | None = None,
-        hit_tokens: int | None = None,
-        hints: Hints | None = None,
-    ) -> None:
-        """One request: ``keys`` has eight bytes for each of its blocks."""
-        if self._file is None:
-            return
-        line: dict[str, Any] = {
-            "time": round(at, 3),
-            "keys": base64.b64encode(keys).decode(),
-            "input": input_tokens,
-        }
-        if output_tokens is not None:
-            line["output"] = output_tokens
-        if hit_tokens is not None:
-            line["hit"] = hit_tokens
-        if hints is not None:
-            said = hints.as_dict()
-            if hints.continues and hints.within is not None:
-                said["continues"] = hints.within
-            line |= {name: said[name] for name in RECORDED_HINTS if name in said}
-        self._put(line)
-        if self._file is not None and self._written > self._most_bytes:
-            try:
-                self._rotate()
-            except OSError as error:
-                self._fail(error)
+    def write(self, line: Mapping[str, object]) -> None:
+        """One request, as :mod:`kvferry.telemetry.traces` reads it."""
+        with self._faults():
+            if self._file is not None:
+                self._put(line)
+                if self._written > self._most_bytes:
+                    self._close_file()
+                    self._part += 1
+                    self._begin()
 
     def flush(self) -> None:
         """Let others see what was written so far."""
-        if self._file is not None:
-            try:
-                self._file.flush()
-                if self._raw is not None:
-                    self._raw.flush()
-            except OSError as error:
-                self._fail(error)
+        with self._faults():
+            for file in filter(None, (self._file, self._raw)):
+                file.flush()
 
     def close(self) -> None:
         """Safe to call twice."""
-        try:
+        with self._faults():
             self._close_file()
-        except OSError as error:
-            self._fail(error)
         self._unlock()
 
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """A fault ends the recording, and nothing else."""
+        try:
+            yield
+        except OSError as error:
+            log.warning("recording to %s ends: %s", self.path, error.strerror or error)
+            self._file = self._raw = None
+            self._unlock()
+
     def _close_file(self) -> None:
-        file, self._file = self._file, None
-        raw, self._raw = self._raw, None
-        for each in (file, raw):
-            if each is not None:
-                each.close()
+        file, raw, self._file, self._raw = self._file, self._raw, None, None
+        for each in filter(None, (file, raw)):
+            each.close()
 
     def _claim(self, path: Path) -> Path:
         """The name that no other process writes under. Held by a lock on a file beside it."""
@@ -294,8 +279,11 @@ class TraceWriter:
     def _begin(self) -> None:
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
             raise OSError("it is no ordinary file")
-        if self.path.exists() and self.path.stat().st_size:
-            self._shift()
+        if self.path.exists() and self.path.stat().st_size:  # NAME becomes NAME.1, and so on
+            older = [self.path.with_name(f"{self.path.name}.{n}") for n in range(1, NUM_FILES)]
+            for newer, name in reversed(list(pairwise([self.path, *older]))):
+                if newer.exists():
+                    newer.replace(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         number = os.open(self.path, flags, _OWNER_ONLY)
         if stat.S_IMODE(os.fstat(number).st_mode) != _OWNER_ONLY:
@@ -304,40 +292,11 @@ class TraceWriter:
         if self.path.suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=3)
         self._written = 0
-        self._put(
-            {
-                MARK: VERSION,
-                "block_tokens": self._block_tokens,
-                "recording": self._recording,
-                "part": self._part,
-            }
-        )
+        head = {MARK: VERSION, "block_tokens": self._block_tokens}
+        self._put({**head, "recording": self._recording, "part": self._part})
 
-    def _rotate(self) -> None:
-        self._close_file()
-        self._part += 1
-        self._begin()
-
-    def _shift(self) -> None:
-        """NAME becomes NAME.1, that NAME.2, and so on; the last is written over."""
-        names = [self.path, *(self._older(number) for number in range(1, NUM_FILES))]
-        for newer, older in reversed(list(pairwise(names))):
-            if newer.exists():
-                newer.replace(older)
-
-    def _older(self, number: int) -> Path:
-        return self.path.with_name(f"{self.path.name}.{number}")
-
-    def _put(self, line: dict[str, Any]) -> None:
+    def _put(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         self._written += len(data)
         assert self._file is not None
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        log.warning("recording to %s ends: %s", self.path, error.strerror or error)
-        self._file = self._raw = None
-        self._unlock()
+        self._file.write(data)
