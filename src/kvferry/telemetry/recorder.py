@@ -232,8 +232,9 @@ class TraceWriter:
     def flush(self) -> None:
         """Let others see what was written so far."""
         with self._faults():
-            for file in filter(None, (self._file, self._raw)):
-                file.flush()
+            for file in (self._file, self._raw):
+                if file is not None:
+                    file.flush()
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -253,8 +254,9 @@ class TraceWriter:
 
     def _close_file(self) -> None:
         file, raw, self._file, self._raw = self._file, self._raw, None, None
-        for each in filter(None, (file, raw)):
-            each.close()
+        for each in (file, raw):
+            if each is not None:
+                each.close()
 
     def _claim(self, path: Path) -> Path:
         """The name that no other process writes under. Held by a lock on a file beside it."""

@@ -137,25 +137,14 @@ def read_header(first: dict[str, Any], block_tokens: int | None) -> TraceHeader:
 
 def read_request(found: dict[str, Any], header: TraceHeader) -> TraceRequest:
     """The request on one line."""
+    block_tokens = header.block_tokens
     if header.format is TraceFormat.MOONCAKE:
-        return _read_mooncake(found, header.block_tokens)
-    return _read_ours(found, header.block_tokens)
-
-
-def _read_mooncake(found: dict[str, Any], block_tokens: int) -> TraceRequest:
-    ids = found.get("hash_ids")
-    if not isinstance(ids, list):
-        raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
-    return _request(
-        _seconds(found, "timestamp") / 1000,
-        _numbers(ids),
-        _count(found, "input_length"),
-        _count(found, "output_length", default=0),
-        block_tokens,
-    )
-
-
-def _read_ours(found: dict[str, Any], block_tokens: int) -> TraceRequest:
+        ids = found.get("hash_ids")
+        if not isinstance(ids, list):
+            raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
+        at, numbers = _seconds(found, "timestamp") / 1000, _numbers(ids)
+        lengths = _count(found, "input_length"), _count(found, "output_length", default=0)
+        return _request(at, numbers, *lengths, block_tokens)
     text = found.get("keys")
     if not isinstance(text, str):
         raise BadLineError(f"keys must be base64 of 8 bytes for each block, got {quoted(text)}")
