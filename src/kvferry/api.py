@@ -29,10 +29,7 @@ from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu
 from kvferry.transfer.engine.cpu import Stream
 from kvferry.transfer.layout import GroupLayout, TensorView, describe, named_tensors, view_of
 
-Place = tuple[str, int]
-"""A kind of device and its number."""
-
-_ORDINARY: Place = ("cpu", 0)
+_CPU = "cpu"
 _MAPS = "/proc/self/maps"
 
 
@@ -45,18 +42,21 @@ class AttachedTensors:
 
     tensors: Mapping[str, Any]
     layout: GroupLayout
-    place: Place
+    device: str
 
     @classmethod
     def of(cls, kv: Mapping[str, Any] | Sequence[Any], block_axis: int) -> AttachedTensors:
         """LayoutError, with the tensor's name, for memory that cannot be copied from and to."""
         tensors = named_tensors(kv)
-        views = [_own_view(tensor, name) for name, tensor in tensors.items()]
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorView):
+                raise LayoutError(f"{name} is a view without a dtype; give the tensor itself")
+        views = [view_of(tensor, name) for name, tensor in tensors.items()]
         layout = describe(tensors, block_axis=block_axis)
-        place = _common_place(tensors)
-        if place == _ORDINARY:
+        device = _common_device(tensors)
+        if device == _CPU:
             _require_writable(views)
-        return cls(tensors, layout, place)
+        return cls(tensors, layout, device)
 
     @property
     def dtype(self) -> str:
@@ -67,36 +67,29 @@ class AttachedTensors:
     @property
     def gpu(self) -> int | None:
         """The GPU they are on; None for ordinary memory."""
-        return None if self.place == _ORDINARY else self.place[1]
+        return None if self.device == _CPU else int(self.device.partition(":")[2])
 
 
-def _own_view(tensor: Any, name: str) -> TensorView:
-    if isinstance(tensor, TensorView):
-        raise LayoutError(f"{name} is a view without a dtype; give the tensor itself")
-    return view_of(tensor, name)
-
-
-def _common_place(tensors: Mapping[str, Any]) -> Place:
-    first, *_ = names = list(tensors)
-    places = {name: _place(tensors[name]) for name in names}
-    for name, place in places.items():
-        if place != places[first]:
+def _common_device(tensors: Mapping[str, Any]) -> str:
+    """The device of all tensors: ``cpu``, or such as ``cuda:0``."""
+    devices = {}
+    for name, tensor in tensors.items():
+        kind = getattr(getattr(tensor, "device", None), "type", None)  # numpy's device is a word
+        devices[name] = _CPU if kind in (None, _CPU) else f"{kind}:{tensor.device.index or 0}"
+    first, device = next(iter(devices.items()))
+    for name, other in devices.items():
+        if other != device:
             raise LayoutError(
-                f"{name} is on {_words(place)}, {first} on {_words(places[first])}; the tensors of "
-                "one ferry must be on one device"
+                f"{name} is on {_words(other)}, {first} on {_words(device)}; the tensors of one "
+                "ferry must be on one device"
             )
-    if places[first][0] not in ("cpu", "cuda"):
-        raise LayoutError(f"{first} is on {_words(places[first])}; kvferry copies to CUDA and CPU")
-    return places[first]
+    if device.partition(":")[0] not in (_CPU, "cuda"):
+        raise LayoutError(f"{first} is on {device}; kvferry copies to CUDA and CPU")
+    return device
 
 
-def _place(tensor: Any) -> Place:
-    kind = getattr(getattr(tensor, "device", None), "type", None)  # numpy's device is a word
-    return _ORDINARY if kind in (None, "cpu") else (str(kind), tensor.device.index or 0)
-
-
-def _words(place: Place) -> str:
-    return "the CPU" if place == _ORDINARY else f"{place[0]}:{place[1]}"
+def _words(device: str) -> str:
+    return "the CPU" if device == _CPU else device
 
 
 def _require_writable(views: Iterable[TensorView]) -> None:
@@ -243,7 +236,7 @@ def _attached(
         )
     attached = tuple(AttachedTensors.of(tensors, block_axis) for tensors in kv)
     for number, each in enumerate(attached):
-        if each.place != attached[0].place:
+        if each.device != attached[0].device:
             raise InputError(f"the tensors of groups 0 and {number} are not on one device")
     return attached
 
