@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -51,7 +51,11 @@ def open_prepared(setup: TierSetup) -> MemoryTier:
 FULL = ModelShape(
     vocab=VOCAB, width=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, hidden=16, seed=5
 )
-MODELS = {"full": FULL, "hybrid": replace(FULL, windows=(None, 19))}
+MODELS = {
+    "full": FULL,
+    "hybrid": replace(FULL, windows=(None, 19)),
+    "windows": replace(FULL, windows=(1, 19)),
+}
 
 
 @dataclass
@@ -62,10 +66,11 @@ class Life:
     store_mode: str
     below: WriteMode | None
     failure_rate: float = 0.05
+    settings: dict[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         below = self.below.value if self.below else "nothing"
-        return f"{self.model}, {self.store_mode}, {below} below"
+        return f"{self.model}, {self.store_mode}, {below} below {' '.join(self.settings)}".strip()
 
 
 LIVES = [
@@ -75,6 +80,8 @@ LIVES = [
     Life("hybrid", "eager", WriteMode.THROUGH, failure_rate=0.3),
     Life("hybrid", "lazy", WriteMode.THROUGH),
     Life("hybrid", "lazy", None, failure_rate=0.3),
+    Life("windows", "eager", None, settings={"store_threshold": 2, "max_loading_blocks": 3}),
+    Life("hybrid", "eager", None, 0.1, {"load_deadline": 0.005, "store_deadline": 0.0005}),
 ]
 
 
@@ -83,6 +90,8 @@ def unreliable(chance: random.Random, failure_rate: float) -> type[CpuEngine]:
 
     class Unreliable(CpuEngine):
         def _move(self, transfer: Transfer) -> None:
+            if chance.random() < 0.05:
+                time.sleep(0.01 * chance.random())
             if chance.random() >= failure_rate:
                 super()._move(transfer)
                 return
@@ -153,6 +162,7 @@ def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.Monke
     answers: dict[str, list[int]] = {}
     served: list[ServedRequest] = []
     settings = {"store_mode": life.store_mode, "load_policy": "always", "match_deadline": 0.05}
+    settings |= life.settings
     if life.below:
         settings |= {"tiers": f"lower={__name__}:open_prepared", "tier_write": life.below.value}
     config = Config.from_dict(settings)
@@ -206,6 +216,8 @@ def serve(
             hung_up = under_way.pop(chance.randrange(len(under_way)))
             engine.abort(hung_up.id)
             num_aborted += 1
+        if engine.offloader and chance.random() < 0.002:
+            engine.offloader.scheduler.reset()
         if engine._running and chance.random() < 0.03:  # some event elsewhere needs the memory now
             engine._preempt(chance.choice(engine._running))
         assert time.monotonic() < give_up, f"no progress: {len(under_way)} requests wait"
@@ -223,6 +235,25 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     assert not scheduler.requests
     assert not scheduler._requests.waits._waiting
     assert not scheduler.hits._being_loaded.any()
+
+
+class Careless(CpuEngine):
+    """Loads every block from its neighbour's slot, and says it went well."""
+
+    def _move(self, transfer: Transfer) -> None:
+        if transfer.dst == DEVICE:
+            wrong = (transfer.src_slots + 1) % len(self._host)
+            transfer = Transfer(
+                transfer.id, transfer.src, transfer.dst, wrong, transfer.dst_slots, transfer.group
+            )
+        super()._move(transfer)
+
+
+def test_wrong_bytes_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof that tokens are equal can fail: bytes from a wrong slot change them."""
+    monkeypatch.setattr(__name__ + ".unreliable", lambda *_: Careless)
+    with pytest.raises(AssertionError, match="answers differ"):
+        test_tokens_are_equal_whatever_happens(LIVES[0], monkeypatch)
 
 
 def test_a_workload_that_fits_the_device_stores_nothing_lazily() -> None:

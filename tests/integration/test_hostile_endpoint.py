@@ -183,27 +183,11 @@ def test_numbers_that_cannot_be_are_left_out(hostile, number):
 
 ODD = [
     "[]",
-    "null",
-    "5",
-    '{"requests": null}',
     '{"requests": {"a": 1}}',
-    '{"requests": [null, 5, "x", []]}',
-    '{"requests": [{}]}',
-    '{"requests": [{"request_id": null, "reason": 5, "asked_tokens": "x", "host_tokens": {}}]}',
-    '{"requests": [{"request_id": "a", "tier_hit_tokens": {"host": "x"}}]}',
-    '{"requests": [{"request_id": "a", "asked_tokens": NaN}]}',
     '{"requests": [{"request_id": "a", "asked_tokens": 1e999}]}',
-    '{"requests": [{"request_id": "a", "asked_tokens": ' + "9" * 5000 + "}]}",
-    '{"requests": ' + "[" * 100_000,
+    '{"requests": [{"request_id": "a", "tier_hit_tokens": {"host": "x"}}]}',
     '{"requests": ' + '{"a":' * 100_000,
-    "{" * 100_000,
-    '{"request_id": "a", "explanation": null, "copies": null}',
-    '{"request_id": "a", "explanation": {}, "copies": []}',
     '{"request_id": "a", "explanation": {"reason": "new", "asked_tokens": null}, "copies": [{}]}',
-    '{"request_id": "a", "explanation": 5, "copies": [null], "others": 7}',
-    '{"request_id": "a", "explanation": null, "copies": [{"src": 1, "seconds": NaN}]}',
-    '{"request_id": "a", "explanation": null, "others": [{"a": 1}], "copies": []}',
-    '"\\ud800"',
     "\xff\xfe",
 ]
 

@@ -1,100 +1,152 @@
-"""The serving loop: batching, chunks, the prefix cache, preemption. Tokens never change."""
+"""The demo's serving loop, alone and with kvferry: what changes is time, never a token.
+
+Random lives with faults, aborts and lower tiers are in ``tests/integration/test_demo_soak.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvferry.errors import InputError
-from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.engine import Engine, Limits, Runner
+from kvferry.config import Config
+from kvferry.core.keys import KEY_BYTES, Key
+from kvferry.errors import InputError, StateError
+from kvferry.tools.demo import engine as engine_module
+from kvferry.tools.demo.blocks import BlockPool, ServedRequest, ServedState
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat, serve
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.types import DEVICE, Transfer
 
-SHAPE = ModelShape(
-    vocab=97, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3
+FULL = ModelShape(
+    vocab=97, width=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3
 )
-HYBRID = ModelShape(
-    vocab=97,
-    width=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    hidden=48,
-    windows=(20, None, 70),
-    seed=3,
-)
-CHAT = Chat(
-    num_conversations=5,
-    num_turns=3,
-    opening_tokens=50,
-    question_tokens=13,
-    answer_tokens=9,
-    num_users=3,
-    vocab=97,
-)
+HYBRID = replace(FULL, windows=(20, None, 70))
+CHAT = Chat(5, 3, opening_tokens=50, question_tokens=13, answer_tokens=9, num_users=3, vocab=97)
+MEBIBYTE = 1 << 20
+
+Build = Callable[..., Engine]
 
 
 @pytest.fixture
-def runners() -> Iterator[list[Runner]]:
-    made: list[Runner] = []
-    yield made
-    for runner in made:
-        runner.close()
+def build() -> Iterator[Build]:
+    """Engines, with kvferry if ``host_bytes`` are given, proven to have leaked nothing."""
+    with ExitStack() as stack:
 
+        def make(
+            num_blocks: int, *, shape: ModelShape = FULL, host_bytes: int = 0, **limits: int
+        ) -> Engine:
+            runner = stack.enter_context(Runner(Decoder(shape), num_blocks=num_blocks))
+            offloader = None
+            if host_bytes:
+                config = Config(load_policy="always", max_storing_blocks=100)
+                offloader = Offloader(runner, host_bytes=host_bytes, config=config)
+                stack.enter_context(offloader)
+            loop = Engine(runner, limits=Limits(**limits), offloader=offloader)
+            stack.callback(loop.memory.check_integrity, num_held=0)
+            stack.callback(loop.drain)
+            return loop
 
-def engine(
-    runners: list[Runner], num_blocks: int, *, shape: ModelShape = SHAPE, **limits: int
-) -> Engine:
-    runners.append(Runner(Decoder(shape), num_blocks=num_blocks))
-    return Engine(runners[-1], limits=Limits(**limits))
+        yield make
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
 
 
-@pytest.mark.parametrize("shape", [SHAPE, HYBRID], ids=["full", "hybrid"])
-@pytest.mark.parametrize("step_tokens", [5, 16, 1000])
-def test_tokens_ignore_device_size_and_step_size(
-    runners: list[Runner], shape: ModelShape, step_tokens: int
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("host_bytes", [0, MEBIBYTE], ids=["alone", "with kvferry"])
+def test_tokens_ignore_device_size_step_size_and_loads(
+    build: Build, shape: ModelShape, host_bytes: int
 ) -> None:
-    roomy = engine(runners, CHAT.num_blocks(16), shape=shape)
-    tight = engine(runners, 20, shape=shape, step_tokens=step_tokens)
+    roomy = build(CHAT.num_blocks(16), shape=shape)
+    tight = build(20, shape=shape, host_bytes=host_bytes, step_tokens=5)
     assert serve(roomy, CHAT).answers() == serve(tight, CHAT).answers()
-    assert tight.counts.num_prefill_tokens > roomy.counts.num_prefill_tokens
-    roomy.memory.check_integrity(num_held=0)
-    tight.memory.check_integrity(num_held=0)
+    assert (tight.counts.num_loaded_tokens > 0) is bool(host_bytes)
+    assert tight.counts.num_failed_load_tokens == 0
+    if not host_bytes:
+        assert tight.counts.num_prefill_tokens > roomy.counts.num_prefill_tokens
 
 
-def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runner]) -> None:
-    loop = engine(runners, 40)
+def test_a_prompt_fully_cached_still_computes_its_last_token(build: Build) -> None:
+    loop = build(40)
     first, second = ServedRequest("a", prompt(64), 2), ServedRequest("b", prompt(64), 2)
-    loop.submit(first)
-    loop.run()
-    loop.submit(second)
-    loop.run()
+    for request in (first, second):
+        loop.submit(request)
+        loop.run()
     assert second.num_device_hits == 48
     assert second.generated == first.generated
 
 
-def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
-    loop = engine(runners, 4)
+class Slow(CpuEngine):
+    """Takes its time over loads."""
+
+    def _move(self, transfer: Transfer) -> None:
+        if transfer.dst == DEVICE:
+            time.sleep(0.02)
+        super()._move(transfer)
+
+
+def test_others_run_while_a_request_loads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "CpuEngine", Slow)
+    loop = build(12, host_bytes=MEBIBYTE)
+    first = ServedRequest("first", prompt(80), 2)
+    loop.submit(first)
+    loop.run()
+    for number in range(3):  # push it off the device
+        loop.submit(ServedRequest(f"other-{number}", prompt(80, seed=number + 1), 2))
+        loop.run()
+        loop.drain()
+    again = ServedRequest("again", prompt(80), 4)
+    beside = ServedRequest("beside", prompt(10, seed=9), 4)
+    loop.submit(again)
+    loop.submit(beside)
+    loop.step()
+    assert again.state is ServedState.LOADING
+    assert len(beside.generated) == 1
+    loop.run()
+    assert again.num_loaded == 64
+    assert again.generated[:2] == first.generated
+
+
+def test_closing_with_copies_in_flight_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "CpuEngine", Slow)
+    with (
+        Runner(Decoder(FULL), num_blocks=12) as runner,
+        Offloader(runner, host_bytes=MEBIBYTE) as offloader,
+    ):
+        loop = Engine(runner, offloader=offloader)
+        for number in (0, 1, 2, 3, 0):
+            loop.submit(ServedRequest(f"r{number}", prompt(80, seed=number), 2))
+            loop.step()
+        offloader.close()
+        assert offloader.scheduler.pool.num_leases == 0
+
+
+def test_refuses_what_cannot_be_served(build: Build) -> None:
+    loop = build(4)
     with pytest.raises(InputError, match="may grow to 70 tokens; 4 device blocks of 16"):
         loop.submit(ServedRequest("big", prompt(60), 10))
     loop.submit(ServedRequest("a", prompt(5), 3))
     with pytest.raises(InputError, match="already being served"):
         loop.submit(ServedRequest("a", prompt(5), 3))
-    with pytest.raises(InputError, match="empty prompt"):
-        ServedRequest("none", (), 1)
-    with pytest.raises(InputError, match="at least 1 token, got 0"):
-        ServedRequest("zero", (1,), 0)
     with pytest.raises(InputError, match="not being served"):
         loop.abort("unknown")
-    with pytest.raises(InputError, match="step_tokens must be at least 1, got 0"):
-        Limits(step_tokens=0)
     with pytest.raises(InputError, match="block_tokens must divide 64, got 24"):
-        Runner(Decoder(SHAPE), num_blocks=4, block_tokens=24)
+        Runner(Decoder(FULL), num_blocks=4, block_tokens=24)
+    with pytest.raises(InputError, match="a block has 6144 bytes, host memory of 100 bytes"):
+        build(4, host_bytes=100)
+    loop.run()
+    pool = BlockPool(1)
+    with pytest.raises(StateError, match="2 device blocks asked for, 1 are free"):
+        pool.allocate(2)
+    with pytest.raises(StateError, match="released, but has no holder"):
+        pool.release([0])
+    with pytest.raises(StateError, match="has no holder"):
+        pool.publish(0, Key(bytes(KEY_BYTES)))
