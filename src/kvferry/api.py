@@ -170,10 +170,12 @@ def attach(
         overrides=overrides,
         salt=salt,
     )
-    if config.disk and not revision:
+    lasting = [name for name, where in (("disk", config.disk), ("remote", config.remote)) if where]
+    if lasting and not revision:
         log.warning(
-            "disk: blocks there outlive this process and are told apart by the model's name, %s, "
+            "%s: blocks there outlive this process and are told apart by the model's name, %s, "
             "alone; give a revision that changes with the weights",
+            " and ".join(lasting),
             model,
         )
     rank = _open_rank(attached, config, compute, Contents(namespace))

@@ -245,6 +245,11 @@ class Config:
     remote_key_file: str | None = setting(None, FILE_NAME)
     """Encrypt what is shared with the key in this file: 32 bytes, or their base64. All servers need
     the same key."""
+    remote_mode: str = setting("read-write", one_of("read-write", "read-only"))
+    """Read that store and write to it, or only read what other servers write."""
+    remote_ttl: float | None = setting(None, optional(SECONDS))
+    """Remove blocks of every model from an s3:// address so long after they were written; none:
+    never. One of the servers with this setting does it at a time."""
     tier_write: str = setting("spill", one_of("spill", "through"))
     """Copy blocks to the tiers when host memory is about to drop them, or as soon as stored."""
     tier_flush: float = setting(10.0, SECONDS_OR_ZERO)
@@ -323,6 +328,7 @@ class Config:
                 "the port could drop every block; give one (file:PATH of a file with it will do)"
             )
         join_tiers(self.disk, self.tiers, self.remote)  # refuses names that are taken
+        _ = self.remote_settings  # refuses settings that do not go together
 
     @property
     def all_tiers(self) -> tuple[TierSpec, ...]:
@@ -335,7 +341,13 @@ class Config:
         if self.remote is None:
             return None
         address = read_remote("remote", self.remote)
-        return RemoteSettings(address, self.remote_bandwidth, self.remote_key_file)
+        return RemoteSettings(
+            address,
+            self.remote_bandwidth,
+            self.remote_key_file,
+            self.remote_ttl,
+            self.remote_mode == "read-only",
+        )
 
     @property
     def disk_settings(self) -> DiskSettings | None:

@@ -13,10 +13,11 @@ import numpy as np
 
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
-from kvferry.tiers.remote import process
+from kvferry.tiers.remote import health, process
 from kvferry.tiers.remote.client import Fault, Unavailable
+from kvferry.tiers.remote.health import Bandwidth
 from kvferry.tiers.remote.objects import ObjectFormat
-from kvferry.tiers.remote.process import Bandwidth, CircuitBreaker, InFlightBatch
+from kvferry.tiers.remote.process import InFlightBatch
 
 NUM_CALLS, BLOCK_BYTES = 2, 64
 OBJECTS = ObjectFormat(bytes(32), BLOCK_BYTES)
@@ -64,16 +65,15 @@ class Busy:
     def __init__(self, loop: DrivenLoop, bandwidth: int | None) -> None:
         self.loop = loop
         self.store = TellableStore()
-        self.breaker = CircuitBreaker()
         self.transfers = process.StoreTransfers(
             cast(Any, self.store),
             OBJECTS,
             cast(Any, SimpleNamespace(deliver=lambda *_: np.ones(1, dtype=bool))),
             None,
             Bandwidth(bandwidth),
-            self.breaker,
-            lambda reason: None,
+            lambda way, reason: None,
         )
+        self.breaker = self.transfers.health.reads
         self._keys = np.random.default_rng()
 
     @property
@@ -119,7 +119,7 @@ class Busy:
 def driven(bandwidth: int | None = None) -> Iterator[Busy]:
     loop = DrivenLoop()
     clock = SimpleNamespace(monotonic=loop.time, perf_counter=loop.time)
-    with patch.object(process, "time", clock):
+    with patch.object(process, "time", clock), patch.object(health, "time", clock):
         yield Busy(loop, bandwidth)
     loop.close()
 

@@ -130,6 +130,10 @@ class Master:
     def _said(self) -> str:
         return self._log.read_text(errors="replace")[-2000:]
 
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)

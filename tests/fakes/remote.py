@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import obstore
@@ -71,9 +72,9 @@ def open_s3(
     credentials: Mapping[str, str] = CREDENTIALS,
     rank: int = 0,
     num_ranks: int = 1,
-    bandwidth: int | None = None,
     is_well: bool = True,
     pack: int | None = None,
+    **settings: Any,
 ) -> RemoteTier:
     """A tier in a namespace of its own, unless told which; waited for if it should be well."""
     setup = TierSetup(
@@ -82,11 +83,12 @@ def open_s3(
         Rank(rank),
         num_ranks,
         options=f"s3://{bucket}/tests?endpoint={endpoint}{f'&pack={pack}' if pack else ''}",
+        label="a-model",
         shared_namespace=namespace or secrets.token_bytes(32),
     )
-    if bandwidth is not None:
+    if settings:
         address = read_remote("remote", setup.options)
-        setup = replace(setup, remote=RemoteSettings(address, bandwidth))
+        setup = replace(setup, remote=RemoteSettings(address, **settings))
     with environment(credentials):
         tier = open_remote(setup)
     end = time.monotonic() + LONG
@@ -194,7 +196,8 @@ class Store:
             time.sleep(0.01)
 
     def wait_healed(self) -> None:
-        self.wait(lambda: not self.tier.ailment)
+        """Until it can be read and written."""
+        self.wait(lambda: not self.tier.ailment and not self.tier.refusal_to_write)
 
     def wait_ailing(self, words: str) -> None:
         """Until this is why it cannot be used: a busy machine may first only hear nothing."""

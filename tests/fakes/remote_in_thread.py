@@ -15,7 +15,7 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import Channel
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.tiers.remote.client import Fault, Fetched, SlotMapping, StoreClient, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, Log, SlotMapping, StoreClient, Unavailable
 from kvferry.tiers.remote.process import StoreProcess
 
 SayOf = Callable[[Way, Key], None]
@@ -39,8 +39,8 @@ class Watched:
     def names_per_call(self, way: Way) -> int:
         return 1  # so that blocks can be told apart
 
-    async def probe(self) -> Fault | None:
-        return await self._inner.probe()
+    async def probe(self, way: Way) -> Fault | None:
+        return await self._inner.probe(way)
 
     async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         fault = await self._say(Way.FIND, names[0])
@@ -64,6 +64,9 @@ class Watched:
             self.staging.give_back(objects[0])
             return [fault]
         return await self._inner.put(names, objects, replace=replace)
+
+    async def tend(self, log: Log) -> None:
+        await self._inner.tend(log)
 
     async def forget(self, folder: str) -> None:
         await self._inner.forget(folder)

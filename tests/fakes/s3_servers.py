@@ -138,6 +138,7 @@ class Door:
     """Stands before a server and passes every request on, after ``fault`` had its say.
 
     ``fault`` is called with what is asked for which block; what it raises is the server's error.
+    ``refuses`` are methods that it answers with a status of its own, and ``says`` in the body.
     ``garble`` may change what the server answers with. ``clock`` is the server's: it refuses those
     with quite another time, as S3 does; ``dates`` is when it says that all objects were made.
     """
@@ -145,6 +146,8 @@ class Door:
     def __init__(self, behind: S3Server) -> None:
         self.behind = behind
         self.fault: Callable[[Way, Key], None] | None = None
+        self.refuses: dict[str, int] = {}
+        self.says = "<Error><Code>Refused</Code><Message>Not today.</Message></Error>"
         self.garble: Callable[[bytes], bytes] | None = None
         self.clock: Callable[[], datetime] | None = None
         self.dates: str | None = None
@@ -159,6 +162,9 @@ class Door:
                 said = self.headers["x-amz-date"]
                 if door.clock is not None and _is_skewed(said, door.clock()):
                     self._answer(403, {"Content-Type": "application/xml"}, _SKEWED)
+                    return
+                if self.command in door.refuses:
+                    self._answer(door.refuses[self.command], {}, door.says.encode())
                     return
                 try:
                     if door.fault is not None and found:

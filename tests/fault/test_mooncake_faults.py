@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import secrets
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from tests.fakes import mooncake_store, s3_servers
@@ -82,9 +86,11 @@ def test_what_keeps_a_server_from_joining_is_named(
 
 def test_a_store_without_memory_says_so(fleet: Fleet) -> None:
     store = fleet.server()
-    store.wait_ailing("no room")
+    store.wait(lambda: "no room" in store.tier.refusal_to_write)
+    assert not store.do(Way.FIND, ALL).ok.any(), "it is asked all the same"
+    assert not store.tier.ailment
     fleet.peer()
-    store.wait_healed()
+    store.wait(lambda: not store.tier.refusal_to_write)
     store.write(ALL)
     assert store.reads(ALL) == [True] * 8
 
@@ -116,3 +122,65 @@ def test_a_held_up_master_costs_one_deadline(fleet: Fleet) -> None:
     wire.cut()
     store.wait(lambda: not store.tier.ailment and all(store.reads(ALL)))
     wire.close()
+
+
+_ENGINE = """
+import sys, time
+from tests.fakes import mooncake_store, remote
+tier = remote.open_mooncake_tier(
+    sys.argv[1], "?metadata=P2PHANDSHAKE&segment=16MiB", namespace=bytes(32),
+    environment_=mooncake_store.environment(), slots=remote.mapped_slots(16),
+)
+print(tier._child.pid, flush=True)
+while True:
+    tier.poll()
+    print(tier.ailment or "well", flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_a_process_ends_with_its_engine_though_the_master_hangs(
+    is_joined: bool, fleet: Fleet
+) -> None:
+    """Seen red: leaving or joining a master that hangs takes a minute and a half, in one call."""
+    if not is_joined:
+        fleet.master.signal(signal.SIGSTOP)
+    command = [sys.executable, "-c", _ENGINE, fleet.master.place]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    wanted = "well" if is_joined else "cannot be reached"
+    while wanted not in engine.stdout.readline():
+        pass
+    if is_joined:
+        fleet.master.signal(signal.SIGSTOP)
+    try:
+        engine.kill()
+        killed = time.monotonic()
+        while Path(f"/proc/{pid}").exists() and "(zombie)" not in _state(pid):
+            assert time.monotonic() < killed + 20.0, "it hangs"
+            time.sleep(0.01)
+        print(f"ended {time.monotonic() - killed:.2f} s after its engine")
+    finally:
+        fleet.master.signal(signal.SIGCONT)
+        engine.wait()
+        engine.stdout.close()
+
+
+def test_a_master_that_hangs_costs_one_deadline_and_no_process(fleet: Fleet) -> None:
+    store = fleet.server(SEGMENT)
+    store.write(ALL)
+    fleet.master.signal(signal.SIGSTOP)
+    store.into[:] = 0xEE
+    store.lose(Way.READ, ALL)
+    assert (store.into == 0xEE).all()
+    fleet.master.signal(signal.SIGCONT)
+    store.wait(lambda: is_well(store))
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""

@@ -19,13 +19,10 @@ from tests.fakes.certificates import make_certificate
 from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import LONG, SIZE, Store
 
-from kvferry.config import Config
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import tier as tier_module
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
-from kvferry.tools.doctor.checks import check_tiers
-from kvferry.tools.doctor.machine import Grade
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
 
@@ -190,22 +187,6 @@ def test_a_store_that_is_away_at_the_start_is_used_when_it_comes(
     store.wait_healed()
     store.write([0])
     assert store.reads([0]) == [True]
-
-
-def test_the_doctor_says_what_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.tiers.remote.tier.OPEN_SECONDS", LONG)
-    server = s3_servers.server("rclone")
-    address = f"s3://{s3_servers.BUCKET}/doctor?endpoint={server.endpoint}"
-    wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
-    for credentials, grade, words in (
-        (remote.CREDENTIALS, Grade.OK, "can be opened"),
-        (wrong, Grade.WARN, "403"),
-    ):
-        with remote.environment(credentials):
-            (finding,) = check_tiers(Config(remote=address))
-            if "has not answered" in finding.words:  # in two seconds, on a machine that is busy
-                (finding,) = check_tiers(Config(remote=address))
-        assert (finding.grade, words in finding.words) == (grade, True), finding
 
 
 def _ahead(hours: float) -> Callable[[], datetime]:

@@ -23,7 +23,8 @@ from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import OrderMessage
-from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Staging, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
+from kvferry.tiers.remote.health import Bandwidth
 from kvferry.tiers.remote.objects import (
     ObjectFormat,
     ObjectIndex,
@@ -31,11 +32,20 @@ from kvferry.tiers.remote.objects import (
     most_in_one,
     pack_objects,
 )
-from kvferry.tiers.remote.process import Bandwidth, CircuitBreaker, StoreTransfers
+from kvferry.tiers.remote.process import StoreTransfers
 
 SIZE, LENGTH = 24, 6
 OBJECTS = ObjectFormat(b"n" * 32, SIZE)
 OBJECT = OBJECTS.object_bytes
+
+
+FULL = Fault("it is full")
+
+
+class Objects(dict[str, bytes]):
+    """What the store holds, by name; while it ``is_full`` it takes nothing."""
+
+    is_full = False
 
 
 class Shelf:
@@ -43,7 +53,7 @@ class Shelf:
 
     num_calls = 4
 
-    def __init__(self, objects: dict[str, bytes], in_one: int, *, minds: bool) -> None:
+    def __init__(self, objects: Objects, in_one: int, *, minds: bool) -> None:
         self.objects = objects
         self.blocks_per_object = in_one
         self.staging = Staging(in_one * OBJECT, 2 * self.num_calls)
@@ -52,8 +62,11 @@ class Shelf:
     def names_per_call(self, way: Way) -> int:
         return 2 if way is Way.FIND else 1
 
-    async def probe(self) -> Fault | None:
-        return None
+    async def probe(self, way: Way) -> Fault | None:
+        return FULL if way is Way.WRITE and self.objects.is_full else None
+
+    async def tend(self, log: Log) -> None:
+        pass
 
     async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         return [self._count(name, size) for name in names]
@@ -79,10 +92,12 @@ class Shelf:
     ) -> list[Unavailable | Fault | None]:
         for name, stored, again in zip(names, objects, replace, strict=True):
             there = len(self.objects.get(name, b""))
-            if not self._minds or again or name not in self.objects or there < len(stored):
+            if self.objects.is_full:
+                pass
+            elif not self._minds or again or name not in self.objects or there < len(stored):
                 self.objects[name] = bytes(stored)
             self.staging.give_back(stored)
-        return [None] * len(names)
+        return [FULL if self.objects.is_full else None] * len(names)
 
     async def forget(self, folder: str) -> None:
         pass
@@ -94,11 +109,11 @@ class Shelf:
 class Server:
     """One process of a fleet: its transfers, and the slots of its engine."""
 
-    def __init__(self, objects: dict[str, bytes], in_one: int, *, minds: bool) -> None:
+    def __init__(self, objects: Objects, in_one: int, *, minds: bool) -> None:
         shelf = Shelf(objects, in_one, minds=minds)
         memory = EngineMemory(os.getpid(), None)
         self.transfers = StoreTransfers(
-            shelf, OBJECTS, memory, None, Bandwidth(None), CircuitBreaker(), lambda _: None
+            shelf, OBJECTS, memory, None, Bandwidth(None), lambda *_: None
         )
 
     def do(self, loop: asyncio.AbstractEventLoop, way: Way, chain: Sequence[bytes]) -> list[bool]:
@@ -147,7 +162,7 @@ class Fleet(RuleBasedStateMachine):
     def begin(self, minds: bool, packs: tuple[int, ...]) -> None:
         self.loop = asyncio.new_event_loop()
         self.minds = minds
-        self.objects: dict[str, bytes] = {}
+        self.objects = Objects()
         self.servers = [Server(self.objects, pack, minds=minds) for pack in packs]
         self.is_sound = True
         self.kept: set[bytes] = set()  # found by its whole chain once, where nothing is overwritten
@@ -159,14 +174,29 @@ class Fleet(RuleBasedStateMachine):
     @rule(server=_servers, chain=_chains, start=st.integers(0, LENGTH))
     def write(self, server: int, chain: list[bytes], start: int) -> None:
         going = chain[start:] or chain
-        assert all(self.servers[server].do(self.loop, Way.WRITE, going))
+        written = self.servers[server].do(self.loop, Way.WRITE, going)
+        if self.objects.is_full:
+            assert not any(written)
+            return
+        health = self.servers[server].transfers.health
+        if health.ailment(Way.WRITE):  # it was full, and has not been probed since
+            assert not any(written)
+            self.loop.run_until_complete(health.probe(Way.WRITE, 60.0))
+            written = self.servers[server].do(self.loop, Way.WRITE, going)
+        assert all(written)
         if self.is_sound:
             assert all(self._fresh().do(self.loop, Way.FIND, going)), "it was just written"
 
+    @rule(is_full=st.booleans())
+    def fill(self, is_full: bool) -> None:
+        self.objects.is_full = is_full
+
+    @precondition(lambda self: not self.objects.is_full)
     @rule(server=_servers, chain=_chains)
     def heal(self, server: int, chain: list[bytes]) -> None:
         """Who finds, reads, and writes what it lacks has all of it in the end."""
         one = self.servers[server]
+        self.loop.run_until_complete(one.transfers.health.probe(Way.WRITE, 60.0))
         for _ in range(3 * LENGTH):
             found = one.do(self.loop, Way.FIND, chain)
             if all(found) and all(one.do(self.loop, Way.READ, chain)):
@@ -224,6 +254,11 @@ class Fleet(RuleBasedStateMachine):
             there.update(key for key, ok in zip(chain, found, strict=True) if ok)
         assert self.kept <= there
         self.kept = there
+
+    @invariant()
+    def it_is_read_whatever_writes_do(self) -> None:
+        for each in getattr(self, "servers", ()):
+            assert not each.transfers.health.ailment(Way.READ)
 
     def _fresh(self) -> Server:
         """One that knows nothing yet."""

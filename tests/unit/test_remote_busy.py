@@ -21,7 +21,7 @@ from tests.fakes.driven_store import (
 )
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.process import FIRST_WAIT
+from kvferry.tiers.remote.health import FIRST_WAIT
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fakes.driven_store import BLOCK_BYTES, SAYS_NO, Busy, driven, run
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.remote.process import Bandwidth
+from kvferry.tiers.remote.health import Bandwidth
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=50))

@@ -22,9 +22,9 @@ from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.movers import open_tier
 from kvferry.tiers.remote.client import Unavailable
+from kvferry.tiers.remote.health import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
 from kvferry.tiers.remote.objects import SEAL_BYTES, ObjectFormat, best_in_one
-from kvferry.tiers.remote.process import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
-from kvferry.tiers.remote.s3 import ca_bundle, s3_config
+from kvferry.tiers.remote.stores import ca_bundle, s3_config
 from kvferry.tiers.remote.tier import open_remote
 from kvferry.types import TierName
 
@@ -187,7 +187,7 @@ def test_a_pods_identity_is_asked_for_its_keys(
 ) -> None:
     """As EKS gives it: an address and a token's file. The client below asks there itself."""
     pytest.importorskip("obstore")
-    from kvferry.tiers.remote import s3
+    from kvferry.tiers.remote import bucket
 
     asked: list[tuple[str, str]] = []
 
@@ -218,7 +218,9 @@ def test_a_pods_identity_is_asked_for_its_keys(
             monkeypatch.delenv(name)
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        client = s3.S3Client(read_remote("remote", f"s3://bucket?endpoint={url}"), 64, "f", env)
+        client = bucket.BucketClient(
+            read_remote("remote", f"s3://bucket?endpoint={url}"), 64, "f", env
+        )
         assert asyncio.run(client.find(["block"], 64)) == [Unavailable()]
     assert asked[0] == ("/keys", "a token")
     assert "Credential=pods/" in asked[-1][1]
@@ -244,7 +246,7 @@ def test_an_object_that_goes_while_we_ask_how_long_it_is_gets_written(
     pytest.importorskip("obstore")
     from obstore.exceptions import AlreadyExistsError
 
-    from kvferry.tiers.remote import s3
+    from kvferry.tiers.remote import bucket
 
     put: list[tuple[str, str]] = []
 
@@ -259,7 +261,7 @@ def test_an_object_that_goes_while_we_ask_how_long_it_is_gets_written(
     monkeypatch.setattr("obstore.head_async", head)
     monkeypatch.setattr("obstore.put_async", put_one)
     address = read_remote("remote", "s3://bucket/p?endpoint=http://127.0.0.1:9&region=here")
-    client = s3.S3Client(address, 64, "folder", {}, 2)
+    client = bucket.BucketClient(address, 64, "folder", {}, 2)
     (room,) = client.staging.lend(1)
     assert asyncio.run(client.put(["k"], [room], replace=[False])) == [None]
     assert put == [("p/k", "create"), ("p/k", "overwrite")]

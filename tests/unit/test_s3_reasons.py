@@ -11,11 +11,12 @@ import pytest
 from tests.fakes.doors import Passing, standing_open
 
 from kvferry.settings.tiers import read_remote
+from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault
 
 pytest.importorskip("obstore")
 
-from kvferry.tiers.remote.s3 import S3Client
+from kvferry.tiers.remote.bucket import BucketClient
 
 ENV = {"HOME": "/nowhere", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 XML = '<?xml version="1.0" encoding="UTF-8"?>\n'
@@ -37,7 +38,7 @@ class Refusing(Passing):
 
 def reason(endpoint: str) -> str:
     address = read_remote("remote", f"s3://bucket?endpoint={endpoint}")
-    fault = asyncio.run(S3Client(address, 64, "folder", ENV).probe())
+    fault = asyncio.run(BucketClient(address, 64, "folder", ENV).probe(Way.WRITE))
     assert isinstance(fault, Fault)
     return fault.reason
 

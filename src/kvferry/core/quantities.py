@@ -41,6 +41,7 @@ _TIME_UNITS = {
     "m": Decimal(60),
     "min": Decimal(60),
     "h": Decimal(3600),
+    "d": Decimal(86400),
 }
 # Letters of other scripts are no units, though some of them turn into ours in small letters.
 _QUANTITY = re.compile(
@@ -86,12 +87,14 @@ def parse_size(
 
 
 def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = False) -> float:
-    """Seconds, from a number or from "30s", "500ms", "2min" or "2m", "1h"."""
+    """Seconds, from a number or from "30s", "500ms", "2min" or "2m", "1h", "7d"."""
     seconds: float
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a time such as 30s or 500ms")
         if unit not in _TIME_UNITS:
-            raise ConfigError(f"{name}: unknown unit in {quoted(value)}; units: us, ms, s, min, h")
+            raise ConfigError(
+                f"{name}: unknown unit in {quoted(value)}; units: us, ms, s, min, h, d"
+            )
         seconds = float(number * _TIME_UNITS[unit])
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name}: expected seconds or a time such as 30s, got {shown(value)}")

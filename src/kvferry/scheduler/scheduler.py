@@ -47,6 +47,7 @@ from kvferry.scheduler.transfers import (
 )
 from kvferry.scheduler.writeback import Writeback, admission_of, times_requested
 from kvferry.settings.eviction import TenantShare
+from kvferry.settings.tiers import REMOTE
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import (
     DEVICE,
@@ -662,6 +663,7 @@ class Scheduler:
             lost_blocks=moved.lost_blocks,
             ailments=MappingProxyType({tier.name: tier.ailment for tier in tiers}),
             asked=MappingProxyType({t.name: (t.num_asked, t.num_found) for t in keyed}),
+            refused=MappingProxyType({t.name: t.num_refused for t in keyed}),
             restored=MappingProxyType({tier.name: tier.num_restored for tier in placed}),
             bandwidth=worth.bandwidth,
             prefill_rate=worth.prefill_rate,
@@ -726,6 +728,8 @@ def _writeback(
             admissions[tier.name] = admission
         if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
             tier.write = WriteMode.SPILL
+        if tier.name == REMOTE and config.remote_mode == "read-only":
+            tier.write = WriteMode.NEVER
     for each in (pool, *(tier.pool for tier in lower.tiers if tier.pool is not None)):
         each.eviction.pins.bound(config.pin_share)
     return Writeback(

@@ -59,6 +59,7 @@ class WriteMode(Enum):
 
     THROUGH = "through"  # as soon as they are stored
     SPILL = "spill"  # when the host is about to evict them
+    NEVER = "never"  # others write them
 
 
 class Presence(NamedTuple):
@@ -282,6 +283,7 @@ class KeyedTier(LowerTier):
         super().__init__(name, write)
         self.num_asked = 0
         self.num_found = 0
+        self.num_refused = 0
         self._remember = remember
         self._answers = AnswerCache(capacity)
 
@@ -313,8 +315,12 @@ class KeyedTier(LowerTier):
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
-        # A wrong "yes", or a failed write, is a "no" for a while: a request that asked again at
-        # once would get the same answer and wait for the same failure.
+        if not upward:  # a block that is not taken may be there, written by another server
+            self.num_refused += int(np.count_nonzero(~ok))
+            self.dropped(keys.take(~ok))
+            keys, ok = keys.take(ok), ok[ok]
+        # A wrong "yes" is a "no" for a while: a request that asked again at once would get the
+        # same answer and wait for the same failure.
         if not upward or not ok.all():
             self._note(keys, ok, now)
 

@@ -264,6 +264,12 @@ LOOKUP_BLOCKS = _counter(
 FOUND_BLOCKS = _counter(
     "found_blocks", "Blocks looked up in such a tier that were there.", None, _LOWER_TIER
 )
+REFUSED_BLOCKS = _counter(
+    "refused_blocks",
+    "Blocks that such a tier did not take: it was full, or refused to be written to.",
+    lambda s: s.stats.refused,
+    _LOWER_TIER,
+)
 LOST_BLOCKS = _counter(
     "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
 )

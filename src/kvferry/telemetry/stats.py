@@ -113,7 +113,8 @@ class SchedulerStats:
     second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
     failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every tier,
     empty while it can be used; ``asked`` says of tiers that know keys themselves how many keys
-    they were asked for and how many of them were there; ``restored`` says of tiers with places how
+    they were asked for and how many of them were there, ``refused`` how many they did not take;
+    ``restored`` says of tiers with places how
     many blocks of an earlier life they began with; ``tier_bandwidth`` is what each brought up, in
     bytes per second of one rank while it had something to bring. ``overlaps`` counts loads by how
     they went together with the forward pass, where an engine lets us decide that;
@@ -148,6 +149,7 @@ class SchedulerStats:
     lost_blocks: int = 0
     ailments: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
     tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)

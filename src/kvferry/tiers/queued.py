@@ -83,6 +83,10 @@ class QueuedTier(ABC):
     def ailment(self) -> str:
         """As :attr:`kvferry.tiers.contract.Tier.ailment`."""
 
+    def _skip_reason(self, task: Task) -> str:
+        """Why the tier cannot carry this batch out now; empty while it can."""
+        return self.ailment
+
     @abstractmethod
     def _start(self, *, is_read: bool) -> None:
         """Begin queued batches of one way, as far as there is room; ``_changed`` is held."""
@@ -98,8 +102,9 @@ class QueuedTier(ABC):
             if batch.id in self._tasks:
                 raise InputError(f"tier {self.name}: batch {batch.id} is under way already")
             task = self._tasks[batch.id] = Task(batch, self._generation)
-            if self.ailment:
-                self._end(task, Result.all_failed(batch, self.ailment))
+            reason = self._skip_reason(task)
+            if reason:
+                self._end(task, Result.all_failed(batch, reason))
                 return
             self._queues[task.is_read].append(task)
             self._earliest = min(self._earliest, batch.deadline)
@@ -138,7 +143,7 @@ class QueuedTier(ABC):
                 self._earliest = min(self._earliest, task.batch.deadline)
 
     def _end_stopped(self, task: Task) -> bool:
-        reason = task.stopped or self.ailment
+        reason = task.stopped or self._skip_reason(task)
         if reason:
             self._end(task, Result.all_failed(task.batch, reason))
         return bool(reason)

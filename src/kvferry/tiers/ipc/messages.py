@@ -3,7 +3,7 @@
 ::
 
     engine ──> HELLO, ORDER, CANCEL, FORGET ──> child
-    engine <── READY | REFUSED, RESULT, AILS, FORGOT, SAYS <── child
+    engine <── READY | REFUSED, RESULT, AILS, FULL, FORGOT, SAYS <── child
 
 Both ends are of one release and on one machine, so no format here is kept for others to read.
 Frames are sent and received without ever waiting and without releasing the GIL.
@@ -58,6 +58,7 @@ class FrameKind(IntEnum):
     FORGOT = 8  # child: the blocks are forgotten durably
     AILS = 9  # child: why its medium cannot be used; empty when it can be used again
     SAYS = 10  # child: a line for the log
+    FULL = 11  # child: why its medium takes no writes; empty when it does again
 
 
 Frame = tuple[FrameKind, bytes]

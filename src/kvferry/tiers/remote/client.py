@@ -16,7 +16,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -154,11 +155,39 @@ class SlotMapping:
         self._is_mapped[start // self._pitch] = False
 
 
+Log = Callable[[int, str], None]
+"""Takes a level of ``logging`` and a line for the engine's log."""
+
+READ_ONLY = "remote_mode is read-only"
+_MOST_WORDS = 300
+_NAMES = "authorization|cookie|token|signature|credential|key"
+_HEADER = re.compile(rf"(?i)\b([\w-]*(?:{_NAMES}))\s*[:=].*")
+_LONG_WORD = re.compile(r"[\w+/=%-]{40,}")  # a key, a token, a signature, an object's name
+_secrets: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """Never show this, whatever a server writes back."""
+    _secrets.add(secret)
+
+
+def shown(words: str) -> str:
+    """A server's words for people: one line, printable, without what may be a credential."""
+    text = "".join(each if each.isprintable() else " " for each in words[: 100 * _MOST_WORDS])
+    for secret in _secrets:
+        text = text.replace(secret, "(hidden)")
+    text = _LONG_WORD.sub("(hidden)", _HEADER.sub(r"\1 (hidden)", text))
+    return " ".join(text.split())[:_MOST_WORDS]
+
+
 @dataclass(frozen=True)
 class Fault:
-    """The store's fault: it did not answer, or not with what it should."""
+    """The store's fault: it did not answer, or not with what it should. Fit to be shown."""
 
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", shown(self.reason))
 
 
 @dataclass(frozen=True)
@@ -199,8 +228,8 @@ class StoreClient(Protocol):
     def names_per_call(self, way: Way) -> int:
         """How many names are best given at once."""
 
-    async def probe(self) -> Fault | None:
-        """Whether objects can be written and read back."""
+    async def probe(self, way: Way) -> Fault | None:
+        """Whether the store answers reads, or (WRITE) takes a small object and gives it back."""
 
     async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         """Which are there, and how many blocks of this size (with their seal) each has."""
@@ -223,8 +252,11 @@ class StoreClient(Protocol):
 
         ``objects`` are lent from the staging: the client gives them back once they are not read any
         more, which may be long after it was cancelled. Or they are the engine's slots: objects that
-        were put after the call was cancelled are removed again. ``Unavailable``: there is no room.
+        were put after the call was cancelled are removed again.
         """
+
+    async def tend(self, log: Log) -> None:
+        """Do what the store needs beside the calls, until this is cancelled."""
 
     async def forget(self, folder: str) -> None:
         """Remove objects whose names begin with this, as far as possible."""

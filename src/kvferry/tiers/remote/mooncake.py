@@ -28,6 +28,7 @@ from kvferry.tiers.remote.client import (
     Fault,
     Fetched,
     Foreign,
+    Log,
     SlotMapping,
     Staging,
     Unavailable,
@@ -63,10 +64,10 @@ _DEFAULTS = {
 _PORTS = {"http": "80", "https": "443"}
 
 _RAISED = -1
-_NO_ROOM, _WRONG_SIZE, _NOT_READY, _NOT_FOUND = -200, -600, -703, -704
+_WRONG_SIZE, _NOT_READY, _NOT_FOUND = -600, -703, -704
 _WORDS = {
     -101: "the segment is gone",
-    _NO_ROOM: "there is no room; servers give it with ?segment=SIZE",
+    -200: "there is no room; servers give it with ?segment=SIZE",
     -800: "a peer does not answer",
     -900: "the master does not answer",
 }
@@ -103,15 +104,18 @@ class MooncakeClient:
     def names_per_call(self, way: Way) -> int:
         return _MOST_NAMES if way is Way.FIND else self._names_per_call
 
-    async def probe(self) -> Fault | None:
-        """Join the store if we have not yet; write a few objects and read them back."""
-        return await asyncio.wrap_future(_in_thread(self._probe))
+    async def probe(self, way: Way) -> Fault | None:
+        """Join the store if we have not yet; look a name up, or write and read a few objects."""
+        return await asyncio.wrap_future(_in_thread(partial(self._probe, way)))
 
-    def _probe(self) -> Fault | None:
+    def _probe(self, way: Way) -> Fault | None:
         if self._store is None:
             fault = self._join()
             if fault is not None:
                 return fault
+        if way is not Way.WRITE:
+            code = self._store.is_exist(f"{self._folder}/probe")
+            return _fault(code) if code < 0 else None
         names = [f"{self._folder}/probe/{secrets.token_hex(8)}" for _ in range(_NUM_PROBES)]
         content = secrets.token_bytes(64)
         for name in names:
@@ -242,10 +246,7 @@ class MooncakeClient:
         late = partial(self._late, names, objects)
         codes = await self._codes(Way.WRITE, write, len(names), late)
         self._give_back(objects)
-        return [
-            None if not code else Unavailable(_WORDS[code]) if code == _NO_ROOM else _fault(code)
-            for code in codes
-        ]
+        return [_fault(code) if code else None for code in codes]
 
     def _late(
         self, names: Sequence[str], objects: Sequence[memoryview], codes: Sequence[int]
@@ -259,6 +260,9 @@ class MooncakeClient:
     def _give_back(self, objects: Sequence[memoryview]) -> None:
         for each in objects:
             self.staging.give_back(each)
+
+    async def tend(self, log: Log) -> None:
+        """The master evicts by itself."""
 
     async def forget(self, folder: str) -> None:
         # By force: objects that were read lately are leased for some seconds.
@@ -330,11 +334,16 @@ def _fault(code: int) -> Fault:
 
 
 def _knock(place: str, server: str = "master", usual_port: str = "") -> Fault | None:
-    """Whether a server listens there."""
+    """Whether a server listens there, and takes notice."""
     host, _, port = place.rpartition(":")
     try:
         host, port = (host, port) if port.isdigit() else (place, usual_port)
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+        at = (host.strip("[]"), int(port))
+        with socket.create_connection(at, timeout=_KNOCK_SECONDS) as sock:
+            sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            sock.recv(1)  # a server that hangs is still connected to, by its kernel
+    except ConnectionResetError:
+        pass  # it does not like what we say, so it listens
     except OSError as error:
         return Fault(f"the {server} at {place} cannot be reached: {error}")
     return None

@@ -20,8 +20,7 @@ import asyncio
 import json
 import logging
 import os
-import random
-import secrets
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.keys import KEY_BYTES, Keys
+from kvferry.core.keys import Keys
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc import child
@@ -50,6 +49,7 @@ from kvferry.tiers.ipc.messages import (
     unpack_order,
 )
 from kvferry.tiers.remote.client import (
+    READ_ONLY,
     Fault,
     Foreign,
     NotAttempted,
@@ -57,89 +57,23 @@ from kvferry.tiers.remote.client import (
     StoreClient,
     Unavailable,
     address_of,
+    shown,
 )
+from kvferry.tiers.remote.health import Bandwidth, End, StoreHealth
 from kvferry.tiers.remote.objects import (
     ObjectFormat,
     ObjectIndex,
     PackLookup,
-    Sealer,
     StoreObject,
     best_in_one,
     open_sealer,
     pack_objects,
 )
 
-FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0
-_BURST_SECONDS = 0.05
+_LEAVE_SECONDS = 1.0
 _MOST_SUSPECTS = 4096
 _NOT_BEGUN = "not begun in time"
 _NOT_ANSWERED = Fault("the store has not answered in time")
-_NOT_GIVEN_BACK = Fault("a block that it was given it does not give back")
-
-End = Unavailable | Fault | None
-"""What became of one block; None: it moved, or is there."""
-
-
-class Bandwidth:
-    """A bound on bytes a second; ``None`` is no bound. Owns when the line is free again.
-
-    Bytes count from the moment they go. Bytes that wait reserve nothing: a batch that is given up
-    would have to return its reservation, or the line would seem taken for ever.
-    """
-
-    def __init__(self, bytes_per_second: int | None) -> None:
-        self._rate = bytes_per_second
-        self._free_at = 0.0
-
-    def take(self, num_bytes: int, now: float) -> float:
-        """Let these bytes go and return 0; or take nothing and return the seconds to wait."""
-        if self._rate is None:
-            return 0.0
-        if self._free_at > now:
-            return self._free_at - now
-        # What was not used lately may be used at once, but not for longer than a burst.
-        self._free_at = max(self._free_at, now - _BURST_SECONDS) + num_bytes / self._rate
-        return 0.0
-
-
-class CircuitBreaker:
-    """Owns whether the store may be called, why not, and when to probe it next.
-
-    ::
-
-        closed ── a whole batch failed by the store's fault ──> open ── a probe succeeded ──> closed
-                                                                 └── it failed: the next one later
-
-    A probe that succeeds does not yet make the next wait short again: only batches do, and of the
-    way that failed. A store that serves probes or lookups, and no blocks, is called ever more
-    seldom. ``now`` is ``time.monotonic``; ``jitter`` keeps a fleet's servers from probing in step.
-    """
-
-    def __init__(self, jitter: Callable[[], float] = random.random) -> None:
-        self.ailment = ""
-        self.probe_at = 0.0
-        self.wait = FIRST_WAIT
-        """How long it is left alone when it fails next, at most."""
-        self._failed: set[Way] = set()
-        self._jitter = jitter
-
-    def failed(self, reason: str, now: float, way: Way | None = None) -> None:
-        """A whole batch of this way, or a probe (without a way), failed by the store's fault."""
-        if way is not None:
-            self._failed.add(way)
-        self.ailment = reason or "out of order"
-        self.probe_at = now + self.wait * (0.5 + 0.5 * self._jitter())
-        self.wait = min(2 * self.wait, LONGEST_WAIT)
-
-    def probed(self) -> None:
-        """A probe succeeded."""
-        self.ailment = ""
-
-    def worked(self, way: Way) -> None:
-        """Blocks moved this way, or were looked up."""
-        self._failed.discard(way)
-        if not self._failed:
-            self.wait = FIRST_WAIT
 
 
 @dataclass(eq=False)
@@ -175,47 +109,12 @@ class InFlightBatch:
         return ResultMessage(self.order.id, ok, reasons, moved, seconds)
 
 
-class BlockProbe:
-    """Writes, looks up and reads one block under a key that no prompt has. Owns that key."""
-
-    def __init__(self, client: StoreClient, objects: ObjectFormat, sealer: Sealer) -> None:
-        self._client = client
-        self._objects = objects
-        self._sealer = sealer
-        self._key = secrets.token_bytes(KEY_BYTES)
-        self._names = objects.names([self._key])
-
-    async def run(self) -> Fault | None:
-        """Do all that batches do; the store's fault if it has one."""
-        size = self._objects.object_bytes
-        rooms = self._client.staging.lend(1)
-        if not rooms:  # calls that hang may have all rooms for a minute: nothing to probe with
-            return None
-        room = rooms[0][:size]
-        self._sealer.plain(room)[:] = secrets.token_bytes(self._objects.block_bytes)
-        self._sealer.seal(room, self._key)
-        (end,) = await self._client.put(self._names, [room], replace=[True])
-        if end is not None:  # without room for it there is nothing to be read
-            return end if isinstance(end, Fault) else None
-        (count,) = await self._client.find(self._names, size)
-        if not isinstance(count, int):
-            return count if isinstance(count, Fault) else _NOT_GIVEN_BACK
-        (fetched,) = await self._client.get(self._names, size, [])
-        if not isinstance(fetched, memoryview):
-            return fetched if isinstance(fetched, Fault) else _NOT_GIVEN_BACK
-        try:
-            is_ours = self._sealer.unseal(fetched, self._key) is not None
-        finally:
-            self._client.staging.give_back(fetched)
-        return None if is_ours else _NOT_GIVEN_BACK
-
-
 _Step = Callable[[InFlightBatch, Sequence[StoreObject]], Awaitable[None]]
 """Looks up, reads or writes some objects, and ends each of their blocks."""
 
 
 class StoreTransfers:
-    """Owns the limits on what is in flight, which objects were found to be foreign, and health."""
+    """Owns the limits on what is in flight, the health, and which objects are foreign."""
 
     def __init__(
         self,
@@ -224,10 +123,10 @@ class StoreTransfers:
         memory: EngineMemory,
         mapping: SlotMapping | None,
         bandwidth: Bandwidth,
-        breaker: CircuitBreaker,
-        report: Callable[[str], None],
+        report: Callable[[Way, str], None],
+        refuses: str = "",
     ) -> None:
-        """``report`` receives why the store cannot be used, whenever that changes."""
+        """``report`` and ``refuses`` are those of the health."""
         self._client = client
         self._staging = client.staging
         self._objects = objects
@@ -236,15 +135,12 @@ class StoreTransfers:
         self._mapping = mapping
         self._bandwidth = bandwidth
         self._line = asyncio.Lock()  # callers that wait for bandwidth go in order
-        self._breaker = breaker
-        self._report = report
-        self._block_probe = BlockProbe(client, objects, self._sealer)
+        self.health = StoreHealth(client, objects, self._sealer, bandwidth, report, refuses=refuses)
         # One more is prepared, or verified, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
         self._suspects: dict[str, set[bytes]] = {}  # object -> keys of its foreign blocks
         self._index = ObjectIndex()
-        self._answered_at = dict.fromkeys(Way, float("-inf"))
 
     def begin(self, order: OrderMessage) -> InFlightBatch:
         """The batch of an order, before it is carried out."""
@@ -261,7 +157,7 @@ class StoreTransfers:
         else:
             most = self._client.blocks_per_object
             await self._run(batch, pack_objects(batch.names, batch.order.runs, most), self._write)
-        self._judge(batch)
+        self.health.judge(batch.order.way, batch.ends, batch.began)
         return batch.result(self._objects.block_bytes, time.perf_counter() - start)
 
     async def _look_up(self, batch: InFlightBatch) -> None:
@@ -319,7 +215,8 @@ class StoreTransfers:
         """Why no further block of it should begin; empty while they should."""
         if batch.is_cancelled:
             return "cancelled"
-        return self._breaker.ailment or (_NOT_BEGUN if batch.seconds_left <= 0 else "")
+        is_late = batch.seconds_left <= 0
+        return self.health.ailment(batch.order.way) or (_NOT_BEGUN if is_late else "")
 
     @asynccontextmanager
     async def _call(
@@ -340,7 +237,7 @@ class StoreTransfers:
             return
         async with self._call(batch, asked):
             counts = await self._client.find(names, self._objects.object_bytes)
-        self._note_answers(batch.order.way, counts)
+        self.health.answered(Way.FIND, names, counts)
         for each, count in zip(asked, counts, strict=True):
             (at,) = each.positions
             if isinstance(count, int):
@@ -366,7 +263,7 @@ class StoreTransfers:
         slots = self._slots(batch.order, objects)
         async with self._call(batch, objects):
             fetched = await self._client.get(names, self._objects.object_bytes, slots)
-        self._note_answers(batch.order.way, fetched)
+        self.health.answered(Way.READ, names, fetched)
         await asyncio.sleep(0)  # the next call begins, and goes on while these are verified
         for each, content in zip(objects, fetched, strict=True):
             if isinstance(content, memoryview):
@@ -431,7 +328,7 @@ class StoreTransfers:
         finally:
             if is_ours:
                 self._give_back(rooms)
-        self._note_answers(batch.order.way, ends)
+        self.health.answered(Way.WRITE, names, ends)
         for each, end, is_new in zip(objects, ends, replace, strict=True):
             batch.end([each], end)
             if end is None:
@@ -471,89 +368,29 @@ class StoreTransfers:
         offsets = np.cumsum(order.sizes) - order.sizes
         return bool(move(address_of(room) + offsets, order.addresses[at], order.sizes).all())
 
-    # -- health -----------------------------------------------------------------------------------
-
-    def _note_answers(self, way: Way, answers: Sequence[object]) -> None:
-        if not all(isinstance(each, Fault) for each in answers):
-            self._answered_at[way] = time.monotonic()
-
-    def _judge(self, batch: InFlightBatch) -> None:
-        """Open the circuit breaker after a batch with faults and no answer.
-
-        A store that hangs takes as many blocks as are asked for at once; those that wait behind
-        them were not attempted, which is no answer. But a store that is merely busy may come to a
-        batch too late to answer any of it: it has answered others meanwhile.
-        """
-        way = batch.order.way
-        faults = [end for end in batch.ends if isinstance(end, Fault)]
-        done = sum(end is None for end in batch.ends)
-        missing = sum(
-            isinstance(end, Unavailable) and not isinstance(end, NotAttempted) for end in batch.ends
-        )
-        answers = done if way is Way.WRITE else done + missing
-        is_silent = self._answered_at[way] <= batch.began
-        if faults and not answers and is_silent and not self._breaker.ailment:
-            self._breaker.failed(faults[0].reason, time.monotonic(), way)
-            self._report(self._breaker.ailment)
-        elif not faults and (answers if way is Way.FIND else done):
-            self._breaker.worked(way)
-
-    async def watch(self, within: float, first: Callable[[], None]) -> None:
-        """Probe the store once, and then for ever whenever it is out of order.
-
-        ``first`` is called when the first probe has ended, however it did.
-        """
-        await self.probe(within)
-        first()
-        while True:
-            await asyncio.sleep(0.02)
-            if self._breaker.ailment and time.monotonic() >= self._breaker.probe_at:
-                await self.probe(within)
-
-    async def probe(self, within: float) -> None:
-        """Probe the store once; after a failure with a whole block, which may take longer."""
-        before = self._breaker.ailment
-        fault = await _fault_of(self._client.probe(), within)
-        if fault is None and before:
-            while wait := self._bandwidth.take(2 * self._objects.block_bytes, time.monotonic()):
-                await asyncio.sleep(wait)
-            # The longer it was away, the more time it has: blocks may be large, and lines slow.
-            fault = await _fault_of(self._block_probe.run(), max(within, self._breaker.wait))
-        if fault is not None:
-            self._breaker.failed(fault.reason, time.monotonic())
-        else:
-            self._breaker.probed()
-        if self._breaker.ailment != before:
-            self._report(self._breaker.ailment)
-
-
-async def _fault_of(probe: Awaitable[Fault | None], within: float) -> Fault | None:
-    try:
-        return await asyncio.wait_for(probe, within)
-    except asyncio.TimeoutError:
-        return Fault(f"the store has not answered for {within:g} s")
-    except Exception as error:  # or the store would never be probed again
-        return Fault(f"{type(error).__name__}: {error}")
-
-
-PROBE_SECONDS = 2.0
-
 
 def open_client(
-    address: RemoteAddress, objects: ObjectFormat, mapping: SlotMapping | None
+    address: RemoteAddress,
+    objects: ObjectFormat,
+    mapping: SlotMapping | None,
+    hello: Mapping[str, Any],
 ) -> StoreClient:
     """The client of one store; the modules of other stores are not imported."""
     if address.kind == MOONCAKE:
         from kvferry.tiers.remote.mooncake import open_mooncake
 
         return open_mooncake(address, objects.object_bytes, objects.folder(), mapping)
-    from kvferry.tiers.remote.s3 import S3Client
+    from kvferry.tiers.remote.bucket import BucketClient
 
-    in_one = best_in_one(objects.block_bytes, objects.object_bytes, address.pack)
-    return S3Client(address, objects.object_bytes, objects.folder(), os.environ, in_one)
-
-
-OpenClient = Callable[[RemoteAddress, ObjectFormat, SlotMapping | None], StoreClient]
+    return BucketClient(
+        address,
+        objects.object_bytes,
+        objects.folder(),
+        os.environ,
+        best_in_one(objects.block_bytes, objects.object_bytes, address.pack),
+        label=hello.get("label", "") if objects.secret is None else "",
+        ttl=hello.get("ttl"),
+    )
 
 
 class StoreProcess:
@@ -564,7 +401,7 @@ class StoreProcess:
         channel: Channel,
         hello: Mapping[str, Any],
         memory: EngineMemory,
-        open_client: OpenClient = open_client,
+        open_client: Callable[..., StoreClient] = open_client,
         mapping: SlotMapping | None = None,
     ) -> None:
         self._channel = channel
@@ -578,25 +415,33 @@ class StoreProcess:
             hello["rank"],
             hello["num_ranks"],
         ).with_key(bytes.fromhex(hello["key"]) if hello.get("key") else None)
-        self._client = open_client(read_remote("remote", hello["address"]), self._objects, mapping)
+        address = read_remote("remote", hello["address"])
+        self._client = open_client(address, self._objects, mapping, hello)
         self._transfers = StoreTransfers(
             self._client,
             self._objects,
             memory,
             mapping,
             Bandwidth(hello["bandwidth"]),
-            CircuitBreaker(),
-            lambda ailment: channel.send(pack_text(FrameKind.AILS, ailment)),
+            self._report,
+            READ_ONLY if hello.get("read_only") else "",
         )
+
+    def _report(self, way: Way, ailment: str) -> None:
+        kind = FrameKind.FULL if way is Way.WRITE else FrameKind.AILS
+        self._channel.send(pack_text(kind, ailment))
 
     def serve(self) -> None:
         """Take orders until the engine hangs up or is gone."""
         self._thread.start()
         ready = frame(FrameKind.READY)
-        self._spawn(self._transfers.watch(PROBE_SECONDS, lambda: self._channel.send(ready)))
-        while not self._channel.is_ended:
+        self._spawn(self._transfers.health.watch(lambda: self._channel.send(ready)))
+        self._spawn(self._client.tend(self._log))
+        while True:
             for kind, body in self._channel.receive():
                 self._take(kind, body)
+            if self._channel.is_ended:
+                return
             self._channel.wait(1.0)
 
     def _take(self, kind: FrameKind, body: bytes) -> None:
@@ -630,8 +475,10 @@ class StoreProcess:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             error = task.exception()
-            text = f"{type(error).__name__}: {error}"
-            self._channel.send(pack_says(logging.ERROR, text))
+            self._log(logging.ERROR, f"{type(error).__name__}: {error}")
+
+    def _log(self, level: int, text: str) -> None:
+        self._channel.send(pack_says(level, shown(text)))
 
     def close(self) -> None:
         """Give up what is still under way."""
@@ -649,6 +496,9 @@ def _serve(engine: child.EngineLink) -> None:
     mapping = SlotMapping.of(hello.get("host_file"))
     process = StoreProcess(engine.channel, hello, engine.memory, mapping=mapping)
     process.serve()
+    # Leaving a store may take a minute and hold the interpreter for as long. The kernel does not.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _LEAVE_SECONDS)
     process.close()
 
 

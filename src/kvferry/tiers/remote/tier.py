@@ -36,6 +36,7 @@ from kvferry.tiers.ipc.messages import (
 )
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.queued import QueuedTier, Task
+from kvferry.tiers.remote.client import READ_ONLY
 from kvferry.tiers.remote.objects import SHARED, most_in_one
 from kvferry.types import TierName
 
@@ -103,6 +104,8 @@ class RemoteTier(QueuedTier):
         self.most_in_one = most_in_one
         self.refusal = ""
         """Why the child will not serve, where it said so: something is not installed."""
+        self.refusal_to_write = READ_ONLY if hello.get("read_only") else ""
+        """Why the store takes no blocks now, though it may be read; empty while it takes them."""
         self._hello = hello
         self._launch = launch
         self._environment = dict(os.environ)  # the same S3 identity for every child
@@ -119,6 +122,9 @@ class RemoteTier(QueuedTier):
     @property
     def ailment(self) -> str:
         return self._process_ailment or self._store_ailment
+
+    def _skip_reason(self, task: Task) -> str:
+        return self.ailment or ("" if task.is_read else self.refusal_to_write)
 
     def cancel(self, batch_id: BatchId) -> None:
         with self._changed:
@@ -218,7 +224,9 @@ class RemoteTier(QueuedTier):
             if kind is FrameKind.RESULT:
                 self._take_result(body)
             elif kind is FrameKind.AILS:
-                self._store_ailment = unpack_text(body)
+                self._note_store(unpack_text(body))
+            elif kind is FrameKind.FULL:
+                self._note_full(unpack_text(body))
             elif kind is FrameKind.READY:
                 self._process_ailment, self._wait = "", _FIRST_WAIT
             elif kind is FrameKind.REFUSED:
@@ -228,6 +236,20 @@ class RemoteTier(QueuedTier):
                 log.log(level, "tier %s: %s", self.name, text)
         if child.channel.is_ended and child is self._child:
             self._give_up_child(self.refusal or f"its process {child.ending}", kill=True)
+
+    def _note_store(self, ailment: str) -> None:
+        if ailment and not self._store_ailment and not self._process_ailment:
+            log.warning("tier %s: cannot be used: %s; it is tried again", self.name, ailment)
+        elif not ailment and self._store_ailment:
+            log.info("tier %s: can be used again", self.name)
+        self._store_ailment = ailment
+
+    def _note_full(self, reason: str) -> None:
+        if reason and not self.refusal_to_write:
+            log.warning("tier %s: takes no blocks: %s; reads go on", self.name, reason)
+        elif not reason and self.refusal_to_write:
+            log.info("tier %s: takes blocks again", self.name)
+        self.refusal_to_write = reason
 
     def _take_result(self, body: bytes) -> None:
         got = unpack_result(body)
@@ -270,6 +292,7 @@ class RemoteTier(QueuedTier):
             log.warning("tier %s: %s; it is started again in %g s", self.name, reason, self._wait)
         self._process_ailment = reason
         self._store_ailment = ""
+        self.refusal_to_write = READ_ONLY if self._hello.get("read_only") else ""
         self._start_at = time.monotonic() + self._wait
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
 
@@ -311,7 +334,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
             "they are: open the rank with contents=Contents(namespace)"
         )
     key = settings.read_key()
-    _require_packages(settings, encrypts=key is not None)
+    require_packages(settings, encrypts=key is not None)
     hello: dict[str, object] = {
         "address": str(address),
         "bandwidth": settings.bandwidth,
@@ -320,6 +343,9 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         "rank": int(setup.rank),
         "num_ranks": setup.num_ranks,
         "key": key.hex() if key is not None else None,
+        "label": setup.label,
+        "ttl": settings.ttl,
+        "read_only": settings.is_read_only,
     }
     file, spare_bytes = setup.host_file, settings.spare_bytes(setup.block_bytes)
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
@@ -338,7 +364,8 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     return tier
 
 
-def _require_packages(settings: RemoteSettings, *, encrypts: bool) -> None:
+def require_packages(settings: RemoteSettings, *, encrypts: bool = False) -> None:
+    """ConfigError where a package that this store needs is not installed."""
     modules, extras = _NEEDS[settings.address.kind]
     if encrypts:
         modules, extras = (*modules, "cryptography"), f"{extras},remote-encryption"

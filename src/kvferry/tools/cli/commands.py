@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("demo:demo", "See KV blocks leave a small device and come back."),
     "calibrate": ("calibrate:calibrate", "Time the copy paths on this machine."),
     "disk": ("disk:disk", "List, verify and remove the stores on disk."),
+    "remote": ("remote:remote", "List and remove what is kept in a shared bucket."),
     "doctor": ("doctor:doctor", "Check whether this machine is fit."),
     "top": ("top:top", "Watch a running kvferry."),
     "explain": ("explain:explain", "Say why a request hit or missed."),

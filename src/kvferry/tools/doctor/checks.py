@@ -418,7 +418,21 @@ def _check(spec: TierSpec, config: Config) -> Finding:
     except ConfigError as error:
         return fail(name, str(error), f"correct the setting {setting}, or leave the tier out")
     ailment, num_places = tier.ailment, tier.num_places
+    refusal = getattr(tier, "refusal_to_write", "")
     tier.close(_CLOSE_SECONDS)
+    if ailment and spec.kind == REMOTE:
+        return fail(
+            name,
+            f"{spec}: cannot be used: {ailment}",
+            "correct the address, its credentials or the server (docs: A store that servers share);"
+            " a server starts without it and uses it once it answers",
+        )
+    if refusal and config.remote_mode != "read-only":
+        return warn(
+            name,
+            f"{spec}: can be read, but takes no blocks: {refusal}",
+            "make room or allow writes there, or set remote_mode = read-only",
+        )
     if ailment:
         return warn(name, f"{spec}: cannot be used now: {ailment}", "repair it, or leave it out")
     kind = "finds blocks by their keys" if num_places is None else "has places for blocks"

@@ -1,0 +1,209 @@
+"""A bucket as a store: objects of one or more blocks, many requests at once.
+
+Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
+answer a missing bucket as a missing object. Nothing here rests on that: an object is verified when
+it is read, and a server that overwrites it writes the same bytes, of as many blocks or of another
+number that end with the same one. Where the condition is ignored a shorter object may so replace a
+longer one; the blocks that it lacks are missing until a server writes them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore import exceptions
+
+from kvferry.settings.tiers import RemoteAddress
+from kvferry.tiers.contract import Way
+from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
+from kvferry.tiers.remote.expiry import MOST_PROBE, PROBE, Expiry
+from kvferry.tiers.remote.objects import most_in_one
+from kvferry.tiers.remote.stores import (
+    REQUEST_SECONDS,
+    WrongSizeError,
+    open_bucket,
+    read_object,
+    reason_of,
+)
+
+_CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
+_ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
+"""Bytes in flight each way: as many keep a store busy that is some 20 ms away; and the most."""
+
+_SPARE_MEMORY = 512 << 20
+
+
+def most_calls(object_bytes: int) -> int:
+    """How many requests of one kind are best in flight: the smaller the objects, the more."""
+    enough = min(max(_CALLS, _ENOUGH_BYTES // object_bytes), _MOST_CALLS)
+    return max(4, min(enough, _MOST_BYTES // object_bytes))
+
+
+class BucketClient:
+    """Objects of one bucket. Owns the connections.
+
+    Requests that fail for a moment are sent again by the client below, later and later, with
+    jitter; the batch's deadline ends that.
+    """
+
+    def __init__(
+        self,
+        address: RemoteAddress,
+        object_bytes: int,
+        folder: str,
+        env: Mapping[str, str],
+        blocks_per_object: int = 1,
+        *,
+        label: str = "",
+        ttl: float | None = None,
+    ) -> None:
+        """``object_bytes`` has a block with its seal; ``label`` is shown by ``kvferry remote``."""
+        self._prefix = f"{address.prefix}/" if address.prefix else ""
+        self._probe_name = f"{self._prefix}{folder}/probe"
+        self._probe = (PROBE + label.encode())[:MOST_PROBE]
+        self._ttl = ttl
+        self._can_create = True
+        self._object_bytes = object_bytes
+        room = blocks_per_object * object_bytes
+        self.num_calls = min(most_calls(object_bytes), max(4, _MOST_BYTES // room))
+        self.blocks_per_object = blocks_per_object
+        self.staging = Staging(room, 2 * self.num_calls)
+        self._most_memory = 4 * self.num_calls * room + _SPARE_MEMORY
+        self._store: Any = open_bucket(address, env)
+
+    def names_per_call(self, way: Way) -> int:
+        """Lookups are short: as many are in flight as allowed."""
+        return max(1, FIND_CALLS // self.num_calls) if way is Way.FIND else 1
+
+    async def probe(self, way: Way) -> Fault | None:
+        """Read a small object, or write it and read it back."""
+        try:
+            if way is Way.WRITE:
+                await self._put(self._probe_name, self._probe, "overwrite")
+            got = await read_object(self._store, self._probe_name, range(MOST_PROBE + 1))
+        except FileNotFoundError as error:
+            is_bucket = way is Way.READ and "NoSuchBucket" not in str(error)
+            return None if is_bucket else Fault(reason_of(error))
+        except Exception as error:  # for any reason, the store cannot be used
+            return Fault(reason_of(error))
+        is_wrong = way is Way.WRITE and got != self._probe
+        return Fault("what it was given it does not give back") if is_wrong else None
+
+    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
+        return list(await asyncio.gather(*(self._find(name, size) for name in names)))
+
+    async def _find(self, name: str, size: int) -> int | Unavailable | Fault:
+        try:
+            there = await obstore.head_async(self._store, self._prefix + name)
+        except FileNotFoundError:
+            return Unavailable()
+        except Exception as error:
+            return Fault(reason_of(error))
+        return _num_blocks(there["size"], size) or Foreign(_wrong(there["size"], size))
+
+    async def get(
+        self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
+    ) -> list[Fetched]:
+        return list(await asyncio.gather(*(self._get(name, size) for name in names)))
+
+    async def _get(self, name: str, size: int) -> Fetched:
+        fits = range(size, most_in_one(size) * size + 1, size)
+        try:
+            return await read_object(self._store, self._prefix + name, fits)
+        except WrongSizeError as error:
+            return Foreign(_wrong(error.size, size))
+        except FileNotFoundError:
+            return Unavailable("holds nothing")
+        except Exception as error:
+            return Fault(reason_of(error))
+
+    async def put(
+        self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
+    ) -> list[Unavailable | Fault | None]:
+        try:
+            ends = await asyncio.gather(*map(self._put_one, names, objects, replace))
+        except asyncio.CancelledError:
+            # The request may go on reading them below, for as long as a request may take.
+            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._give_back, objects)
+            raise
+        self._give_back(objects)
+        return list(ends)
+
+    def _give_back(self, objects: Sequence[memoryview]) -> None:
+        for each in objects:
+            self.staging.give_back(each)
+
+    async def _put_one(
+        self, name: str, stored: memoryview, replace: bool
+    ) -> Unavailable | Fault | None:
+        try:
+            if self._can_create and not replace:
+                try:
+                    await self._put(self._prefix + name, stored, "create")
+                    return None
+                except exceptions.AlreadyExistsError:
+                    # By this or another server: the same bytes, but maybe of fewer blocks.
+                    if not await self._is_shorter(name, len(stored)):
+                        return None
+                except (exceptions.NotSupportedError, NotImplementedError):
+                    self._can_create = False
+            await self._put(self._prefix + name, stored, "overwrite")
+        except Exception as error:
+            return Fault(reason_of(error))
+        return None
+
+    async def _is_shorter(self, name: str, size: int) -> bool:
+        """Whether what is there has fewer bytes; an object of one block need not be asked."""
+        if size <= self._object_bytes:
+            return False
+        try:
+            there = await obstore.head_async(self._store, self._prefix + name)
+        except FileNotFoundError:  # removed since it was in our way
+            return True
+        return int(there["size"]) < size
+
+    async def _put(self, path: str, stored: Any, mode: Any) -> None:
+        await obstore.put_async(self._store, path, stored, mode=mode, use_multipart=False)
+
+    async def forget(self, folder: str) -> None:
+        async for page in obstore.list(self._store, prefix=self._prefix + folder):
+            await obstore.delete_async(self._store, [each["path"] for each in page])
+
+    async def tend(self, log: Log) -> None:
+        """Remove what is older than ``ttl``, and end this process before a reply fills the memory.
+
+        The library below reads errors and lists to their end, whatever a server sends.
+        """
+        if self._ttl is not None:
+            keeper = asyncio.create_task(Expiry(self._store, self._prefix, self._ttl, log).run())
+            keeper.add_done_callback(lambda task: task.cancelled() or task.exception())
+        most = _private_bytes() + self._most_memory
+        while _private_bytes() < most:
+            await asyncio.sleep(0.02)
+        log(logging.ERROR, "the store's replies take too much memory: its process is started anew")
+        os._exit(1)
+
+    def close(self) -> None:
+        """Connections end with the process."""
+
+
+def _num_blocks(num_bytes: int, size: int) -> int:
+    """How many blocks of this size an object of ours has; 0: it cannot be one of ours."""
+    count, rest = divmod(num_bytes, size)
+    return count if not rest and count <= most_in_one(size) else 0
+
+
+def _wrong(got: int, wanted: int) -> str:
+    return f"{got} bytes are there where {wanted} should be, or a few times as many"
+
+
+def _private_bytes() -> int:
+    """Memory of this process alone: not the staging, and not the engine's."""
+    _, resident, shared = Path("/proc/self/statm").read_text().split()[:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

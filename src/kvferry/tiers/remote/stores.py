@@ -1,0 +1,232 @@
+"""Opening a bucket: addresses and credentials as each cloud's own tools find them; errors as words.
+
+Requests to another host than the address names are refused: a server that redirects would be sent
+the session token along. obstore cannot be told not to follow, so it is told of a proxy that is not
+there, for all hosts but those. Where the environment names a proxy, that one decides.
+"""
+
+from __future__ import annotations
+
+import configparser
+import html
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.store import S3Store
+
+from kvferry.errors import ConfigError
+from kvferry.settings.tiers import PACK, RemoteAddress
+from kvferry.tiers.remote.client import hide
+
+REQUEST_SECONDS = 60.0
+_NOWHERE = "http://127.0.0.1:1"
+_OWN_HOSTS = ("amazonaws.com", "amazonaws.com.cn", "169.254.0.0/16", "fd00:ec2::/32")
+"""Where S3 is, and what hands out credentials."""
+_HOST_VARIABLES = (
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+    "AWS_ENDPOINT_URL_STS",
+)
+_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
+
+_OF_ENV = {
+    "access_key_id": ("AWS_ACCESS_KEY_ID",),
+    "secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
+    "session_token": ("AWS_SESSION_TOKEN",),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+}
+_OF_PROFILE = {
+    "access_key_id": "aws_access_key_id",
+    "secret_access_key": "aws_secret_access_key",
+    "session_token": "aws_session_token",
+    "region": "region",
+    "endpoint": "endpoint_url",
+    "ca_bundle": "ca_bundle",
+}
+_SECRETS = ("access_key_id", "secret_access_key", "session_token")
+_OTHER_MEANS = (
+    ("AWS_WEB_IDENTITY_TOKEN_FILE",),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+)
+"""Variables by which the client finds keys itself: all of one line. The last are for EKS Pod
+Identity; without the token's file obstore 0.12 does not ask there."""
+
+DEFAULT_REGION = "us-east-1"
+
+_LONGEST = 300
+_SAID = re.compile(r"Error performing (\w+) \S+ in .*? - (.*)")
+_STATUS = re.compile(r"Server returned non-2xx status code: ([^<]*?):? ?(<.*)?")
+_CODE, _MESSAGE = (re.compile(rf"<{tag}>(.*?)</{tag}>") for tag in ("Code", "Message"))
+_TAG = re.compile(r"<[^>]*>?")
+_NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_NOWHERE_FOUND = re.compile(r"ConnectError\([^)]*\s127\.0\.0\.1:1,")
+_SYSTEM = re.compile(r'message: "([^"]+)"')
+_CERTIFICATES = {
+    "UnknownIssuer": "is not signed by a trusted authority; AWS_CA_BUNDLE names a file of those",
+    "Expired": "is out of date, or our clock is wrong",
+    "NotValidYet": "is not valid yet, or our clock is wrong",
+    "NotValidForName": "names another server",
+}
+
+
+def open_bucket(address: RemoteAddress, env: Mapping[str, str]) -> S3Store:
+    """The bucket of an address; nothing is asked yet. ConfigError without credentials."""
+    told = {name: value for name, value in address.options.items() if name != PACK}
+    config, roots = s3_config(told, env), ca_bundle(env)
+    for name in _SECRETS:
+        if config.get(name):
+            hide(config[name])
+    options: dict[str, Any] = {
+        "allow_http": config.get("endpoint", "").startswith("http://"),
+        "connect_timeout": timedelta(seconds=2),
+        "timeout": timedelta(seconds=REQUEST_SECONDS),
+        "pool_idle_timeout": timedelta(seconds=30),
+    }
+    if roots:
+        options["root_certificate"] = roots
+    if not any(env.get(name) or env.get(name.lower()) for name in _PROXIES):
+        urls = (config.get("endpoint"), *(env.get(name) for name in _HOST_VARIABLES))
+        hosts = [urlsplit(url).hostname or "" for url in urls if url]
+        options |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join((*hosts, *_OWN_HOSTS))}
+    return S3Store(
+        address.place,
+        # Blocks have a checksum of their own: a second, slower one gains nothing.
+        config=cast(Any, {**config, "unsigned_payload": "true"}),
+        client_options=cast(Any, options),
+        retry_config={
+            "max_retries": 3,
+            "retry_timeout": timedelta(seconds=30),
+            "backoff": {
+                "base": 2,
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(seconds=2),
+            },
+        },
+    )
+
+
+class WrongSizeError(Exception):
+    """An object has another size than any of ours."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"an object has {size} bytes, which none of ours has")
+        self.size = size
+
+
+async def read_object(store: Any, path: str, fits: range) -> memoryview:
+    """An object whose size is one of these; no more of it is read than it says it has."""
+    got = await obstore.get_async(store, path)
+    size = got.meta["size"]
+    if size not in fits:
+        raise WrongSizeError(size)
+    pieces: list[Any] = []
+    left = size
+    async for piece in got.stream(min_chunk_size=max(1, size)):
+        left -= len(piece)
+        if left < 0:
+            raise WrongSizeError(size - left)
+        pieces.append(piece)
+    return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+
+def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    """The client's settings: of the address, else the environment, else the profile in ``~/.aws``.
+
+    Keys from two sources are never mixed. The client itself finds what none of them has (an
+    instance's role, a container's, a web identity).
+    """
+    found = {
+        name: value
+        for name, variables in _OF_ENV.items()
+        if (value := next((env[each] for each in variables if env.get(each)), ""))
+    }
+    profile = _profile(env)
+    has_means = any(all(env.get(name) for name in names) for names in _OTHER_MEANS)
+    has_keys = "access_key_id" in found or has_means
+    for name, value in profile.items():
+        if name != "ca_bundle" and not (has_keys and name in _SECRETS):
+            found.setdefault(name, value)
+    found.update(told)
+    found.setdefault("region", DEFAULT_REGION)
+    is_known = "access_key_id" in found or has_keys
+    if not is_known and env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        raise ConfigError(
+            "there are no credentials for S3: give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "
+            "profile in ~/.aws, or let the instance's role be asked (AWS_EC2_METADATA_DISABLED)"
+        )
+    return found
+
+
+def ca_bundle(env: Mapping[str, str]) -> bytes | None:
+    """Certificates to trust besides the system's, where ``AWS_CA_BUNDLE`` or a profile has some."""
+    path = env.get("AWS_CA_BUNDLE") or _profile(env).get("ca_bundle")
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"AWS_CA_BUNDLE (or ca_bundle in ~/.aws/config): {error}; name a file of certificates "
+            "in PEM, or none"
+        ) from error
+
+
+def _profile(env: Mapping[str, str]) -> dict[str, str]:
+    home = Path(env.get("HOME") or os.path.expanduser("~"), ".aws")
+    name = env.get("AWS_PROFILE") or "default"
+    files = (
+        (env.get("AWS_CONFIG_FILE") or home / "config", f"profile {name}"),
+        (env.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials", name),
+    )
+    found: dict[str, str] = {}
+    for path, section in files:
+        parser = configparser.ConfigParser(interpolation=None, strict=False)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue  # as if it were not there: the store will say that we may not
+        for place in (section, name):  # [default] in both files, [profile x] in the first
+            if parser.has_section(place):
+                table = parser[place]
+                found.update({k: table[v] for k, v in _OF_PROFILE.items() if table.get(v)})
+    return found
+
+
+def reason_of(error: Exception) -> str:
+    """The words of the server or the system, without the object's long name."""
+    said, _, inner = str(error).partition("\n\nDebug source")
+    text = " ".join(said.split())
+    found = _SAID.search(text)
+    if found:
+        text = f"{found[1]}: {_answer(found[2])}"
+    certificate, system = _CERTIFICATE.search(inner), _SYSTEM.search(inner)
+    if certificate:
+        kind = certificate[1].removesuffix("Context")
+        text = f"its certificate {_CERTIFICATES.get(kind, f'is not valid: {kind}')}"
+    elif _NO_TLS.search(inner):
+        text = "what answers there does not speak https; is its endpoint http://...?"
+    elif _NOWHERE_FOUND.search(inner):
+        text = "it sends us on to another host, which is not followed; name that in the address"
+    elif system and system[1] not in text:
+        text = f"{text}: {system[1]}"
+    return text[:_LONGEST] or type(error).__name__
+
+
+def _answer(said: str) -> str:
+    """A server's answer: its status, and the words of its XML or HTML."""
+    found = _STATUS.fullmatch(said)
+    if found is None:
+        return said
+    status, body = found[1], found[2] or ""
+    parts = [match[1] for tag in (_CODE, _MESSAGE) if (match := tag.search(body))]
+    words = html.unescape(": ".join(parts) or _TAG.sub(" ", body))
+    return ": ".join(filter(None, (status, " ".join(words.split()))))

@@ -1,0 +1,246 @@
+"""``kvferry remote``: list and remove what kvferry keeps in a shared bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.text import Text
+
+from kvferry.config import Config
+from kvferry.core.quantities import parse_seconds, rounded_size
+from kvferry.errors import ConfigError, StoreError
+from kvferry.settings.tiers import MOONCAKE, RemoteAddress, RemoteSettings, read_remote
+from kvferry.tiers.remote.tier import require_packages
+from kvferry.tools.cli.output import as_json_option, grid, unbroken
+from kvferry.tools.words import clean, counted
+
+_SHOWN = 12
+"""So many digits tell namespaces apart."""
+
+ADDRESS = click.argument("address", required=False, metavar="[ADDRESS]")
+
+
+@dataclass
+class Found:
+    """What was found of one namespace."""
+
+    namespace: str
+    label: str = ""
+    num_ranks: int = 0
+    ranks: set[int] = field(default_factory=set)
+    paths: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    oldest: datetime | None = None
+    newest: datetime | None = None
+
+    def add(self, path: str, num_bytes: int, modified: datetime) -> None:
+        self.paths.append(path)
+        self.num_bytes += num_bytes
+        self.oldest = min(modified, self.oldest or modified)
+        self.newest = max(modified, self.newest or modified)
+
+    def plain(self) -> dict[str, Any]:
+        times = {"oldest": self.oldest, "newest": self.newest}
+        return {
+            "namespace": self.namespace,
+            "label": self.label,
+            "ranks": sorted(self.ranks),
+            "num_ranks": self.num_ranks,
+            "objects": len(self.paths),
+            "bytes": self.num_bytes,
+            **{name: each.isoformat() if each else None for name, each in times.items()},
+        }
+
+
+@click.group()
+def remote() -> None:
+    """List and remove what kvferry keeps in a shared bucket.
+
+    ADDRESS is s3://BUCKET/PREFIX, as in the setting remote. Without it, it is that setting
+    (KVFERRY_REMOTE, or the file of KVFERRY_CONFIG). Credentials are found as the server finds them.
+    A Mooncake store cannot be listed: its master evicts by itself.
+    """
+
+
+@remote.command("ls")
+@ADDRESS
+@as_json_option
+def list_command(address: str | None, as_json: bool) -> None:
+    """List the models whose blocks are there, with objects, bytes and age.
+
+    A namespace is one model with its revision, dtype and layout. Its name is what the server that
+    wrote it calls its model, unless blocks are encrypted.
+
+    \b
+    kvferry remote ls                           the setting remote
+    kvferry remote ls s3://my-bucket/kv --json
+    """
+    where = _address(address)
+    found = _find(where, lambda modified: True, is_quiet=as_json)
+    if as_json:
+        click.echo(json.dumps({"address": str(where), "namespaces": [f.plain() for f in found]}))
+    elif found:
+        _show(found)
+    else:
+        click.echo(f"Nothing of kvferry's in {where}.")
+
+
+@remote.command()
+@ADDRESS
+@click.option("--all", "everything", is_flag=True, help="Remove everything kvferry has there.")
+@click.option("--older-than", metavar="TIME", help="Remove what was written so long ago: 12h, 7d.")
+@click.option("--namespace", default="", help="Only of this namespace: the first digits of it.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@as_json_option
+@click.pass_context
+def purge(
+    ctx: click.Context,
+    address: str | None,
+    everything: bool,
+    older_than: str | None,
+    namespace: str,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Remove blocks from a bucket, for good. Servers that use it go on and miss these blocks.
+
+    \b
+    kvferry remote purge --older-than 7d
+    kvferry remote purge --namespace 1f0c22 --all --yes
+    """
+    if everything == (older_than is not None):
+        raise click.UsageError("give either --all or --older-than TIME", ctx)
+    where = _address(address)
+    age = parse_seconds(older_than, name="--older-than") if older_than is not None else None
+    end = None if age is None else datetime.now(timezone.utc) - timedelta(seconds=age)
+    found = _find(where, lambda modified: end is None or modified < end, is_quiet=as_json)
+    found = [each for each in found if each.namespace.startswith(namespace)]
+    paths = [path for each in found for path in each.paths]
+    size = rounded_size(sum(each.num_bytes for each in found))
+    what = f"{counted(len(paths), 'object')}, {size}"
+    if paths and not yes:
+        _show(found, Console(stderr=True, highlight=False))
+        click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
+    removed = _remove(where, paths, is_quiet=as_json)
+    if as_json:
+        click.echo(json.dumps({"address": str(where), "removed": removed}))
+    else:
+        click.echo(f"Removed {what}." if paths else f"Nothing to remove in {where}.")
+
+
+def _address(told: str | None) -> RemoteAddress:
+    text = told or Config.load().remote
+    if text is None:
+        raise ConfigError(
+            "no address is named: give one such as s3://BUCKET/PREFIX, or set remote "
+            "(KVFERRY_REMOTE, or the file that KVFERRY_CONFIG names)"
+        )
+    address = read_remote("ADDRESS" if told else "remote", text)
+    if address.kind == MOONCAKE:
+        raise ConfigError(
+            f"{address}: a Mooncake store cannot be listed. Its master evicts by itself and counts "
+            "its objects in its metrics (mooncake_master --metrics_port); restart it to empty it"
+        )
+    require_packages(RemoteSettings(address))
+    return address
+
+
+def _find(
+    where: RemoteAddress, wants: Callable[[datetime], bool], *, is_quiet: bool
+) -> list[Found]:
+    from kvferry.tiers.remote.expiry import label_in, list_ours
+    from kvferry.tiers.remote.stores import open_bucket
+
+    async def find(follow: Callable[[int], None]) -> list[Found]:
+        store, found = open_bucket(where, os.environ), dict[str, Found]()
+        num_listed = 0
+        async for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
+            num_listed += len(page)
+            follow(num_listed)
+            for each in filter(lambda each: wants(each.modified), page):
+                here = found.setdefault(each.namespace, Found(each.namespace))
+                here.add(each.path, each.num_bytes, each.modified)
+                here.ranks.add(each.rank)
+                here.num_ranks = each.num_ranks
+                if each.name == "probe" and not here.label:
+                    here.label = await label_in(store, each.path)
+        return sorted(found.values(), key=lambda each: -each.num_bytes)
+
+    with _progress("Listing objects", is_hidden=is_quiet) as follow:
+        return _run(where, find(follow))
+
+
+def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> int:
+    from kvferry.tiers.remote.expiry import remove
+    from kvferry.tiers.remote.stores import open_bucket
+
+    num_removed = 0
+
+    async def go(follow: Callable[[int], None]) -> None:
+        nonlocal num_removed
+        store = open_bucket(where, os.environ)
+        for at in range(0, len(paths), 1000):
+            await remove(store, paths[at : at + 1000])
+            num_removed = min(at + 1000, len(paths))
+            follow(num_removed)
+
+    try:
+        with _progress(f"Removing {len(paths):,} objects", is_hidden=is_quiet) as follow:
+            _run(where, go(follow))
+    finally:
+        if num_removed < len(paths):
+            click.echo(f"{num_removed:,} of {len(paths):,} objects were removed.", err=True)
+    return num_removed
+
+
+def _run(where: RemoteAddress, work: Any) -> Any:
+    from kvferry.tiers.remote.stores import reason_of
+
+    try:
+        return asyncio.run(work)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # the library below has many kinds
+        raise StoreError(f"{where}: {reason_of(error)}") from error
+
+
+def _show(found: list[Found], console: Console | None = None) -> None:
+    console = console or unbroken()
+    names = ("For", "Namespace", "Ranks", "Objects", "Size", "Oldest", "Newest")
+    left = [name for name in names if name not in ("Objects", "Size")]
+    table = grid(*names, left=left, style="bold dim", no_wrap=False)
+    for each in found:
+        ranks = f"{len(each.ranks)} of {each.num_ranks}"
+        cells = (
+            each.label or "(no name)",
+            each.namespace[:_SHOWN],
+            ranks,
+            f"{len(each.paths):,}",
+            rounded_size(each.num_bytes),
+            f"{each.oldest:%Y-%m-%d %H:%M}",
+            f"{each.newest:%Y-%m-%d %H:%M}",
+        )
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    console.print(table)
+    size = rounded_size(sum(each.num_bytes for each in found))
+    console.print(f"{counted(sum(len(each.paths) for each in found), 'object')}, {size} (UTC)")
+
+
+@contextmanager
+def _progress(words: str, *, is_hidden: bool) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,}"))
+    is_hidden = is_hidden or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task(words, total=None)
+        yield lambda done: progress.update(task, completed=done)
