@@ -491,6 +491,7 @@ class Serving:
             if order.dst == HOST:  # what a read leaves where it fails is anything
                 self.host[rank.rank][order.dst_slots] = 0xBAD
         generation = rank.submitted.pop(order.id, rank_tier._generation)
+        mover._under_way[batch.id] = len(batch)
         return mover._receipt(rank_tier._carry_out(Task(batch, generation)))
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> None:

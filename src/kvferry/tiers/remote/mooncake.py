@@ -114,7 +114,7 @@ class MooncakeClient:
             if fault is not None:
                 return fault
         if way is not Way.WRITE:
-            code = self._store.is_exist(f"{self._folder}/probe")
+            (code,) = self._store.batch_is_exist([f"{self._folder}/probe"])
             return _fault(code) if code < 0 else None
         names = [f"{self._folder}/probe/{secrets.token_hex(8)}" for _ in range(_NUM_PROBES)]
         content = secrets.token_bytes(64)
