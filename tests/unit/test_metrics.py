@@ -82,8 +82,8 @@ DISK = DiskFigures(
 def snapshot() -> Snapshot:
     tenants = {"none": TenantCounts(1, 2, 3, {"host": 4}, {"host": 0})}
     tenants["search"] = TenantCounts(5, 6, 7, {"host": 8, "disk": 9}, {"host": 1, "disk": 2})
-    below = {"asked": {"store": (4, 3)}, "refused": {"store": 2}}
-    stats = replace(busy_scheduler().stats(), **below, tenants=tenants)
+    stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)}, refused={"store": 2})
+    stats = replace(stats, tenants=tenants)
     disks = {"disk": DISK}
     return Snapshot(
         stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2, idle="", disks=disks
