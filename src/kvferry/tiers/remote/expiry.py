@@ -29,7 +29,7 @@ _SETTLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Listed:
+class ObjectListed:
     """An object of ours, as a listing has it. ``name`` is "probe" for the one beside the blocks."""
 
     path: str
@@ -47,7 +47,7 @@ class Listed:
         return self.path.rpartition("/")[0]
 
 
-async def list_ours(store: Any, prefix: str) -> AsyncIterator[list[Listed]]:
+async def list_ours(store: Any, prefix: str) -> AsyncIterator[list[ObjectListed]]:
     """All objects of kvferry's below a prefix, a page at a time; what is not ours is left out."""
     top = await obstore.list_with_delimiter_async(store, prefix.rstrip("/") or None)
     for folder in top["common_prefixes"]:
@@ -56,7 +56,7 @@ async def list_ours(store: Any, prefix: str) -> AsyncIterator[list[Listed]]:
         async for page in obstore.list(store, prefix=folder, chunk_size=_PAGE):
             found = ((each, _GROUP.fullmatch(each["path"][len(prefix) :])) for each in page)
             yield [
-                Listed(
+                ObjectListed(
                     each["path"],
                     each["size"],
                     each["last_modified"],

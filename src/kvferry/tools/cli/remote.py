@@ -31,7 +31,7 @@ ADDRESS = click.argument("address", required=False, metavar="[ADDRESS]")
 
 
 @dataclass
-class Found:
+class NamespaceUse:
     """What was found of one namespace."""
 
     namespace: str
@@ -157,18 +157,18 @@ def _address(told: str | None) -> RemoteAddress:
 
 def _find(
     where: RemoteAddress, wants: Callable[[datetime], bool], *, is_quiet: bool
-) -> list[Found]:
+) -> list[NamespaceUse]:
     from kvferry.tiers.remote.expiry import label_in, list_ours
     from kvferry.tiers.remote.stores import open_bucket
 
-    async def find(follow: Callable[[int], None]) -> list[Found]:
-        store, found = open_bucket(where, os.environ), dict[str, Found]()
+    async def find(follow: Callable[[int], None]) -> list[NamespaceUse]:
+        store, found = open_bucket(where, os.environ), dict[str, NamespaceUse]()
         num_listed = 0
         async for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
             num_listed += len(page)
             follow(num_listed)
             for each in filter(lambda each: wants(each.modified), page):
-                here = found.setdefault(each.namespace, Found(each.namespace))
+                here = found.setdefault(each.namespace, NamespaceUse(each.namespace))
                 here.add(each.path, each.num_bytes, each.modified)
                 here.ranks.add(each.rank)
                 here.num_ranks = each.num_ranks
@@ -214,7 +214,7 @@ def _run(where: RemoteAddress, work: Any) -> Any:
         raise StoreError(f"{where}: {reason_of(error)}") from error
 
 
-def _show(found: list[Found], console: Console | None = None) -> None:
+def _show(found: list[NamespaceUse], console: Console | None = None) -> None:
     console = console or unbroken()
     names = ("For", "Namespace", "Ranks", "Objects", "Size", "Oldest", "Newest")
     left = [name for name in names if name not in ("Objects", "Size")]
