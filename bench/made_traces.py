@@ -6,6 +6,12 @@
     api       one question each, behind one of some hundred templates
     batch     chats, and every ten minutes a job that reads thousands of documents once
     diurnal   chats whose number follows the day; some go on the next morning
+    rag       questions behind a few of some thousand documents, whose popularity follows Zipf
+    scans     chats, and beside them a steady stream of documents that are read once
+    load      chats; every ten minutes the load and the pauses between turns change
+    tenants   forty tenants, each with a prompt, a pace and a habit to return of its own
+    chance    texts that are asked for again at times that nothing foretells
+    regime    halfway, short chats that returned become one-off and long ones begin to return
 
 In the Mooncake format, so anything that reads that one reads these. The same seed makes the same
 trace. ``python bench/made_traces.py agents --block-tokens 16 > agents.jsonl``
@@ -140,7 +146,70 @@ class Maker:
                 yield from self.chat(later, self.blocks.grow(text, answer), 0.65, 90, 1.1)
 
 
-KINDS = ("agents", "api", "batch", "diurnal")
+    def rag(self) -> Iterator[Event]:
+        system = self.blocks.grow(Text(), 800)
+        rank = [1 / (at + 1) ** 0.9 for at in range(3000)]
+        sizes = [self.tokens(2500, 0.6) for _ in rank]
+        first: dict[tuple[int, ...], Text] = {}
+        for start in self.arrivals(3600, 1.5):
+            picked = self.rng.choices(range(len(rank)), weights=rank, k=self.rng.randint(1, 3))
+            text, chosen = system, tuple[int, ...]()
+            for document in dict.fromkeys(picked):
+                chosen = (*chosen, document)
+                if chosen not in first:
+                    first[chosen] = self.blocks.grow(text, sizes[document])
+                text = first[chosen]
+            yield from self.chat(start, text, 0.35, 40, 1.0)
+
+    def scans(self) -> Iterator[Event]:
+        system = self.blocks.grow(Text(), 1500)
+        for start in self.arrivals(3600, 0.5):
+            yield from self.chat(start, system, 0.75, 45, 0.9)
+        for at in self.arrivals(3600, 1.2):
+            yield at, self.blocks.grow(Text(), self.tokens(9000, 0.5)), self.tokens(80)
+
+    def load(self) -> Iterator[Event]:
+        system = self.blocks.grow(Text(), 1000)
+        for start in self.arrivals(7200, 1.6):
+            phase = int(start // 600) % 4
+            if self.rng.random() < (0.25, 1.0, 0.5, 0.75)[phase]:
+                yield from self.chat(start, system, 0.7, (120, 15, 60, 240)[phase], 0.8)
+
+    def tenants(self) -> Iterator[Event]:
+        rng = self.rng
+        tenants = [
+            (self.blocks.grow(Text(), self.tokens(2000, 0.8)), rng.random() * 0.9,
+             self.lognormal(40, 1.5), rng.expovariate(1.0))
+            for _ in range(40)
+        ]
+        weights = [weight for *_, weight in tenants]
+        for start in self.arrivals(3600, 1.2):
+            system, stay, gap, _ = rng.choices(tenants, weights=weights)[0]
+            yield from self.chat(start, system, stay, gap, 0.8)
+
+    def chance(self) -> Iterator[Event]:
+        """A Poisson process for every text: how long ago it was asked for says nothing."""
+        for _ in range(900):
+            text = self.blocks.grow(Text(), self.tokens(4000, 0.7))
+            for at in self.arrivals(3600, 1 / 400):
+                yield at, text, self.tokens(100)
+        for at in self.arrivals(3600, 0.8):
+            yield at, self.blocks.grow(Text(), self.tokens(4000, 0.7)), self.tokens(100)
+
+    def regime(self) -> Iterator[Event]:
+        system = self.blocks.grow(Text(), 1000)
+        for start in self.arrivals(7200, 1.4):
+            is_long, is_late = self.rng.random() < 0.5, start >= 3600
+            text = self.blocks.grow(system, self.tokens(6000 if is_long else 900, 0.4))
+            if is_long != is_late:
+                yield start, text, self.tokens(200)
+            else:
+                yield from self.chat(start, text, 0.8, 50 if is_late else 25, 0.7)
+
+
+KINDS = (
+    "agents", "api", "batch", "diurnal", "rag", "scans", "load", "tenants", "chance", "regime"
+)
 
 
 def made(kind: str, *, seed: int = 1, block_tokens: int = 512, scale: float = 1.0) -> list[Any]:

@@ -43,7 +43,7 @@ _NEAR_SHARE = 8
 _SPARE_SHARE, _MOST_SPARE = 64, 4096
 """Slots freed beyond need where slots are placed: among single ones there are no runs."""
 
-_LOOKUP, _ANSWER, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:8]
+_LOOKUP, _, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:8]
 
 
 class PolicyFeed:
@@ -78,7 +78,7 @@ class PolicyFeed:
         self.hint_hearer = as_object if isinstance(as_object, HearsHints) else None
         kinds = [_STORE, _USE, _RETURN, _EVICT]
         if self.hearer is not None:
-            kinds += [_LOOKUP, _ANSWER]
+            kinds.append(_LOOKUP)
         if self.hint_hearer is not None:
             kinds.append(_HINT)
         if self._reader is not None:
@@ -124,11 +124,9 @@ class PolicyFeed:
         elif kind is _LOOKUP and self.hearer is not None:
             keys = event.keys() if callable(event.keys) else event.all_keys()
             self.hearer.asked(keys, event.tokens, slots)
-        elif kind is _ANSWER and self.hearer is not None:
-            keys = event.keys() if callable(event.keys) else event.all_keys()
-            self.hearer.answered(keys, event.tokens)
         elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
-            self.hint_hearer.hint(slots, event.detail)
+            keys = event.keys() if callable(event.keys) else event.all_keys()
+            self.hint_hearer.hint(keys, event.detail)
 
 
 class Eviction:
@@ -431,7 +429,8 @@ class Eviction:
         the ``first`` on, go first, and those of one that continues are pinned.
         """
         if self.feed.hint_hearer is not None:
-            self._table.log.append(EventKind.HINT, slots, detail=evidence)
+            keys = self._table.index.keys_of(slots)
+            self._table.log.append(EventKind.HINT, keys=keys, detail=evidence)
         elif evidence.ended:
             self.evict_first(slots, 0, first=first)
         elif evidence.continues:

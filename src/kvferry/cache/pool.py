@@ -269,7 +269,7 @@ class Pool:
         ``positions`` are those of the missing keys; ``arriving`` says where the others are.
         """
         table = self.table
-        keys, found, above, chained = arriving
+        keys, found, above, chained, _ = arriving
         if len(slots):
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
             new = keys if len(slots) == len(keys.array) else keys.take(positions)

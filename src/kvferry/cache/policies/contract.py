@@ -24,24 +24,28 @@ class Arriving(NamedTuple):
 
     ``keys`` are those of one call, in the order of their chain; ``slots`` says where each of them
     is, ``NO_SLOT`` for those that want one. ``parent`` is the slot of the block before the first of
-    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone.
+    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone. Those that
+    ``must_stay`` are to be pinned, and must not be refused for their value.
     """
 
     keys: Keys
     slots: SlotArray
     parent: int
     chained: bool
+    must_stay: bool = False
 
 
 class Evidence(NamedTuple):
     """A hint for a conversation: what its sender knows besides its blocks.
 
     It is ``ended``, or it ``continues`` (``within`` so many seconds from now, where that was said).
+    ``sender`` names its tenant, else its session; empty where there is neither.
     """
 
     ended: bool = False
     continues: bool = False
     within: float | None = None
+    sender: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,11 @@ class EvictionPolicy(Protocol):
 class HearsHints(Protocol):
     """An eviction policy that takes hints as evidence. Others are helped by the pool."""
 
-    def hint(self, slots: SlotArray, evidence: Evidence) -> None:
-        """This was said of one request's blocks: those that are cached, in chain order.
+    def hint(self, keys: Keys, evidence: Evidence) -> None:
+        """This was said of a request with these whole blocks, or of its leading ones that are here.
 
-        In host memory these are its leading ones, a tier may have only its end. Told once it has
-        stored what it had to, so after their ``insert`` or ``use``; of several times that it is
-        told, the last counts. A later use of the last of them may prove it wrong.
+        Told when the request comes, before room is made for it, and again when it is over; of
+        several times the last counts. A later request that goes on with it may prove it wrong.
         """
 
 
@@ -142,13 +145,6 @@ class HearsRequests(Protocol):
         ``slots`` are the leading ones that it found here. Told once for each request, when it comes
         or some requests later, but before anything here changes or is chosen, so before its own
         blocks are stored.
-        """
-
-    def answered(self, keys: Keys, num_tokens: int) -> None:
-        """A request with these whole blocks, its answer's among them, got that many tokens.
-
-        Told once it is over, or later in the same way, before or after the last of its blocks are
-        stored.
         """
 
 

@@ -132,9 +132,9 @@ class Quotas:
         self._num_slots = residents.num_slots
         # A policy hears by having these; ours does where theirs do.
         if isinstance(first, HearsHints):
-            self.hint = self._hint
+            self.hint = self._tell_hint
         if isinstance(first, HearsRequests):
-            self.asked, self.answered = self._tell_asked, self._tell_answered
+            self.asked = self._tell_asked
 
     # -- ownership ------------------------------------------------------------------------------
 
@@ -286,18 +286,14 @@ class Quotas:
 
     # -- what some hear -------------------------------------------------------------------------
 
-    def _hint(self, slots: SlotArray, evidence: Evidence) -> None:
-        for policy, part in self._parts(slots):
+    def _tell_hint(self, keys: Keys, evidence: Evidence) -> None:
+        for policy in self._inner.values():
             if isinstance(policy, HearsHints):
-                policy.hint(part, evidence)
+                policy.hint(keys, evidence)
 
     def _tell_asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
-        for hearer, policy in zip(self._hearers, self._inner.values(), strict=True):
-            hearer.asked(keys, num_tokens, slots[policy.holds(slots)] if len(slots) else slots)
-
-    def _tell_answered(self, keys: Keys, num_tokens: int) -> None:
         for policy in self._hearers:
-            policy.answered(keys, num_tokens)
+            policy.asked(keys, num_tokens, slots)
 
     # -- the parts ------------------------------------------------------------------------------
 
