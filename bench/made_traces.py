@@ -145,7 +145,6 @@ class Maker:
                 later = start + DAY * (0.8 + 0.4 * self.rng.random())
                 yield from self.chat(later, self.blocks.grow(text, answer), 0.65, 90, 1.1)
 
-
     def rag(self) -> Iterator[Event]:
         system = self.blocks.grow(Text(), 800)
         rank = [1 / (at + 1) ** 0.9 for at in range(3000)]
@@ -178,8 +177,12 @@ class Maker:
     def tenants(self) -> Iterator[Event]:
         rng = self.rng
         tenants = [
-            (self.blocks.grow(Text(), self.tokens(2000, 0.8)), rng.random() * 0.9,
-             self.lognormal(40, 1.5), rng.expovariate(1.0))
+            (
+                self.blocks.grow(Text(), self.tokens(2000, 0.8)),
+                rng.random() * 0.9,
+                self.lognormal(40, 1.5),
+                rng.expovariate(1.0),
+            )
             for _ in range(40)
         ]
         weights = [weight for *_, weight in tenants]
@@ -207,9 +210,7 @@ class Maker:
                 yield from self.chat(start, text, 0.8, 50 if is_late else 25, 0.7)
 
 
-KINDS = (
-    "agents", "api", "batch", "diurnal", "rag", "scans", "load", "tenants", "chance", "regime"
-)
+KINDS = ("agents", "api", "batch", "diurnal", "rag", "scans", "load", "tenants", "chance", "regime")
 
 
 def made(kind: str, *, seed: int = 1, block_tokens: int = 512, scale: float = 1.0) -> list[Any]:

@@ -22,7 +22,7 @@ import numpy as np
 
 import kvferry
 from kvferry.cache.policies import policy_named
-from kvferry.cache.replay import PoolReplay, Tokens
+from kvferry.cache.replay import PoolReplay
 from kvferry.telemetry.traces import keys_of_numbers
 
 LIMIT = 100e-6
@@ -65,7 +65,7 @@ def measure(policies: list[str], num_slots: int, blocks: int, count: int) -> dic
         full = all(replay.pool.num_free < blocks for replay in replays.values())
         for name, replay in replays.items():
             began = time.thread_time()
-            replay.serve(keys, len(keys), at, None, Tokens(16 * len(keys), 200))
+            replay.serve(keys, len(keys), at, None, 16 * len(keys))
             if full:
                 spent[name].append(time.thread_time() - began)
         measured += full

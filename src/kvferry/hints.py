@@ -9,6 +9,7 @@
     {"continues": true} or {"continues": "30s"}  its conversation continues, within that time
     {"priorities": [{"token_start": 0, "token_end": 512, "priority": 80, "duration_ms": 60000}]}
     {"tenant": "search"}                         the tenant that its memory counts for
+    {"session": "4711"}                          whose hints these are, where there is no tenant
 
 A hint is never needed for correct answers, and a wrong one costs time only.
 """
@@ -76,6 +77,7 @@ class Hints:
     within: float | None = None
     priorities: tuple[TokenPriority, ...] = ()
     tenant: str = ""
+    session: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_store_tokens", "max_load_tokens"):
@@ -92,13 +94,14 @@ class Hints:
             other = "continues" if self.continues else "pin_seconds"
             raise InputError(f"a conversation that ended cannot have {other}; give one of the two")
         object.__setattr__(self, "priorities", _ranges(self.priorities))
-        tenant: object = self.tenant
-        is_text = isinstance(tenant, str) and len(tenant) <= MOST_TENANT_CHARS
-        if not is_text or not self.tenant.isprintable():
-            raise InputError(
-                f"tenant must be a name of at most {MOST_TENANT_CHARS} printable characters, "
-                f"got {shown(tenant)}"
-            )
+        for name in ("tenant", "session"):
+            given: object = getattr(self, name)
+            is_text = isinstance(given, str) and len(given) <= MOST_TENANT_CHARS
+            if not is_text or not str(given).isprintable():
+                raise InputError(
+                    f"{name} must be a name of at most {MOST_TENANT_CHARS} printable characters, "
+                    f"got {shown(given)}"
+                )
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Hints:

@@ -126,10 +126,11 @@ def test_membership(make: EvictionPolicyMaker, steps: Steps) -> None:
 def test_what_was_put_back_goes_first_again(make: EvictionPolicyMaker) -> None:
     policy = policy_of(make)
     policy.insert(as_slots(range(6)))
-    policy.put_back(policy.take(3, ARRIVING))
-    first = policy.peek(3).tolist()
+    taken = policy.take(3, ARRIVING)
+    policy.put_back(taken)
+    first = policy.peek(len(taken)).tolist()
     policy.insert(as_slots(range(6, 9)))
-    assert policy.peek(3).tolist() == first
+    assert policy.peek(len(taken)).tolist() == first == taken.tolist()
 
 
 @honest_policy

@@ -1,7 +1,6 @@
 """The published policies as their authors wrote them down, a key at a time, in plain Python.
 
-A call brings a batch: what is there is hit, room is made for the rest, and the rest comes in. The
-last of a batch is the first to go, so batches are gone through from their end.
+A request is gone through from its end, so that its end is the first to go.
 """
 
 from __future__ import annotations
@@ -22,60 +21,16 @@ class Published:
     def hit(self, key: int) -> None:
         raise NotImplementedError
 
-    def evict(self) -> int:
+    def miss(self, key: int) -> None:
+        """Make room for one key, and let it in."""
         raise NotImplementedError
 
-    def admit(self, keys: list[int]) -> None:
-        raise NotImplementedError
-
-    def serve(self, keys: list[int]) -> list[int]:
-        """Returns who had to go, in that order."""
-        there = [key for key in keys if key in self.resident]
-        new = [key for key in keys if key not in self.resident]
-        for key in reversed(there):
-            self.hit(key)
-        gone = []
-        while len(self.resident) + len(new) > self.capacity:
-            gone.append(self.evict())
-        self.admit(new)
-        return gone
-
-
-class PublishedSlru(Published):
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.probation: OrderedDict[int, None] = OrderedDict()
-        self.protected: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def resident(self) -> set[int]:
-        return {*self.probation, *self.protected}
-
-    def hit(self, key: int) -> None:
-        self.probation.pop(key, None)
-        self.protected.pop(key, None)
-        self.protected[key] = None
-
-    def serve(self, keys: list[int]) -> list[int]:
+    def serve(self, keys: list[int]) -> None:
         there = [key for key in keys if key in self.resident]
         for key in reversed(there):
             self.hit(key)
-        while len(self.protected) > max(1, int(0.8 * self.capacity)):
-            key, _ = self.protected.popitem(last=False)
-            self.probation[key] = None
-        gone = []
-        new = [key for key in keys if key not in there]
-        while len(self.resident) + len(new) > self.capacity:
-            gone.append(self.evict())
-        self.admit(new)
-        return gone
-
-    def evict(self) -> int:
-        return (self.probation or self.protected).popitem(last=False)[0]
-
-    def admit(self, keys: list[int]) -> None:
-        for key in reversed(keys):
-            self.probation[key] = None
+        for key in reversed([key for key in keys if key not in there]):
+            self.miss(key)
 
 
 class PublishedArc(Published):
@@ -96,31 +51,27 @@ class PublishedArc(Published):
         self.t2.pop(key, None)
         self.t2[key] = None
 
-    def evict(self) -> int:
-        if self.t1 and (len(self.t1) > self.p or not self.t2):
-            key, _ = self.t1.popitem(last=False)
-            self.b1[key] = None
+    def replace(self, was_frequent: bool) -> None:
+        full = len(self.t1) > self.p or (was_frequent and len(self.t1) == self.p)
+        if self.t1 and (full or not self.t2):
+            self.b1[self.t1.popitem(last=False)[0]] = None
         else:
-            key, _ = self.t2.popitem(last=False)
-            self.b2[key] = None
-        return key
+            self.b2[self.t2.popitem(last=False)[0]] = None
 
-    def admit(self, keys: list[int]) -> None:
-        known = []
-        for key in keys:
-            if key in self.b1:
-                self.p = min(float(self.capacity), self.p + max(1, len(self.b2) / len(self.b1)))
-                del self.b1[key]
-                known.append(key)
-            elif key in self.b2:
-                self.p = max(0.0, self.p - max(1, len(self.b1) / len(self.b2)))
-                del self.b2[key]
-                known.append(key)
-        for key in reversed(keys):
-            (self.t2 if key in known else self.t1)[key] = None
-        while len(self.t1) + len(self.b1) > self.capacity and self.b1:
+    def miss(self, key: int) -> None:
+        was_frequent, known = key in self.b2, key in self.b1 or key in self.b2
+        if key in self.b1:
+            self.p = min(float(self.capacity), self.p + max(1, len(self.b2) / len(self.b1)))
+        elif was_frequent:
+            self.p = max(0.0, self.p - max(1, len(self.b1) / len(self.b2)))
+        self.b1.pop(key, None)
+        self.b2.pop(key, None)
+        if len(self.resident) == self.capacity:
+            self.replace(was_frequent)
+        (self.t2 if known else self.t1)[key] = None
+        while len(self.t1) + len(self.b1) > self.capacity:
             self.b1.popitem(last=False)
-        while len(self.b1) + len(self.b2) + len(self.resident) > 2 * self.capacity and self.b2:
+        while len(self.resident) + len(self.b1) + len(self.b2) > 2 * self.capacity:
             self.b2.popitem(last=False)
 
 
@@ -131,6 +82,7 @@ class PublishedS3Fifo(Published):
         self.main: list[int] = []
         self.freq: dict[int, int] = {}
         self.ghosts: OrderedDict[int, None] = OrderedDict()
+        self.small_size = max(1, int(0.1 * capacity))
 
     @property
     def resident(self) -> set[int]:
@@ -139,31 +91,77 @@ class PublishedS3Fifo(Published):
     def hit(self, key: int) -> None:
         self.freq[key] = min(3, self.freq[key] + 1)
 
-    @property
-    def small_size(self) -> int:
-        return max(1, int(0.1 * self.capacity))
-
-    def evict(self) -> int:
+    def evict(self) -> None:
         while True:
             if len(self.small) >= self.small_size or not self.main:
                 key = self.small.pop(0)
                 if self.freq[key] <= 1:
                     self.ghosts[key] = None
-                    return key
+                    while len(self.ghosts) > self.capacity - self.small_size:
+                        self.ghosts.popitem(last=False)
+                    return
                 self.freq[key] = 0
                 self.main.append(key)
             else:
                 key = self.main.pop(0)
                 if not self.freq[key]:
-                    return key
+                    return
                 self.freq[key] -= 1
                 self.main.append(key)
 
-    def admit(self, keys: list[int]) -> None:
-        for key in reversed(keys):
-            (self.main if key in self.ghosts else self.small).append(key)
-            self.freq[key] = 0
+    def miss(self, key: int) -> None:
+        if len(self.resident) == self.capacity:
+            self.evict()
+        (self.main if key in self.ghosts else self.small).append(key)
+        self.ghosts.pop(key, None)
+        self.freq[key] = 0
+
+
+class PublishedWTinyLfu(Published):
+    """With exact counts, where the authors have a sketch."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.window: OrderedDict[int, None] = OrderedDict()
+        self.probation: OrderedDict[int, None] = OrderedDict()
+        self.protected: OrderedDict[int, None] = OrderedDict()
+        self.most_window = max(1, int(0.01 * capacity))
+        self.most_protected = max(1, int(0.8 * (capacity - self.most_window)))
+        self.counts: dict[int, int] = {}
+        self.num_counted = 0
+
+    @property
+    def resident(self) -> set[int]:
+        return {*self.window, *self.probation, *self.protected}
+
+    def serve(self, keys: list[int]) -> None:
         for key in keys:
-            self.ghosts.pop(key, None)
-        while len(self.ghosts) > self.capacity - self.small_size:
-            self.ghosts.popitem(last=False)
+            self.counts[key] = self.counts.get(key, 0) + 1
+        self.num_counted += len(keys)
+        if self.num_counted >= 10 * self.capacity:
+            self.num_counted //= 2
+            self.counts = {key: count // 2 for key, count in self.counts.items() if count > 1}
+        super().serve(keys)
+
+    def hit(self, key: int) -> None:
+        if key in self.window:
+            self.window.move_to_end(key)
+            return
+        self.probation.pop(key, None)
+        self.protected.pop(key, None)
+        self.protected[key] = None
+        if len(self.protected) > self.most_protected:
+            self.probation[self.protected.popitem(last=False)[0]] = None
+
+    def miss(self, key: int) -> None:
+        self.window[key] = None
+        if len(self.window) > self.most_window:
+            candidate = self.window.popitem(last=False)[0]
+            if len(self.resident) < self.capacity:
+                self.probation[candidate] = None
+                return
+            main = self.probation or self.protected
+            victim = next(iter(main))
+            if self.counts.get(candidate, 0) > self.counts.get(victim, 0):
+                del main[victim]
+                self.probation[candidate] = None

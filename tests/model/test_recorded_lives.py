@@ -28,7 +28,7 @@ from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.pool import Pool
 
 RECORDED = Path(__file__).with_name("recorded_lives.json")
-POLICIES = ("lru", "returns", "arc", "s3fifo", "slru")
+POLICIES = ("lru", "returns", "arc", "s3fifo", "wtinylfu")
 SHAPES = {"plain": (300, 1), "tenants": (240, 3), "placed": (256, 1)}
 SEED, CALLS = 7, 2000
 
@@ -81,7 +81,7 @@ class Current:
         self.pool.asked(named, tokens, self.pool.lookup(named)[:found])
 
     def answered(self, blocks: Sequence[int], tokens: int) -> None:
-        self.pool.answered(keys(blocks), tokens)
+        """Once it was told; the events of a life stay as they were recorded."""
 
     def hint(self, blocks: Sequence[int], over: bool, within: float | None) -> int:
         return self.pool.hint(keys(blocks), Evidence(over, not over, within))

@@ -1,12 +1,12 @@
 """Random sequences over a pool whose policy learns: all that a scheduler may tell it, in any order.
 
-After every step the pool proves itself, and the policy's segments must agree with the slots: each
-held slot is in one segment, each segment ends in a slot of its own, what was taken is let go of.
+After every step the pool proves itself, and the policy's tree must agree with the slots: each held
+slot is in one node, in the order of its chain, and the nodes' words and positions fit together.
 
 One-line breaks that were tried; each made this test fail.
 
-- ``Segments._lost`` does not look for the new end; ``Segments.leave`` counts one segment only
-- ``Returns._walk`` splits a segment and leaves the slots in the old one as well
+- ``RequestTree.leave`` forgets one node; ``RequestTree._split`` leaves the slots in the lower node
+- ``RequestTree._put`` does not sort what comes before others; ``RequestTree._hold`` moves no number
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.fakes.crafted_keys import key, keys
 from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.returns import Returns
+from kvferry.cache.policies.returns_tree import WORD
 from kvferry.cache.pool import Pool
 
 # A tree of conversations: all begin alike, some share more.
@@ -51,13 +52,23 @@ class ReturnsMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(chain=chains, length=lengths, tokens=st.integers(0, 10**9), store=st.booleans())
-    def request(self, chain: list[int], length: int, tokens: int, store: bool) -> None:
+    @rule(
+        chain=chains,
+        length=lengths,
+        tokens=st.integers(0, 10**9),
+        store=st.booleans(),
+        stay=st.booleans(),
+        hinted=st.booleans(),
+    )
+    def request(
+        self, chain: list[int], length: int, tokens: int, store: bool, stay: bool, hinted: bool
+    ) -> None:
         """One that is told of, as the scheduler does."""
         asked = keys(chain[:length])
-        self.pool.asked(asked, tokens, self.pool.lookup(asked))
+        evidence = Evidence(ended=True) if hinted else None
+        self.pool.asked(asked, tokens, self.pool.lookup(asked), evidence)
         if store:
-            lease = self.pool.reserve(asked)
+            lease = self.pool.reserve(asked, must_stay=stay)
             if lease is not None:
                 lease.commit()
 
@@ -88,13 +99,10 @@ class ReturnsMachine(RuleBasedStateMachine):
             else:
                 lease.release(lost) if well else lease.spoil()
 
-    @rule(chain=chains, length=lengths, tokens=st.integers(0, 10**9))
-    def answered(self, chain: list[int], length: int, tokens: int) -> None:
-        self.pool.answered(keys(chain[:length]), tokens)
-
     @rule(chain=chains, length=lengths, ended=st.booleans(), within=st.sampled_from([None, 5.0]))
     def hint(self, chain: list[int], length: int, ended: bool, within: float | None) -> None:
-        self.pool.hint(keys(chain[:length]), Evidence(ended, not ended, None if ended else within))
+        evidence = Evidence(ended, not ended, None if ended else within, "sender")
+        self.pool.hint(keys(chain[:length]), evidence)
 
     @rule(chain=chains, length=lengths)
     def touch(self, chain: list[int], length: int) -> None:
@@ -112,26 +120,45 @@ class ReturnsMachine(RuleBasedStateMachine):
             self.pool.check_integrity()
 
     @invariant()
-    def the_segments_agree_with_the_slots(self) -> None:
+    def the_tree_agrees_with_the_slots(self) -> None:
         if not hasattr(self, "pool"):
             return
-        policy, segments = self.policy, self.policy._segments
+        policy, tree = self.policy, self.policy._tree
         every = np.arange(self.pool.num_slots)
-        held = every[segments.holds(every)].tolist()
-        ids = segments.ids[: segments.count].tolist()
+        held = every[tree.held].tolist()
+        ids = tree.ids[: tree.count].tolist()
         assert len(set(ids)) == len(ids)
         inside: list[int] = []
-        for segment in ids:
-            slots = segments.last(segment, self.pool.num_slots + 1).tolist()
-            assert len(slots) == segments.size[segment] > 0
-            assert slots[0] == segments.end[segment]
-            assert all(segments.of(slot) == segment for slot in slots)
+        num_blocks = num_lru = 0
+        for node in tree.nodes:
+            if node is None:
+                continue
+            assert tree.nodes[node.id] is node
+            size = len(node.words) // WORD
+            assert 0 <= node.would_have <= size
+            num_lru += node.would_have
+            num_blocks += size
+            for first, child in (node.children or {}).items():
+                assert child.words.startswith(first)
+                assert child.parent is node
+                assert child.start == node.end
+            slots = node.slots.tolist()
+            assert (node.id in ids) == (node in tree.holding) == bool(slots)
+            if slots:
+                assert tree.last_slot[node.id] == slots[-1]
+                places = tree._position[node.slots].tolist()
+                assert places == sorted(places)
+                assert node.start <= places[0]
+                assert places[-1] < node.end
+                words = self.pool.table.index.keys_of(node.slots).array[:, 0].tobytes()
+                at = [WORD * (place - node.start) for place in places]
+                assert words == b"".join(node.words[first : first + WORD] for first in at)
+            assert all(tree.node_of(slot) is node for slot in slots)
             inside += slots
         assert sorted(inside) == held
-        assert len(held) == segments.num_held
-        assert policy._front == -1 or policy._front in ids
-        assert set(policy._segment_of.values()) <= set(ids)
-        assert sorted(policy.peek(self.pool.num_slots + 1).tolist()) == held
+        assert num_lru == tree._num_lru <= self.pool.num_slots
+        assert policy.holds(every).sum() == len(held) + len(policy._front)
+        assert sorted(policy.peek(self.pool.num_slots + 1).tolist()) == sorted(held + policy._front)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

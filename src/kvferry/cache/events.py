@@ -26,20 +26,19 @@ class EventKind(IntEnum):
     """What happened; the comments name the fields of :class:`PoolEvent` that are set."""
 
     LOOKUP = 0  # a request asked for blocks: request, keys, slots (found), tokens
-    ANSWER = 1  # a request ended with so many generated tokens: request, keys, tokens
-    LOAD = 2  # blocks are copied to the device: request, slots
-    STORE = 3  # blocks were committed: slots
-    USE = 4  # blocks served a request, or others were stored behind them: slots
-    RETURN = 5  # blocks may be evicted again, without having been used: slots
-    HINT = 6  # a hint was given for blocks: slots, detail (an Evidence)
-    EVICT = 7  # blocks cannot be matched any more: keys, slots (unknown to the policy so far)
-    END = 8  # a request is over: request
-    FOUND = 9  # a lower tier has these blocks: keys
-    LOST = 10  # a lower tier does not have these blocks any more: keys, or None for all
-    PROMOTED = 11  # blocks were copied from a lower tier to the host: keys
-    ASK = 12  # a request must wait for its first answer: request, tokens, detail
-    RESULT = 13  # something else became known of a request: request, detail
-    PROMOTE = 14  # blocks are on their way up from a lower tier: keys, detail (its name)
+    LOAD = 1  # blocks are copied to the device: request, slots
+    STORE = 2  # blocks were committed: slots
+    USE = 3  # blocks served a request, or others were stored behind them: slots
+    RETURN = 4  # blocks may be evicted again, without having been used: slots
+    HINT = 5  # a hint was given for a request's blocks: keys, detail (an Evidence)
+    EVICT = 6  # blocks cannot be matched any more: keys, slots (unknown to the policy so far)
+    END = 7  # a request is over: request
+    FOUND = 8  # a lower tier has these blocks: keys
+    LOST = 9  # a lower tier does not have these blocks any more: keys, or None for all
+    PROMOTED = 10  # blocks were copied from a lower tier to the host: keys
+    ASK = 11  # a request must wait for its first answer: request, tokens, detail
+    RESULT = 12  # something else became known of a request: request, detail
+    PROMOTE = 13  # blocks are on their way up from a lower tier: keys, detail (its name)
 
 
 ALL_KINDS = tuple(EventKind)

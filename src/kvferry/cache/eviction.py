@@ -43,7 +43,7 @@ _NEAR_SHARE = 8
 _SPARE_SHARE, _MOST_SPARE = 64, 4096
 """Slots freed beyond need where slots are placed: among single ones there are no runs."""
 
-_LOOKUP, _, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:8]
+_LOOKUP, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:7]
 
 
 class PolicyFeed:

@@ -210,6 +210,7 @@ class Pool:
         found: SlotArray | None = None,
         placement: SlotPlacement | None = None,
         tenant: int = 0,
+        must_stay: bool = False,
     ) -> Lease | None:
         """Claim slots to write the keys that are neither cached nor on their way in.
 
@@ -219,7 +220,9 @@ class Pool:
         ``parent`` is the key before the first; ``chained=False`` says that the keys do not depend
         on each other. ``found`` is what :meth:`find` returned for these keys, if nothing has
         changed since. ``placement`` says where the blocks should lie, in a pool that is ``placed``.
-        Where slots belong to tenants, those of the lease are the ``tenant``'s.
+        Where slots belong to tenants, those of the lease are the ``tenant``'s. Those that
+        ``must_stay`` will be pinned: as far as pins fit into their bound, the policy does not
+        refuse them.
         """
         if keys.has_duplicates():
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
@@ -237,7 +240,9 @@ class Pool:
         if above != NO_SLOT or len(missing) != len(found):
             own = np.concatenate(([above], found))
             own = own[own != NO_SLOT]
-        arriving = Arriving(keys, found, above, chained)
+        if must_stay:  # as far as there is room for pins
+            must_stay = eviction.pins.count + len(missing) <= eviction.pins.most
+        arriving = Arriving(keys, found, above, chained, must_stay)
         quotas = eviction.quotas
         if quotas is not None:
             missing = eviction.within_ceiling(missing, own, Arriving(*arriving), tenant)
@@ -303,21 +308,17 @@ class Pool:
         keys: Keys | Callable[[], Keys],
         num_tokens: int,
         slots: SlotArray,
-        at: float | None = None,
+        evidence: Evidence | None = None,
     ) -> None:
         """A request of so many tokens, with these whole blocks, found the leading ``slots``.
 
-        ``at`` is when, if not now.
+        ``evidence`` is a hint that came with it.
         """
-        self.log.append(EventKind.LOOKUP, slots, keys, tokens=num_tokens, at=at)
+        self.log.append(EventKind.LOOKUP, slots, keys, tokens=num_tokens)
+        if evidence is not None:
+            self.log.append(EventKind.HINT, keys=keys, detail=evidence)
         if len(self.eviction.feed.events) >= MANY_EVENTS:
             self.eviction.feed.drain()
-
-    def answered(
-        self, keys: Keys | Callable[[], Keys], num_tokens: int, at: float | None = None
-    ) -> None:
-        """A request with these whole blocks ended with so many generated tokens."""
-        self.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=num_tokens, at=at)
 
     def hint(self, keys: Keys, evidence: Evidence) -> int:
         """A hint for a request with these keys, whose leading blocks are here.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
@@ -11,16 +9,6 @@ from kvferry.types import NO_SLOTS
 
 TierHits = tuple[int, ...]
 """Blocks found, by tier, host memory first."""
-
-
-class Tokens(NamedTuple):
-    """The lengths of a request and its answer."""
-
-    prompt: int = 0
-    answer: int = 0
-
-
-NO_TOKENS = Tokens()
 
 
 class PoolReplay:
@@ -45,38 +33,37 @@ class PoolReplay:
         keys: Keys,
         num_storable: int,
         at: float,
-        evidence: Evidence | None,
-        tokens: Tokens = NO_TOKENS,
+        evidence: Evidence | None = None,
+        num_tokens: int = 0,
     ) -> TierHits:
-        """Serve a request that came at this second.
+        """Serve a request that came at this second, as the scheduler does.
 
         Args:
             keys: The keys of its blocks.
             num_storable: Store so many of its leading blocks.
             at: The time in seconds.
-            evidence: Its hints, which count once it is stored.
-            tokens: Its length and that of its answer, for policies that use them.
+            evidence: Its hints.
+            num_tokens: Its length.
 
         Returns:
             Its leading blocks that were found, by tier.
         """
         self._now = at
-        reading = self.pool.lease(keys)
+        pool = self.pool
+        reading = pool.lease(keys)
         found = reading.slots if reading is not None else NO_SLOTS
         hit = len(found)
-        # It is stored when it is over, so its answer is known by then.
         whole = keys[:num_storable]
-        self.pool.asked(whole, tokens.prompt, found[:num_storable])
-        self.pool.answered(whole, tokens.answer)
+        pool.asked(whole, num_tokens, found[:num_storable], evidence)
         if reading is not None:
             reading.release()
         if hit < num_storable:
             parent = keys[hit - 1] if hit else None
-            writing = self.pool.reserve(keys[hit:num_storable], parent=parent)
+            writing = pool.reserve(keys[hit:num_storable], parent=parent)
             if writing is not None:
                 writing.commit()
-        if evidence is not None:
-            self.pool.hint(whole, evidence)
-        self.pool.catch_up()
-        self.pool.raise_failure()
+        if evidence is not None:  # it is over
+            pool.hint(whole, evidence)
+        pool.catch_up()
+        pool.raise_failure()
         return (hit,)

@@ -175,8 +175,8 @@ def _tell_place(hints: Hints, where: ChainPlacement, place: TierBlocks) -> list[
     """Pass on all but a keep to one tier; which blocks are not held for that, in words."""
     here = place.readable(len(where.keys) if hints.ended else where.reached)
     lacking = 0
-    if len(here.slots) and (hints.ended or hints.continues):
-        evidence = Evidence(hints.ended, hints.continues, hints.within)
+    evidence = Evidence.of(hints)
+    if len(here.slots) and evidence is not None:
         if where.is_chained:
             first = here.at(where.num_shared) if hints.ended else 0
             lacking = here.pool.eviction.hint(here.slots, evidence, first=first)

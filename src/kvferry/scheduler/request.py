@@ -14,6 +14,7 @@ from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.leases import Lease
+from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
@@ -129,16 +130,6 @@ class Requests:
         """The leading slots of a request, as far as its hit goes: what is behind is not there."""
         keys = self.matcher.all_keys(g, chain.keys())[:num_blocks]
         return self.pool.lookup(keys) if len(keys) else NO_SLOTS
-
-    def note_answer(self, request: Request) -> None:
-        """Append how many tokens a request that is over got: what its chain has grown by."""
-        matcher, chain = self.matcher, request.chain
-        assert request.asked_tokens is not None
-        tokens = max(0, len(chain) * matcher.hash_tokens - request.asked_tokens)
-        for pool in (self.pool, *self.lower_pools):
-            for g in range(len(self.sizes)):
-                keys = partial(matcher.asked_keys, g, chain, None)
-                pool.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=tokens)
 
 
 class Request:
@@ -333,6 +324,7 @@ class Request:
         matcher, log, sizes = requests.matcher, requests.log, requests.sizes
         tokens, hit = answer.max_tokens, answer.host_tokens
         num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
+        evidence = Evidence.of(self.hints)
         for g in range(len(sizes)):
             keys = partial(matcher.asked_keys, g, self.chain, num_keys)
             found: SlotArray | Callable[[], SlotArray] | None = slots if not g else None
@@ -348,6 +340,9 @@ class Request:
             )
             for pool in requests.lower_pools:  # what it has is of use only where it is read
                 pool.log.append(EventKind.LOOKUP, NO_SLOTS, keys, tokens=tokens)
+            if evidence is not None:  # before room is made for it
+                for pool in (requests.pool, *requests.lower_pools):
+                    pool.log.append(EventKind.HINT, keys=keys, detail=evidence)
 
     def _answer(self, hit: PinnedHit) -> Match:
         found = hit.found
@@ -626,12 +621,9 @@ class Request:
         state, requests = self.state, self._requests
         if state is State.ENDED:
             return
-        if state is State.LEFT:
-            if requests.deferred is not None:
-                for rest in requests.deferred.drop(self):
-                    requests.released.extend(rest.held)
-        elif self.asked_tokens is not None:
-            requests.note_answer(self)
+        if state is State.LEFT and requests.deferred is not None:
+            for rest in requests.deferred.drop(self):
+                requests.released.extend(rest.held)
         if self._hit is not None or self.loading or self.promotion is not None:
             self._drop()
         self.end_left()
@@ -654,8 +646,6 @@ class Request:
         if held is None or not deferred.stores_late:
             self.end()
             return held or ()
-        if self.asked_tokens is not None:
-            self._requests.note_answer(self)
         if self._hit is not None or self.loading or self.promotion is not None:
             self._drop()
         self.state = State.LEFT

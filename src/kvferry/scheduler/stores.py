@@ -440,7 +440,12 @@ class Stores:
         if parent is not None and not matcher.has(parent):
             return None  # the same, and it would push out what can be reached
         lease = self._pool.reserve(
-            asked, parent=parent, chained=chained, found=found, tenant=request.tenant
+            asked,
+            parent=parent,
+            chained=chained,
+            found=found,
+            tenant=request.tenant,
+            must_stay=request.hints is not None and request.hints.pin_seconds is not None,
         )
         if lease is None:
             return None

@@ -43,7 +43,6 @@ POLICIES = (
         "learns when conversations return, and keeps those most likely to, for as long as it pays",
         f"{_PACKAGE}returns:Returns",
     ),
-    PolicyKind("slru", "what was used again outlives what came only once", f"{_PACKAGE}slru:Slru"),
     PolicyKind(
         "arc",
         "recency and frequency share the memory as misses say they should",
@@ -53,6 +52,11 @@ POLICIES = (
         "s3fifo",
         "queues in order of arrival; a small one sifts out what comes only once",
         f"{_PACKAGE}s3fifo:S3Fifo",
+    ),
+    PolicyKind(
+        "wtinylfu",
+        "a newcomer stays if it was asked for more often than what would go for it",
+        f"{_PACKAGE}wtinylfu:WTinyLfu",
     ),
 )
 """A new policy adds a line here."""
@@ -71,6 +75,8 @@ def read_policy(name: str, value: object) -> str:
         return text.lower()
     if FACTORY.fullmatch(text):
         return text
+    if text.lower() == "slru":
+        raise ConfigError(f"{name}: slru was removed; use returns, wtinylfu, arc or s3fifo instead")
     raise ConfigError(
         f"{name}: expected {', '.join(_BY_NAME)} or a policy of your own as "
         f"package.module:factory, got {shown(value)}{nearest(text, tuple(_BY_NAME))}"

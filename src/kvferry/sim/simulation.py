@@ -23,7 +23,7 @@ from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
-from kvferry.cache.replay import NO_TOKENS, PoolReplay, TierHits, Tokens
+from kvferry.cache.replay import PoolReplay, TierHits
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
@@ -144,6 +144,11 @@ def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
     return hits
 
 
+def _hints_of(evidence: Evidence) -> Hints:
+    ended, continues, within, sender = evidence
+    return Hints(ended=ended, continues=continues, within=within, session=sender)
+
+
 _MOST_STEPS = 1000
 """A request computes its blocks if their promotion takes more steps."""
 
@@ -202,11 +207,11 @@ class SchedulerReplay:
         num_storable: int,
         at: float,
         evidence: Evidence | None,
-        tokens: Tokens = NO_TOKENS,
+        num_tokens: int = 0,
     ) -> TierHits:
         self._now = at
         where = self._where(keys)
-        hints = None if evidence is None else Hints(**evidence._asdict())
+        hints = None if evidence is None else _hints_of(evidence)
         request = self.scheduler.open("", keys, hints)
         match = request.match()
         for _ in range(_MOST_STEPS):
@@ -461,13 +466,6 @@ def _drawn(seed: int, conversation: int) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-def evidence_of(hints: Hints | None) -> Evidence | None:
-    """The part of a request's hints that policies learn from, if there is any."""
-    if hints is None or not (hints.ended or hints.continues):
-        return None
-    return Evidence(ended=hints.ended, continues=hints.continues, within=hints.within)
-
-
 def _replay(trial: Trial, block_tokens: int) -> PoolReplay | SchedulerReplay:
     policy = policy_named(trial.policy)
     if len(trial.capacity) == 1:
@@ -495,12 +493,11 @@ def run_trials(
     for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
-        evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
-        tokens = Tokens(request.input_tokens, request.output_tokens)
+        evidence = (foretold[at] if foretold else None) or Evidence.of(request.hints)
         share = at / counted.num_requests
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()
-            hits = replay.serve(keys, storable, request.at, evidence, tokens)
+            hits = replay.serve(keys, storable, request.at, evidence, request.input_tokens)
             score.seconds += time.thread_time() - began
             score.add(share, num_blocks, request.input_tokens, hits, counted.block_tokens)
         if at % _REPORT_EVERY == 0:

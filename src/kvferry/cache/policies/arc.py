@@ -1,127 +1,91 @@
 """Adaptive replacement: recency and frequency share the slots, as misses say they should.
 
-After Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), for
-whole batches: room is made for all newcomers of a call at once, then they come in.
+After Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003).
 """
 
 from __future__ import annotations
 
-import math
+from kvferry.cache.policies.contract import Residents
+from kvferry.cache.policies.slot_lists import Ghosts, QueuePolicy
+from kvferry.types import NO_SLOT, SlotArray
 
-import numpy as np
-import numpy.typing as npt
-
-from kvferry.cache.policies.contract import Arriving, Residents
-from kvferry.cache.policies.slot_lists import FRONT, GhostList, SlotLists, Uses, words_of
-from kvferry.types import SlotArray
-
-_ONCE, _AGAIN = 1, 2
+_ONCE, _AGAIN = 0, 1
 
 
-class Arc:
+class Arc(QueuePolicy):
     """Blocks used once and blocks used again, each by last use, and the ghosts of both.
 
     ``target`` is how many slots the first should have: a newcomer that went from the first too
-    soon raises it, one that went from the second lowers it. Owns the queues and at most as many
-    ghosts as slots.
+    soon raises it, one that went from the second lowers it. Owns at most as many ghosts as slots.
     """
 
-    wants_chains = False
-
     def __init__(self, residents: Residents) -> None:
+        super().__init__(residents, 2)
         self.target = 0.0
-        self._residents = residents
-        self._lists = SlotLists(residents, 3)
-        self._uses = Uses(residents)
-        self._gone_once, self._gone_again = GhostList(), GhostList()
+        self._ghosts = (Ghosts(), Ghosts())
+        self._known = Ghosts()  # ghosts that are about to come in
 
-    def insert(self, slots: SlotArray) -> None:
-        self._uses.begin(slots)
-        words = words_of(self._residents, slots)
-        known = np.array([self._adapt(word) for word in words], dtype=bool)
-        self._lists.push(slots[known], _AGAIN)
-        self._lists.push(slots[~known], _ONCE)
-        self._trim()
+    def used(self, slot: int) -> None:
+        self.push(slot, _AGAIN)
 
-    def _adapt(self, word: int) -> bool:
-        """Whether a newcomer was here before; if so, there was too little room where it was."""
-        once, again = self._gone_once, self._gone_again
+    def place(self, word: int) -> int:
+        to = self._adapt(word)
+        self._known.remove(word)
+        return to
+
+    def admit(self, word: int) -> None:
+        self.coming(self._adapt(word))
+
+    def _adapt(self, word: int) -> int:
+        """The queue of a newcomer. If it is a ghost there was too little room where it was."""
+        if word in self._known:
+            return _AGAIN
+        once, again = self._ghosts
         if word in once:
             step = max(1.0, len(again) / len(once))
-            self.target = min(float(self._residents.num_slots), self.target + step)
-            once.remove([word])
-            return True
-        if word in again:
+            self.target = min(float(self._num_slots), self.target + step)
+        elif word in again:
             step = max(1.0, len(once) / len(again))
             self.target = max(0.0, self.target - step)
-            again.remove([word])
-            return True
-        return False
+        else:
+            return _ONCE
+        once.remove(word)
+        again.remove(word)
+        self._known.add(word)
+        self._known.trim(self._num_slots)
+        return _AGAIN
 
-    def _trim(self) -> None:
-        slots = self._residents.num_slots
-        lengths = self._lists.lengths
-        self._gone_once.trim(slots - lengths[_ONCE])
-        self._gone_again.trim(2 * slots - sum(lengths) - len(self._gone_once))
+    def victim(self, word: int | None) -> int | None:
+        was_frequent = word is not None and word in self._ghosts[_AGAIN]
+        to = self._adapt(word) if word is not None else None
+        num_once = self.size(_ONCE)
+        at = _AGAIN
+        if num_once and (num_once > self.target or (was_frequent and num_once == self.target)):
+            at = _ONCE
+        if not self.size(at):
+            at = 1 - at
+        if to is not None:
+            self.coming(to)
+        if not self.queues[at]:
+            if not self._num_coming[at]:
+                return None
+            self._num_coming[at] -= 1  # all that is in it is about to come: its own end goes
+            return NO_SLOT
+        slot = self.pop(at)
+        once, again = self._ghosts
+        self._ghosts[at].add(self.word_of(slot))
+        once.trim(self._num_slots - len(self.queues[_ONCE]))
+        held = sum(map(len, self.queues))
+        again.trim(2 * self._num_slots - held - len(once))
+        return slot
 
-    def use(self, slots: SlotArray) -> None:
-        self._return(slots)
-        again = self._uses.count(slots)
-        again |= self._lists.homes(slots) == _AGAIN
-        self._lists.push(slots[again], _AGAIN)
-        self._lists.push(slots[~again], _ONCE)
-
-    def keep(self, slots: SlotArray) -> None:
-        self._return(slots)
-        self._lists.push_home(slots)
-
-    def put_back(self, slots: SlotArray) -> None:
-        self._return(slots)
-        self._lists.put_back(slots)
-
-    def _return(self, slots: SlotArray) -> None:
-        """What was taken and is still here is no ghost."""
-        away = slots[~self._lists.holds(slots)]
-        if len(away):
-            words = words_of(self._residents, away)
-            self._gone_once.remove(words)
-            self._gone_again.remove(words)
-
-    def take(self, count: int, arriving: Arriving) -> SlotArray:
-        self._trim()
-        front = self._lists.pop(FRONT, count)
-        homes = self._lists.homes(front)
-        first, second, rest = self._split(count - len(front))
-        once, again = self._lists.pop(_ONCE, first + rest), self._lists.pop(_AGAIN, second)
-        self._gone_once.add(words_of(self._residents, front[homes == _ONCE]))
-        self._gone_again.add(words_of(self._residents, front[homes == _AGAIN]))
-        self._gone_once.add(words_of(self._residents, once))
-        self._gone_again.add(words_of(self._residents, again))
-        return np.concatenate((front, once[:first], again, once[first:]))
-
-    def _split(self, count: int) -> tuple[int, int, int]:
-        """How many of ``count`` go: from the first while it has more than its target, from the
-        second, and from the first again where the second has no more.
-        """
-        num_once, num_again = self._lists.lengths[_ONCE], self._lists.lengths[_AGAIN]
-        first = min(count, num_once, max(0, math.ceil(num_once - self.target)))
-        second = min(count - first, num_again)
-        return first, second, min(num_once - first, count - first - second)
-
-    def peek(self, count: int) -> SlotArray:
-        front = self._lists.peek(FRONT, count)
-        first, second, rest = self._split(count - len(front))
-        once, again = self._lists.peek(_ONCE, first + rest), self._lists.peek(_AGAIN, second)
-        return np.concatenate((front, once[:first], again, once[first:]))
-
-    def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        return self._lists.holds(slots)
-
-    def discard(self, slots: SlotArray) -> None:
-        self._lists.discard(slots)
+    def returned(self, slots: SlotArray) -> None:
+        for word in self.words_of(slots):
+            for ghosts in self._ghosts:
+                ghosts.remove(word)
 
     def clear(self) -> None:
-        self._lists.clear()
-        self._gone_once.clear()
-        self._gone_again.clear()
+        super().clear()
         self.target = 0.0
+        for ghosts in (*self._ghosts, self._known):
+            ghosts.clear()

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import Keys
+from kvferry.hints import Hints
 from kvferry.types import SlotArray
 
 
@@ -24,8 +25,8 @@ class Arriving(NamedTuple):
 
     ``keys`` are those of one call, in the order of their chain; ``slots`` says where each of them
     is, ``NO_SLOT`` for those that want one. ``parent`` is the slot of the block before the first of
-    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone. Those that
-    ``must_stay`` are to be pinned, and must not be refused for their value.
+    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone.
+    Those that ``must_stay`` are to be pinned, and must not be refused for their value.
     """
 
     keys: Keys
@@ -46,6 +47,13 @@ class Evidence(NamedTuple):
     continues: bool = False
     within: float | None = None
     sender: str = ""
+
+    @classmethod
+    def of(cls, hints: Hints | None) -> Evidence | None:
+        """The part of a request's hints that policies learn from, if there is any."""
+        if hints is None or not (hints.ended or hints.continues):
+            return None
+        return cls(hints.ended, hints.continues, hints.within, hints.tenant or hints.session)
 
 
 @dataclass(frozen=True)

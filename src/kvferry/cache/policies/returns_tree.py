@@ -101,6 +101,7 @@ class RequestTree:
     def clear(self) -> None:
         """Let go of every slot, and of all requests."""
         self.held.fill(False)
+        self._of.fill(0)
         self.nodes: list[Node | None] = []
         self._free: list[int] = []
         self.time = np.zeros(64)
@@ -282,10 +283,9 @@ class RequestTree:
         parents = self._residents.parents_of(slots)
         words = self._residents.keys_of(slots).array[:, 0].tobytes()
         edges = (parents[1:] != slots[:-1]).nonzero()[0] + 1
-        children = self.root.children or {}
-        if len(edges) == len(slots) - 1 > 0 and (parents == NO_SLOT).all():
-            if words[:WORD] not in children:  # blocks that stand alone: one node for all
-                edges = edges[:0]
+        is_loose = len(edges) == len(slots) - 1 > 0 and bool((parents == NO_SLOT).all())
+        if is_loose and words[:WORD] not in (self.root.children or {}):
+            edges = edges[:0]  # blocks that stand alone: one node for all
         start = 0
         for end in (*edges.tolist(), len(slots)):
             run = words[start * WORD : end * WORD]

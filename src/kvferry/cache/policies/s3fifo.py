@@ -1,137 +1,82 @@
 """S3-FIFO: three queues in order of arrival; a small one sifts out what comes only once.
 
-After Yang and others, "FIFO Queues are All You Need for Cache Eviction" (SOSP 2023), for whole
-batches: room is made for all newcomers of a call at once, then they come in.
+After Yang and others, "FIFO Queues are All You Need for Cache Eviction" (SOSP 2023).
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.cache.policies.contract import Arriving, Residents
-from kvferry.cache.policies.slot_lists import FRONT, GhostList, SlotLists, Uses, words_of
-from kvferry.types import SlotArray
+from kvferry.cache.policies.contract import Residents
+from kvferry.cache.policies.slot_lists import Ghosts, QueuePolicy
+from kvferry.types import NO_SLOT, SlotArray
 
-_SMALL, _MAIN = 1, 2
+_SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
 _MOST_USES = 3
 _PROMOTE_AFTER = 2
 """Uses since it came that bring a block from the small queue to the main one."""
-_LOOK, _LEAST_LOOK = 4, 256
 
 
-class S3Fifo:
+class S3Fifo(QueuePolicy):
     """A small queue for newcomers, a main one for what was used, ghosts of what left the small one.
 
-    Who comes back as a ghost goes to the main queue at once. At the front of the main queue a block
-    that was used goes to its end again, once for each use, of which three are counted. Owns the
-    queues, the counts, and at most nine ghosts for ten slots.
+    A block that comes back as a ghost goes to the main queue at once. At the front of the main
+    queue a block that was used goes to its end again, once for each use; three are counted.
     """
 
-    wants_chains = False
-
     def __init__(self, residents: Residents) -> None:
-        self._residents = residents
-        self._lists = SlotLists(residents, 3)
-        self._uses = Uses(residents)
-        self._num_uses = np.zeros(residents.num_slots, dtype=np.int8)
-        self._most_small = max(1, int(residents.num_slots * _SMALL_SHARE))
-        self._ghosts = GhostList()
+        super().__init__(residents, 2)
+        self._num_uses = np.zeros(self._num_slots, dtype=np.int8)
+        self._most_small = max(1, int(self._num_slots * _SMALL_SHARE))
+        self._ghosts = Ghosts()
+
+    def used(self, slot: int) -> None:
+        self._num_uses[slot] = min(_MOST_USES, self._num_uses.item(slot) + 1)
 
     def insert(self, slots: SlotArray) -> None:
-        self._uses.begin(slots)
         self._num_uses[slots] = 0
-        words = words_of(self._residents, slots)
-        known = np.array([word in self._ghosts for word in words], dtype=bool)
-        self._ghosts.remove(words)
-        self._lists.push(slots[known], _MAIN)
-        self._lists.push(slots[~known], _SMALL)
-        self._ghosts.trim(self._residents.num_slots - self._most_small)
+        super().insert(slots)
 
-    def use(self, slots: SlotArray) -> None:
-        self._return(slots)
-        again = slots[self._uses.count(slots)]
-        self._num_uses[again] = np.minimum(self._num_uses.take(again) + 1, _MOST_USES)
-        away = slots[~self._lists.holds(slots)]
-        if len(away):  # claimed when it was taken: it lost its place
-            self._lists.push_home(away[::-1])
+    def place(self, word: int) -> int:
+        return _MAIN if self._ghosts.remove(word) else _SMALL
 
-    def keep(self, slots: SlotArray) -> None:
-        self._return(slots)
-        self._lists.push_home(slots)
+    def admit(self, word: int) -> None:
+        self.coming(_MAIN if word in self._ghosts else _SMALL)
 
-    def put_back(self, slots: SlotArray) -> None:
-        self._return(slots)
-        self._lists.put_back(slots)
+    def victim(self, word: int | None) -> int | None:
+        slot = self._evicted()
+        if word is not None and slot is not None:
+            self.admit(word)
+        return slot
 
-    def _return(self, slots: SlotArray) -> None:
-        """What was taken and is still here is no ghost."""
-        away = slots[~self._lists.holds(slots)]
-        if len(away):
-            self._ghosts.remove(words_of(self._residents, away))
+    def _evicted(self) -> int | None:
+        small, main = self.queues
+        while small or main or self._num_coming[_SMALL]:
+            if self.size(_SMALL) < self._most_small and main:
+                slot = self.pop(_MAIN)
+                if not self._num_uses.item(slot):
+                    return slot
+                self._num_uses[slot] -= 1
+                self.push(slot, _MAIN)
+            elif small:
+                slot = self.pop(_SMALL)
+                if self._num_uses.item(slot) < _PROMOTE_AFTER:
+                    self._ghosts.add(self.word_of(slot))
+                    self._ghosts.trim(self._num_slots - self._most_small)
+                    return slot
+                self._num_uses[slot] = 0
+                self.push(slot, _MAIN)
+            elif self._num_coming[_SMALL]:
+                self._num_coming[_SMALL] -= 1
+                return NO_SLOT
+        return None
 
-    def take(self, count: int, arriving: Arriving) -> SlotArray:
-        front = self._lists.pop(FRONT, count)
-        self._mourn(front[self._lists.homes(front) == _SMALL])
-        taken, missing = [front], count - len(front)
-        while missing > 0 and any(self._lists.lengths):
-            excess = self._lists.lengths[_SMALL] - self._most_small + 1
-            if excess > 0:
-                going = self._from_small(min(missing, excess))
-            elif self._lists.lengths[_MAIN]:
-                going = self._from_main(missing)
-            else:
-                going = self._last_of_small(missing)
-            taken.append(going)
-            missing -= len(going)
-        return np.concatenate(taken)
-
-    def _from_small(self, count: int) -> SlotArray:
-        slots = self._lists.pop(_SMALL, count)
-        used = self._num_uses.take(slots) >= _PROMOTE_AFTER
-        promoted = slots[used]
-        self._num_uses[promoted] = 0
-        self._lists.push_in_order(promoted, _MAIN)
-        self._mourn(slots[~used])
-        return slots[~used]
-
-    def _from_main(self, count: int) -> SlotArray:
-        slots = self._lists.pop(_MAIN, count)
-        used = self._num_uses.take(slots) > 0
-        again = slots[used]
-        self._num_uses[again] -= 1
-        self._lists.push_in_order(again, _MAIN)
-        return slots[~used]
-
-    def _last_of_small(self, count: int) -> SlotArray:
-        """With an empty main queue what is promoted goes next, so all go in turn."""
-        slots = self._lists.pop(_SMALL, count)
-        self._mourn(slots[self._num_uses.take(slots) < _PROMOTE_AFTER])
-        return slots
-
-    def _mourn(self, slots: SlotArray) -> None:
-        self._ghosts.add(words_of(self._residents, slots))
-
-    def peek(self, count: int) -> SlotArray:
-        look = max(_LOOK * count, _LEAST_LOOK)  # all of a large pool would take too long
-        front = self._lists.peek(FRONT, count)
-        small, main = self._lists.peek(_SMALL, look), self._lists.peek(_MAIN, look)
-        excess = max(0, self._lists.lengths[_SMALL] - self._most_small + 1)
-        first, rest = small[:excess], small[excess:]
-        promoted = self._num_uses.take(first) >= _PROMOTE_AFTER
-        laps = np.zeros(len(main) + int(np.count_nonzero(promoted)), dtype=np.int8)
-        laps[: len(main)] = self._num_uses.take(main)
-        main = np.concatenate((main, first[promoted]))[np.argsort(laps, kind="stable")]
-        return np.concatenate((front, first[~promoted], main, rest))[:count]
-
-    def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        return self._lists.holds(slots)
-
-    def discard(self, slots: SlotArray) -> None:
-        self._lists.discard(slots)
+    def returned(self, slots: SlotArray) -> None:
+        for word in self.words_of(slots):
+            self._ghosts.remove(word)
 
     def clear(self) -> None:
-        self._lists.clear()
+        super().clear()
         self._num_uses.fill(0)
         self._ghosts.clear()
