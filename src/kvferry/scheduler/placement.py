@@ -156,6 +156,13 @@ def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
     return f"{words}, each tenant's at most its part of those" if is_divided else words
 
 
+def evidence_of(hints: Hints | None) -> Evidence | None:
+    """The part of a request's hints that policies learn from, if there is any."""
+    if hints is None or not (hints.ended or hints.continues):
+        return None
+    return Evidence(hints.ended, hints.continues, hints.within, hints.tenant or hints.session)
+
+
 def tell_pools(
     hints: Hints, keys: Keys, pool: Pool, lower: LowerTiers, matcher: Matcher
 ) -> list[str]:
@@ -175,7 +182,7 @@ def _tell_place(hints: Hints, where: ChainPlacement, place: TierBlocks) -> list[
     """Pass on all but a keep to one tier; which blocks are not held for that, in words."""
     here = place.readable(len(where.keys) if hints.ended else where.reached)
     lacking = 0
-    evidence = Evidence.of(hints)
+    evidence = evidence_of(hints)
     if len(here.slots) and evidence is not None:
         if where.is_chained:
             first = here.at(where.num_shared) if hints.ended else 0

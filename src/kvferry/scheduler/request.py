@@ -14,7 +14,6 @@ from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.leases import Lease
-from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
@@ -23,7 +22,7 @@ from kvferry.errors import InputError
 from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.journal import Asked, Bookkeeper, Loaded, Reason, RequestAnswer
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
-from kvferry.scheduler.placement import tell_pools
+from kvferry.scheduler.placement import evidence_of, tell_pools
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
 from kvferry.scheduler.stores import Deferred, DeferredStores, Progress, Stores
 from kvferry.scheduler.tiering import LowerTiers
@@ -324,7 +323,7 @@ class Request:
         matcher, log, sizes = requests.matcher, requests.log, requests.sizes
         tokens, hit = answer.max_tokens, answer.host_tokens
         num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
-        evidence = Evidence.of(self.hints)
+        evidence = evidence_of(self.hints)
         for g in range(len(sizes)):
             keys = partial(matcher.asked_keys, g, self.chain, num_keys)
             found: SlotArray | Callable[[], SlotArray] | None = slots if not g else None

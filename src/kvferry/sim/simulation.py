@@ -28,6 +28,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
+from kvferry.scheduler.placement import evidence_of
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY
@@ -493,7 +494,7 @@ def run_trials(
     for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
-        evidence = (foretold[at] if foretold else None) or Evidence.of(request.hints)
+        evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
         share = at / counted.num_requests
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import Keys
-from kvferry.hints import Hints
 from kvferry.types import SlotArray
 
 
@@ -47,13 +46,6 @@ class Evidence(NamedTuple):
     continues: bool = False
     within: float | None = None
     sender: str = ""
-
-    @classmethod
-    def of(cls, hints: Hints | None) -> Evidence | None:
-        """The part of a request's hints that policies learn from, if there is any."""
-        if hints is None or not (hints.ended or hints.continues):
-            return None
-        return cls(hints.ended, hints.continues, hints.within, hints.tenant or hints.session)
 
 
 @dataclass(frozen=True)
