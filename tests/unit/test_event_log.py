@@ -26,9 +26,6 @@ class Timed(Lru):
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
         self._note("asked", keys, num_tokens, len(slots))
 
-    def answered(self, keys: Keys, num_tokens: int) -> None:
-        self._note("answered", keys, num_tokens, 0)
-
     def _note(self, what: str, keys: Keys, num_tokens: int, num_found: int) -> None:
         self.heard.append((what, len(keys), num_tokens, num_found, self._residents.now()))
 
@@ -79,15 +76,10 @@ def test_a_policy_is_told_with_the_time_of_each_before_anything_is_stored() -> N
     pool, policy, clock = made()
     clock.now = 1.0
     pool.asked(keys(range(4)), 64, pool.lookup(keys(range(4))))
-    clock.now = 5.0
-    pool.answered(lambda: keys(range(6)), 32)
     clock.now = 9.0
     assert not policy.heard
     store(pool, keys(range(6)))
-    assert policy.heard == [("asked", 4, 64, 0, 1.0), ("answered", 6, 32, 0, 5.0)]
-    pool.asked(keys(range(6)), 96, pool.lookup(keys(range(6))), at=8.0)
-    pool.eviction.coldest(1)
-    assert policy.heard[2:] == [("asked", 6, 96, 6, 8.0)]
+    assert policy.heard == [("asked", 4, 64, 0, 1.0)]
     assert pool.eviction.feed.now() == 9.0
 
 
