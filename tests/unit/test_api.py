@@ -56,15 +56,6 @@ def test_blocks_come_back_as_they_went(ferry: kvferry.Ferry, kv: Tensors) -> Non
     assert all((layer[untouched] == 0xEE).all() for layer in kv)
 
 
-def test_poll_tells_each_end_once(ferry: kvferry.Ferry) -> None:
-    tickets = {ferry.store(ferry.keys(range(n, n + TOKENS)), [0]) for n in (0, 50, 100)}
-    told: list[kvferry.Done] = []
-    while len(told) < len(tickets):
-        told += ferry.poll()
-    assert {done.ticket for done in told} == tickets
-    assert ferry.poll() == []
-
-
 def test_reset_forgets_at_once_and_a_hit_from_before_is_gone(ferry: kvferry.Ferry) -> None:
     keys = ferry.keys(range(2 * TOKENS))
     ferry.wait(ferry.store(keys, [0, 1]))

@@ -58,20 +58,6 @@ def watchers() -> list[str]:
 # -- in an event loop ------------------------------------------------------------------------------
 
 
-def test_the_loop_goes_on_meanwhile(ferry: kvferry.Ferry) -> None:
-    held = Held(ferry)
-
-    async def life() -> None:
-        task = asyncio.ensure_future(ferry.ended(store(ferry)))
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert not task.done()
-        held.go_on.set()
-        assert (await asyncio.wait_for(task, LONG)).num_blocks == 1
-
-    asyncio.run(life())
-
-
 def test_many_are_awaited_with_one_thread(ferry: kvferry.Ferry) -> None:
     held = Held(ferry)
 
