@@ -1,7 +1,7 @@
 """Agents that wait for their tools while others keep the server busy: what two hints save.
 
 An agent's turn ends in a tool call. Its tool runs for a while, and meanwhile other requests come
-and push the agent's blocks out of a small host memory, because nobody used them lately. The agent
+and push the agent's blocks out of a small host memory, because they were not used lately. The agent
 knows better: it has its blocks *kept*, until when at the latest, and once the tool has answered it
 has them *fetched* while it still writes its next prompt.
 

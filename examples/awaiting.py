@@ -1,4 +1,4 @@
-"""Loads and stores in an event loop: each request awaits its own, and nobody waits for others."""
+"""Loads and stores in an event loop: each request awaits its own tickets."""
 
 import asyncio
 

@@ -52,7 +52,7 @@ class Model:
 
 
 class Blocks:
-    """One group's device blocks: who holds them, and a prefix cache over the free ones."""
+    """One group's device blocks: their holders, and a prefix cache over the free ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -331,7 +331,7 @@ class Engine:
             del table[first:]
 
     def hold(self, ordered: Iterable[kf.Ordered | kf.DeviceBlocks]) -> None:
-        """Nobody else gets the blocks that a copy reads or writes, until ``settle`` says so."""
+        """Keep the blocks that a copy reads or writes until ``settle`` releases them."""
         for part in ordered:
             self.blocks[part.group].hold(part.blocks.tolist())
             self.num_held += len(part.blocks)
