@@ -84,7 +84,7 @@ def settle_down(is_done: Callable[[], bool]) -> None:
 
 def has_ended(engine: Any) -> bool:
     """Whether a copy has ended that nobody polled for yet."""
-    return not engine._done.empty()
+    return bool(engine._done)
 
 
 def attached(**settings: Any) -> kvferry.Ferry:
@@ -139,7 +139,8 @@ def whole_lives() -> Traces:
                 ticket = ferry.store(keys, blocks)
             settle_down(lambda: has_ended(ferry._rank.engine))
             with trace.on():
-                assert ferry.wait(ticket).num_blocks == BLOCKS
+                done = ferry.wait(ticket)
+                assert done.num_blocks == BLOCKS, done
                 ticket = ferry.load(ferry.match(keys), blocks)
             settle_down(lambda: has_ended(ferry._rank.engine))
             with trace.on():
@@ -390,6 +391,7 @@ def stand_in_config() -> Any:
         ),
         lora_config=None,
         speculative_config=None,
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
     )
 
 

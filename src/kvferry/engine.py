@@ -53,9 +53,9 @@ from kvferry.rank import slot_layout as slot_layout
 from kvferry.scheduler.control import Acted as Acted
 from kvferry.scheduler.journal import Explanation as Explanation
 from kvferry.scheduler.journal import Reason as Reason
+from kvferry.scheduler.request import FailedLoad as FailedLoad
 from kvferry.scheduler.request import Request as Request
 from kvferry.scheduler.request import State as State
-from kvferry.scheduler.scheduler import FailedLoad as FailedLoad
 from kvferry.scheduler.scheduler import Scheduler as Scheduler
 from kvferry.scheduler.scheduler import Settled as Settled
 from kvferry.scheduler.tier import KeyedTier as KeyedTier

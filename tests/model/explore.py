@@ -169,7 +169,7 @@ class World:
         """Equal for two worlds that differ only in the names of slots, blocks, ranks, transfers."""
         sim, scheduler, pool = self.sim, self.sim.scheduler, self.sim.pool
         flights = sorted(scheduler.transfers._in_flight.items())
-        outbox = scheduler.transfers
+        outbox: Any = scheduler.transfers
         names = Names()
         indexed = sorted(
             (pool.table.index.key_of(slot), slot) for slot in pool.table.index.slots().tolist()
@@ -178,8 +178,9 @@ class World:
         flying = tuple((names.order(f.transfer), f.ok, f.overdue) for _, f in flights)
         queued = tuple(names.transfer(order.transfer) for order in outbox._loads)
         stores = tuple(
-            (o.group, names.blocks(o.group, o.device_blocks), names.slots(o.lease.slots))
-            for o in outbox._stores
+            (g, names.blocks(g, o.device_blocks), names.slots(o.lease.slots))
+            for g, (_, orders) in outbox._stores.items()
+            for o in orders
         )
         requests = tuple(
             (

@@ -103,7 +103,7 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
 
 def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
     """Loads that somebody may wait for, and whose they are."""
-    queued = [(order.transfer.id, order.request) for order in scheduler.transfers._loads]
+    queued = [(order.transfer.id, order.served[0]) for order in scheduler.transfers._loads]
     flying = [
         (flight.transfer.id, flight.served[0])
         for flight in scheduler.transfers._in_flight.values()
@@ -136,9 +136,9 @@ def _check_transit(scheduler: Scheduler) -> None:
         for f in scheduler.transfers._in_flight.values()
         if isinstance(f.transfer, Transfer) and not f.overdue
     ]
-    loads = [(o.transfer, o.lease) for o in outbox._loads]
+    loads = [(o.transfer, o.leases[0]) for o in outbox._loads]
     loads += [(transfer, lease) for transfer, lease in flying if transfer.dst == DEVICE]
-    stores = sum(len(o.device_blocks) for o in outbox._stores)
+    stores = sum(len(o.device_blocks) for o in outbox.store_orders())
     stores += sum(len(transfer) for transfer, _ in flying if transfer.src == DEVICE)
     assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads)
     assert transit.blocks_from_device == stores
@@ -153,10 +153,7 @@ def _check_leases(scheduler: Scheduler) -> None:
     """Every lease belongs to a pinned hit, an order or a flight."""
     outbox = scheduler.transfers
     leases = [le for r in scheduler.requests if r._hit for le in r._hit.leases if le is not None]
-    leases += [order.lease for order in outbox._loads]
-    leases += [order.lease for order in outbox._stores]
-    leases += [lease for order in outbox._moves for lease in order.leases]
-    leases += [lease for f in scheduler.transfers._in_flight.values() for lease in f.leases]
+    leases += outbox.leases()
     pools = [scheduler.pool, *(tier.pool for tier in scheduler.lower.tiers)]
     assert len(leases) == sum(pool.num_leases for pool in pools if pool is not None)
 

@@ -253,7 +253,8 @@ class World:
 
     def fingerprint(self) -> object:
         scheduler, now = self.scheduler, self.clock.now
-        pool, outbox = scheduler.pool, scheduler.transfers
+        pool = scheduler.pool
+        outbox: Any = scheduler.transfers
         ids = sorted({*scheduler.transfers._in_flight, *(t for ts in self.unanswered for t in ts)})
         ids += [order.transfer.id for order in outbox._loads]
         ids += [order.transfer.id for order in outbox._moves]
@@ -272,8 +273,10 @@ class World:
                 for t, f in sorted(scheduler.transfers._in_flight.items())
                 if isinstance(f.transfer, Transfer)
             ),
-            tuple((o.lease.slots.tobytes(), o.device_blocks.tobytes()) for o in outbox._stores),
-            tuple((o.lease.slots.tobytes(), int(o.request.id)) for o in outbox._loads),
+            tuple(
+                (o.lease.slots.tobytes(), o.device_blocks.tobytes()) for o in outbox.store_orders()
+            ),
+            tuple((o.leases[0].slots.tobytes(), int(o.served[0].id)) for o in outbox._loads),
             tuple(o.transfer.dst_slots.tobytes() for o in outbox._moves),
             tuple(pool.table.index.key_of(slot) for slot in pool.table.index.slots().tolist()),
             tuple(pool.table.index.slots().tolist()),

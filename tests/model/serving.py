@@ -19,6 +19,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 from unittest.mock import patch
 
 import numpy as np
@@ -585,7 +586,7 @@ class Serving:
         """The blocks that loads count as taken are those of the loads there are, and no others."""
         scheduler = self.scheduler
         loads = [t for t in scheduler.transfers.in_flight() if t.dst == DEVICE]
-        loads += [order.transfer for order in scheduler.transfers._loads]
+        loads += [cast(Transfer, order.transfer) for order in scheduler.transfers._loads]
         pieces = scheduler._requests.pipelined
         assert not self.setup.bounded or pieces.num_held <= self.setup.num_blocks // 2
         coming = pieces._loads

@@ -67,22 +67,6 @@ def test_others_stores_do_not_make_it_look_again() -> None:
     assert len(looks) == 1
 
 
-def test_others_stores_do_not_make_it_look_again_for_its_window_either() -> None:
-    desk = Desk(FULL, WINDOW, slots=64)
-    told = story(1, 8)
-    desk.scheduler.store("a", told, [list(range(8)), [-1] * 8], 32)
-    desk.run()
-    looks = count_looks(desk)
-    for number in range(2, 8):
-        assert desk.match("b", told).state is MatchState.MISS
-        desk.keep(f"x{number}", story(number, 2), 8)
-    assert len(looks) == 1
-    desk.scheduler.store("c", told[:4], [list(range(4)), [-1, -1, 2, 3]], 16)
-    desk.run()
-    assert desk.match("b", told).num_tokens == 16
-    assert len(looks) == 2
-
-
 def test_a_request_that_paused_too_long_to_know_what_is_new_looks_again() -> None:
     desk = Desk(FULL, WINDOW, slots=64, match_deadline=1e6)
     told = story(1, 4)

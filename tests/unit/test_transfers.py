@@ -7,7 +7,7 @@ import pytest
 from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
 from kvferry.config import Config
 from kvferry.errors import ReceiptError
-from kvferry.scheduler.transfers import Transfers
+from kvferry.scheduler.transfers import InFlight, Transfers
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -42,7 +42,8 @@ class Sky:
     ) -> int:
         transfer_id = self.transfers._new_id()
         leases = tuple(Lease(purpose, SLOTS, SLOTS, self) for purpose in purposes)
-        self.transfers._fly(Transfer(transfer_id, src, dst, SLOTS, SLOTS), leases, deadline)
+        transfer = Transfer(transfer_id, src, dst, SLOTS, SLOTS)
+        self.transfers._fly(InFlight(transfer, leases), deadline)
         return int(transfer_id)
 
 

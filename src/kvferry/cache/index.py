@@ -235,11 +235,6 @@ class Index:
         """The keys last inserted for ``slots``; only meaningful while they are in the index."""
         return Keys(self._keys.take(slots, axis=0))
 
-    def first_words_of(self, slots: SlotArray) -> npt.NDArray[np.uint64]:
-        """The first words of those keys."""
-        # Not a column's take: numpy would copy the whole column first.
-        return self._keys.reshape(-1).take(slots * KEY_WORDS)
-
     # -- looking up -----------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> SlotArray:

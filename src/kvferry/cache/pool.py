@@ -16,9 +16,7 @@ of a conversation is always a prefix of it, and a lookup stops at a hole only if
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +33,6 @@ from kvferry.errors import InputError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 PIN_SHARE = 0.25
-_MOST_NEWS = 256  # commits remembered for `news_since`; a step has fewer
 
 
 class Pool:
@@ -75,7 +72,6 @@ class Pool:
         self.log = EventLog(clock)
         self.table = SlotTable(num_slots, self.log, placed=placed)
         self.eviction = Eviction(self.table, policy, pin_share, clock, placed=placed)
-        self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_MOST_NEWS)
         self.leases: set[Lease] = set()
         """Those that have not ended."""
         self.grow(num_slots if num_ready is None else num_ready)
@@ -133,13 +129,6 @@ class Pool:
         """Whether one key's block can be read now."""
         slot = self.table.index.find_few(key)[0]
         return slot != NO_SLOT and self.table.state.item(slot) == CACHED
-
-    def news_since(self, generation: int) -> npt.NDArray[np.uint64] | None:
-        """The first words of the keys committed after a generation; None if too long ago."""
-        count = self.generation - generation
-        if count > len(self._news):
-            return None
-        return np.concatenate([np.empty(0, np.uint64), *islice(reversed(self._news), count)])
 
     def keys_of(self, lease: Lease) -> Keys:
         """The keys of a lease's slots that can be matched."""
@@ -409,7 +398,6 @@ class Pool:
         if ending is Ending.COMMIT:
             table.state[slots] = CACHED
             self.generation += 1
-            self._news.append(table.index.first_words_of(slots))
             log.append(EventKind.STORE, slots)
         elif lease.purpose is Purpose.COPY:
             log.append(EventKind.RETURN, slots)

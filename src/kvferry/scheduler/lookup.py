@@ -383,20 +383,13 @@ class Matcher:
 
     # -- whether it is worth another lookup -----------------------------------------------------
 
-    def may_be_longer(self, found: Lookup, generation: int) -> bool:
-        """Whether anything that a longer hit needs has come since this lookup of a generation."""
+    def may_be_longer(self, found: Lookup) -> bool:
+        """Whether what a longer hit needs may have come since this lookup."""
         if found.host is None:
             key = found.missing.key if found.missing is not None else None
             return key is not None and self._host.state_of(key) is SlotState.CACHED
         watch = self._watch(found)
-        if len(watch):
-            return bool(self._host.cached(watch).all())
-        news = self._host.news_since(generation)
-        if news is None:
-            return True
-        lacking = self._lacking(found)
-        places = np.searchsorted(lacking, news)
-        return bool(len(lacking)) and bool((lacking.take(places, mode="clip") == news).any())
+        return not len(watch) or bool(self._host.cached(watch).all())
 
     def can_grow(self, found: Lookup) -> bool:
         """Whether a longer hit than the host's would still be within what was asked for."""
@@ -418,15 +411,6 @@ class Matcher:
                 if block < len(found.host[g]) and block * group.block_tokens < longer:
                     watch += self.slot_keys(g, found.keys, range(block, block + 1))
         return watch
-
-    def _lacking(self, found: Lookup) -> npt.NDArray[np.uint64]:
-        """The first words, sorted, of all keys that the host lacked at this lookup."""
-        assert found.host is not None
-        words = [
-            self.slot_keys(g, found.keys, range(len(here))).take(~here).array[:, 0]
-            for g, here in enumerate(found.host)
-        ]
-        return np.sort(np.concatenate(words))
 
     def _next_length(self, found: Lookup) -> int:
         longer = found.host_tokens + self._step
@@ -674,7 +658,7 @@ class Hits:
                 return False
             hit.num_loads = self._num_loads
         if hit.generation != self._pool.generation and self._matcher.can_grow(hit.found):
-            if self._matcher.may_be_longer(hit.found, hit.generation):
+            if self._matcher.may_be_longer(hit.found):
                 return False
             hit.generation = self._pool.generation
         hit.deadline = self._clock() + self._patience
@@ -705,16 +689,16 @@ class Hits:
         num_bytes = num_blocks * self._block_bytes[group]
         return self.worth.decide(num_tokens, num_bytes, self._transfers.bytes_to_device)
 
-    def began(self, lease: Lease) -> None:
+    def began(self, slots: SlotArray) -> None:
         """A load of these slots was ordered: others that want them join it."""
         self._num_loads += 1
         if self.joins_loads:
-            self._being_loaded[lease.slots] += 1
+            self._being_loaded[slots] += 1
 
-    def ended(self, lease: Lease) -> None:
+    def ended(self, slots: SlotArray) -> None:
         """A load of these slots landed, was taken back, or is overdue."""
         if self.joins_loads:
-            self._being_loaded[lease.slots] -= 1
+            self._being_loaded[slots] -= 1
 
     def _joined(self, found: Lookup) -> SlotArray | None:
         """The slots of a hit that another request is loading right now, if any are."""

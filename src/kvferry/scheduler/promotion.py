@@ -394,7 +394,7 @@ class PipelinedLoads:
         piece = slice(start, start + len(slots))
         lease = self._pool.claim(slots)
         transfer_id = self._transfers.load(request, 0, lease, load.table[piece])
-        self._hits.began(lease)
+        self._hits.began(lease.slots)
         request.loading.add(transfer_id)
         places = range(load.sent, stop)
         load.pieces[transfer_id] = load.sent

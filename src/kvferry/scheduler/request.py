@@ -429,7 +429,7 @@ class Request:
         ordered = []
         for g, lease, blocks in pieces:
             transfer_id = requests.transfers.load(self, g, lease, blocks, overlap)
-            requests.hits.began(lease)
+            requests.hits.began(lease.slots)
             self.loading.add(transfer_id)
             ordered.append(Ordered(g, blocks, transfer_id, found.blocks[g], found.asked[g], self))
         if not ordered:  # a hit that reads nothing has no landing to wait for
@@ -469,31 +469,31 @@ class Request:
         """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
         return self.promotion is not None and self._requests.pipelined.is_open(self)
 
-    def landed(self, flight: InFlight) -> tuple[Match, str] | None:
-        """One of its loads has ended, or is overdue: what was promised, and why it failed.
+    def landed(self, flight: InFlight, done: Completion) -> None:
+        """One of its loads has ended, or is overdue; the last of them, or a failure, ends all.
 
-        None while others are on their way. The first failure fails the request; what else it
-        waits for lands on its own.
+        What else it waits for lands on its own.
         """
         requests, transfer_id = self._requests, flight.transfer.id
         if transfer_id not in self.loading:
-            return None
+            return
         requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
         if self.promotion is not None and requests.pipelined.note_landed(self, flight):
-            return None  # told when all of its pieces have ended
-        if self.loading and not flight.reason:
-            return None
-        self.loading.clear()
-        promised, self._promised = self._promised, None
-        assert promised is not None
-        self.end_load(promised, flight.reason)
-        return promised, flight.reason
+            return  # told when all of its pieces have ended
+        if not self.loading or flight.reason:
+            self.loading.clear()
+            promised, self._promised = self._promised, None
+            assert promised is not None
+            self.end_load(promised, flight.reason, done)
 
-    def end_load(self, promised: Match, reason: str) -> None:
+    def end_load(self, promised: Match, reason: str, done: Completion) -> None:
         """Its load has ended, of which so much was promised; ``reason`` says why it failed."""
         if reason:
-            self.progress.past = promised.computed_tokens
+            first = self.progress.past = promised.computed_tokens
+            done.failed.append(FailedLoad(self, first, promised.to_load, reason))
+        else:
+            done.loaded.append(self)
         if self.state is State.LOADING:  # an engine may run it before it has heard of the landing
             self.state = State.UNKNOWN if reason else State.LOADED
 
@@ -552,7 +552,8 @@ class Request:
                 self.state = State.RUNNING
             else:
                 self.run()
-        return self._store(tables, self.storable(num_tokens))
+        covered = len(self.chain) * requests.matcher.hash_tokens
+        return self._store(tables, min(num_tokens, covered, self.progress.most_tokens))
 
     def storable(self, num_tokens: int) -> int:
         """As many of these tokens as have keys and may be stored."""
@@ -725,9 +726,8 @@ class Request:
         requests = self._requests
         self._let_go()
         if self.loading:
-            for order in requests.transfers.cancel_loads(self):  # which no rank has heard of
-                requests.hits.ended(order.lease)
-                transfer = order.transfer
+            for transfer in requests.transfers.cancel_loads(self):  # which no rank has heard of
+                requests.hits.ended(transfer.src_slots)
                 requests.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             self.loading.clear()
             self._promised = None
@@ -784,3 +784,26 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.id!r}, {self.state.value})"
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """A load that did not bring its bytes: the request must compute these tokens.
+
+    Into other device blocks: a slow rank may write to the ones it named until they are released.
+    """
+
+    request: Request
+    first_token: int
+    num_tokens: int
+    reason: str
+
+
+@dataclass
+class Completion:
+    """Collects which requests were loaded or failed in one ``settle``, and what loads brought."""
+
+    loaded: list[Request] = field(default_factory=list)
+    failed: list[FailedLoad] = field(default_factory=list)
+    num_bytes: int = 0
+    seconds: float = 0.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ from kvferry.scheduler.control import Control
 from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
 from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter
-from kvferry.scheduler.request import Request, Requests
+from kvferry.scheduler.request import Completion, FailedLoad, Request, Requests
 from kvferry.scheduler.stores import DeferredStores, OnDevice, Stores
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
 from kvferry.scheduler.tiering import LowerTiers
@@ -55,13 +55,11 @@ from kvferry.types import (
     DeviceBlocks,
     Health,
     Landing,
-    Match,
     Plan,
     Question,
     Rank,
     Receipt,
     RequestId,
-    Transfer,
 )
 
 log = logging.getLogger("kvferry")
@@ -73,19 +71,6 @@ _MANY_EVENTS = 64
 """Records that may wait for the bookkeeper while the engine is busy: about a millisecond."""
 
 _CLOSED = "this scheduler is closed"
-
-
-@dataclass(frozen=True)
-class FailedLoad:
-    """A load that did not bring its bytes: the request must compute these tokens.
-
-    Into other device blocks: a slow rank may write to the ones it named until they are released.
-    """
-
-    request: Request
-    first_token: int
-    num_tokens: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -248,7 +233,7 @@ class Scheduler:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        if self.many_events_wait:
+        if len(self.book.events) > _MANY_EVENTS:
             self.drain_events()
         for pool in self._pools:
             feed = pool.eviction.feed
@@ -437,8 +422,7 @@ class Scheduler:
         if self.lower.tiers and requests.pipelined:
             ordered, ended = requests.pipelined.advance()
             for request, promised, reason in ended:
-                request.end_load(promised, reason)
-                done.add(request, promised, reason)
+                request.end_load(promised, reason, done)
         expired: tuple[Request, ...] = ()
         if requests.pinned:
             expired = tuple([each for each in tuple(requests.pinned) if each.expire(now)])
@@ -463,27 +447,22 @@ class Scheduler:
                 done.num_bytes += receipt.num_bytes
                 done.seconds += receipt.seconds
             if not flight.overdue:
-                self._loaded(flight, transfer, done)
+                self._loaded(flight, done)
         else:
             requests.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
-            if not flight.overdue:
-                self.transfers.count_store(transfer.group, -len(transfer.src_slots))
             for request in flight.served:
                 self.pool.log.append(EventKind.RESULT, request=request.id, detail=flight)
                 request.stored()
             if self.lower.tiers and not flight.reason:
                 self._write_through(flight, transfer.group)
 
-    def _loaded(self, flight: InFlight, transfer: Transfer, done: Completion) -> None:
+    def _loaded(self, flight: InFlight, done: Completion) -> None:
         """A load has ended, or is overdue: its request waits for it no longer."""
-        self.transfers.count_load(transfer.group, -len(transfer.dst_slots))
         if self.hits.joins_loads:
             for lease in flight.leases:
-                self.hits.ended(lease)
+                self.hits.ended(lease.slots)
         (request,) = flight.served
-        ended = request.landed(flight)
-        if ended is not None:
-            done.add(request, *ended)
+        request.landed(flight, done)
 
     def _moved(self, flight: InFlight) -> None:
         landed = self.lower.landed(flight)
@@ -501,10 +480,8 @@ class Scheduler:
         if isinstance(transfer, Question):
             self._moved(flight)
         elif transfer.dst == DEVICE:
-            self._loaded(flight, transfer, done)
-        elif transfer.src == DEVICE:
-            self.transfers.count_store(transfer.group, -len(transfer.src_slots))
-        else:
+            self._loaded(flight, done)
+        elif transfer.src != DEVICE:
             self.lower.overdue(flight)
             for request in self._requests.waits.take(transfer.id):
                 request.came(flight)
@@ -685,24 +662,6 @@ class Scheduler:
         for pool in self._pools:
             if not pool.leases <= set(held):
                 raise IntegrityError("a lease is neither a pinned hit's nor a transfer's")
-
-
-@dataclass
-class Completion:
-    """Collects which requests were loaded or failed in one ``settle``, and what loads brought."""
-
-    loaded: list[Request] = field(default_factory=list)
-    failed: list[FailedLoad] = field(default_factory=list)
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    def add(self, request: Request, promised: Match, reason: str) -> None:
-        """A load has ended; with a ``reason`` if it failed."""
-        if reason:
-            first, count = promised.computed_tokens, promised.to_load
-            self.failed.append(FailedLoad(request, first, count, reason))
-        else:
-            self.loaded.append(request)
 
 
 # -- wiring -------------------------------------------------------------------------------------

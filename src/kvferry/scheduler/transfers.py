@@ -49,18 +49,19 @@ _NEVER = float("inf")
 class InFlight:
     """One transfer, and the leases that end when it lands; or a question, which has none.
 
-    ``served`` are the requests it stores or loads for. ``receipts`` are those taken so far.
-    ``failed`` are the positions lost on any rank, where the others count; ``note`` says why. One
-    that is ``overdue`` keeps its leases, but no request waits for it any longer.
+    ``served`` are the requests it stores or loads for; ``deadline`` and the ranks it is ``waiting``
+    for are set when it is launched. ``receipts`` are those taken so far. ``failed`` are the
+    positions lost on any rank, where the others count; ``note`` says why. One that is ``overdue``
+    keeps its leases, but no request waits for it any longer.
     """
 
     transfer: Transfer | Question
-    leases: tuple[Lease, ...]
-    deadline: float
-    waiting: set[Rank]
+    leases: tuple[Lease, ...] = ()
+    served: tuple[Any, ...] = ()
+    deadline: float = _NEVER
+    waiting: set[Rank] = field(default_factory=set)
     reason: str = ""
     overdue: bool = False
-    served: tuple[Any, ...] = ()
     receipts: list[Receipt] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
     note: str = ""
@@ -109,31 +110,12 @@ class TransferCounts:
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
 
 
-@dataclass(frozen=True, eq=False)
-class LoadOrder:
-    """A load of one group's blocks, for the request that waits for it."""
-
-    transfer: Transfer
-    lease: Lease
-    request: Any
-
-
-@dataclass(frozen=True, eq=False)
-class StoreOrder:
+class StoreOrder(NamedTuple):
     """A part of a store: what one request or one offer of the engine contributed."""
 
-    group: int
     lease: Lease
     device_blocks: SlotArray
     request: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class MoveOrder:
-    """A copy between host slots and a lower tier; claims slots in both, where both have slots."""
-
-    transfer: Transfer
-    leases: tuple[Lease, ...]
 
 
 class Transfers:
@@ -155,10 +137,9 @@ class Transfers:
         self._config = config
         self._ranks = frozenset(map(Rank, range(num_ranks)))
         self._new_id = cast(Callable[[], TransferId], itertools.count().__next__)
-        self._loads: list[LoadOrder] = []
-        self._stores: list[StoreOrder] = []
-        self._store_ids: dict[int, TransferId] = {}
-        self._moves: list[MoveOrder] = []
+        self._loads: list[InFlight] = []
+        self._moves: list[InFlight] = []
+        self._stores: dict[int, tuple[TransferId, list[StoreOrder]]] = {}  # by group
         self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
         self._forget: tuple[TierName, ...] = ()
         self._step = 0
@@ -169,8 +150,12 @@ class Transfers:
     @property
     def num_queued(self) -> int:
         """Orders that are not in a plan yet."""
-        orders = len(self._loads) + len(self._stores) + len(self._moves)
+        orders = len(self._loads) + len(self._moves) + sum(1 for _ in self.store_orders())
         return orders + len(self._questions) + len(self._forget)
+
+    def store_orders(self) -> Iterator[StoreOrder]:
+        """The queued parts of stores."""
+        return (order for _, orders in self._stores.values() for order in orders)
 
     @property
     def num_in_flight(self) -> int:
@@ -186,11 +171,6 @@ class Transfers:
         """Bytes queued and in flight between device and host, either way."""
         return self.bytes_to_device + self.bytes_from_device
 
-    @property
-    def is_storing(self) -> bool:
-        """Whether stores from the device are queued or in flight."""
-        return self.blocks_from_device > 0
-
     def in_flight(self) -> Iterator[Transfer]:
         """The transfers in flight that are not overdue, oldest first."""
         return (
@@ -201,24 +181,23 @@ class Transfers:
 
     def leases(self) -> Iterator[Lease]:
         """Those of everything queued and in flight."""
-        yield from (order.lease for order in self._loads)
-        yield from (order.lease for order in self._stores)
-        yield from (lease for order in self._moves for lease in order.leases)
-        yield from (lease for each in self._in_flight.values() for lease in each.leases)
-
-    def count_load(self, group: int, num_blocks: int) -> None:
-        """So many more blocks are to be loaded; fewer, where it is negative."""
-        self.blocks_to_device += num_blocks
-        self.bytes_to_device += num_blocks * self._block_bytes[group]
+        yield from (order.lease for order in self.store_orders())
+        for each in (*self._loads, *self._moves, *self._in_flight.values()):
+            yield from each.leases
 
     def count_kept(self, num_blocks: int) -> None:
         """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
         self.blocks_to_device += num_blocks
 
-    def count_store(self, group: int, num_blocks: int) -> None:
-        """So many more blocks are to be stored; fewer, where it is negative."""
-        self.blocks_from_device += num_blocks
-        self.bytes_from_device += num_blocks * self._block_bytes[group]
+    def _uncount(self, transfer: Transfer) -> None:
+        """A transfer is not queued or in flight any more, or no request waits for it."""
+        num_blocks, size = len(transfer.dst_slots), self._block_bytes[transfer.group]
+        if transfer.dst == DEVICE:
+            self.blocks_to_device -= num_blocks
+            self.bytes_to_device -= num_blocks * size
+        elif transfer.src == DEVICE:
+            self.blocks_from_device -= num_blocks
+            self.bytes_from_device -= num_blocks * size
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -235,7 +214,7 @@ class Transfers:
         transfer = Transfer(
             self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
         )
-        self._loads.append(LoadOrder(transfer, lease, request))
+        self._loads.append(InFlight(transfer, (lease,), (request,)))
         self.blocks_to_device += len(blocks)
         self.bytes_to_device += len(blocks) * self._block_bytes[group]
         return transfer.id
@@ -244,12 +223,12 @@ class Transfers:
         self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
     ) -> TransferId:
         """Order blocks into host slots. The stores of one group and step are one transfer."""
-        self._stores.append(StoreOrder(group, lease, device_blocks, request))
+        if group not in self._stores:
+            self._stores[group] = (self._new_id(), [])
+        transfer_id, orders = self._stores[group]
+        orders.append(StoreOrder(lease, device_blocks, request))
         self.blocks_from_device += len(device_blocks)
         self.bytes_from_device += len(device_blocks) * self._block_bytes[group]
-        transfer_id = self._store_ids.get(group)
-        if transfer_id is None:
-            transfer_id = self._store_ids[group] = self._new_id()
         return transfer_id
 
     def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
@@ -265,7 +244,7 @@ class Transfers:
             within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
             runs=runs,
         )
-        self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
+        self._moves.append(InFlight(transfer, src.leases + dst.leases))
         return transfer.id
 
     def ask(self, tier: TierName, keys: Keys, at: SlotArray) -> TransferId:
@@ -286,40 +265,41 @@ class Transfers:
         Returns their ids.
         """
         self._forget = tiers
-        down = [move for move in self._moves if move.transfer.src == HOST]
-        self._moves = [move for move in self._moves if move.transfer.src != HOST]
+        down = [move for move in self._moves if _src(move) == HOST]
+        self._moves = [move for move in self._moves if _src(move) != HOST]
         _drop(down)
         return [move.transfer.id for move in down]
 
-    def cancel_loads(self, request: Any) -> list[LoadOrder]:
+    def cancel_loads(self, request: Any) -> list[Transfer]:
         """Take back a request's queued loads; their leases are released."""
-        cancelled = [order for order in self._loads if order.request is request]
-        if cancelled:
-            self._loads = [order for order in self._loads if order.request is not request]
-        for order in cancelled:
-            order.lease.release()
-            self.count_load(order.transfer.group, -len(order.transfer))
-        return cancelled
+        cancelled = [order for order in self._loads if request in order.served]
+        self._loads = [order for order in self._loads if request not in order.served]
+        _drop(cancelled)
+        transfers = [cast(Transfer, order.transfer) for order in cancelled]
+        for transfer in transfers:
+            self._uncount(transfer)
+        return transfers
 
     def disown(self, request: Any) -> int:
         """Let nothing be found of what is being stored of a request; returns how many were queued.
 
         Queued stores are dropped. What is in flight stays claimed until it lands.
         """
-        dropped = [order for order in self._stores if order.request is request]
-        self._stores = [order for order in self._stores if order.request is not request]
-        for order in dropped:
-            order.lease.abort()
-            self.count_store(order.group, -len(order.device_blocks))
-        left = {order.group for order in self._stores}
-        self._store_ids = {g: each for g, each in self._store_ids.items() if g in left}
+        num_dropped = 0
+        for group, (_, orders) in tuple(self._stores.items()):
+            for order in [order for order in orders if order.request is request]:
+                orders.remove(order)
+                order.lease.abort()
+                self.blocks_from_device -= len(order.device_blocks)
+                self.bytes_from_device -= len(order.device_blocks) * self._block_bytes[group]
+                num_dropped += 1
+            if not orders:
+                del self._stores[group]
         for each in self._in_flight.values():
-            transfer = each.transfer
-            is_store = isinstance(transfer, Transfer) and transfer.src == DEVICE
-            if is_store and request in each.served:
+            if _src(each) == DEVICE and request in each.served:
                 for lease in each.leases:
                     lease.disown()
-        return len(dropped)
+        return num_dropped
 
     # -- launch ---------------------------------------------------------------------------------
 
@@ -331,28 +311,25 @@ class Transfers:
         self._step += 1
         if not (self._loads or self._stores or self._moves or self._questions or self._forget):
             return Plan(self._step)
-        loads, moves, stores, store_ids = self._loads, self._moves, self._stores, self._store_ids
+        loads, moves, stores = self._loads, self._moves, self._stores
         # Before they are in flight: what is in both, should an interrupt come, would end twice.
-        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
-        config, transfers = self._config, []
+        self._loads, self._moves, self._stores = [], [], {}
+        config = self._config
+        transfers: tuple[Transfer, ...] = ()
         for load in loads:
-            deadline = now + config.load_deadline
-            self._fly(load.transfer, (load.lease,), deadline, (load.request,))
-            transfers.append(load.transfer)
+            transfers += (self._fly(load, now + config.load_deadline),)
         for move in moves:
+            assert isinstance(move.transfer, Transfer)
             assert move.transfer.within is not None
-            self._fly(move.transfer, move.leases, now + move.transfer.within)
-            transfers.append(move.transfer)
-        for group, transfer_id in sorted(store_ids.items()):
-            of_group = stores
-            if len(store_ids) > 1:
-                of_group = [order for order in stores if order.group == group]
-            transfers.append(self._launch_store(transfer_id, group, of_group, now))
+            transfers += (self._fly(move, now + move.transfer.within),)
+        for group in sorted(stores):
+            store = _one_store(group, *stores[group])
+            transfers += (self._fly(store, now + config.store_deadline),)
         if not self._questions and not self._forget:
-            return Plan(self._step, tuple(transfers))
+            return Plan(self._step, transfers)
         questions = [self._launch_question(tier, now) for tier in self._questions]
         forget, self._forget, self._questions = self._forget, (), {}
-        return Plan(self._step, tuple(transfers), tuple(questions), forget)
+        return Plan(self._step, transfers, tuple(questions), forget)
 
     def _launch_question(self, tier: TierName, now: float) -> Question:
         question_id, asked = self._questions[tier]
@@ -361,43 +338,21 @@ class Transfers:
         at = np.concatenate([at for _, at in asked])
         starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
         question = Question(question_id, tier, keys, within, run_numbers(at, starts))
-        self._fly(question, (), now + within)
+        self._fly(InFlight(question), now + within)
         return question
 
-    def _launch_store(
-        self, transfer_id: TransferId, group: int, orders: Sequence[StoreOrder], now: float
-    ) -> Transfer:
-        leases: tuple[Lease, ...] = ()
-        served: tuple[Any, ...] = ()
-        for order in orders:
-            leases += (order.lease,)
-            served += (order.request,) if order.request is not None else ()
-        blocks, slots = orders[0].device_blocks, leases[0].slots
-        if len(orders) > 1:
-            blocks = np.concatenate([order.device_blocks for order in orders])
-            slots = np.concatenate([lease.slots for lease in leases])
-        transfer = Transfer(transfer_id, DEVICE, HOST, blocks, slots, group)
-        self._fly(transfer, leases, now + self._config.store_deadline, served)
-        return transfer
-
-    def _fly(
-        self,
-        transfer: Transfer | Question,
-        leases: tuple[Lease, ...],
-        deadline: float,
-        served: tuple[Any, ...] = (),
-    ) -> None:
-        """The transfer is handed to the workers; its leases end when it lands."""
-        waiting, reason = set(self._ranks), ""
+    def _fly(self, each: InFlight, deadline: float) -> Transfer:
+        """A transfer is handed to the workers; its leases end when it lands."""
+        transfer = cast(Transfer, each.transfer)
+        each.deadline, each.waiting = deadline, set(self._ranks)
         if self._lost:
-            waiting -= self._lost.keys()
-            reason = next(iter(self._lost.values()))
-        self._in_flight[transfer.id] = InFlight(
-            transfer, leases, deadline, waiting, reason, served=served
-        )
+            each.waiting -= self._lost.keys()
+            each.reason = next(iter(self._lost.values()))
+        self._in_flight[transfer.id] = each
         self._num_sent = max(self._num_sent, transfer.id + 1)
         self.next_deadline = min(self.next_deadline, deadline)
         self.counts.launched += isinstance(transfer, Transfer)
+        return transfer
 
     # -- landing --------------------------------------------------------------------------------
 
@@ -446,6 +401,7 @@ class Transfers:
             if isinstance(each.transfer, Question):
                 del self._in_flight[each.transfer.id]
             else:
+                self._uncount(each.transfer)
                 self.counts.overdue += 1
         return late
 
@@ -468,13 +424,11 @@ class Transfers:
 
     def close(self, reason: str = "closed") -> None:
         """Drop all orders and end all transfers as failed. Only once no worker touches memory."""
-        for load in self._loads:
-            load.lease.release()
-        _drop(self._moves)
-        for store in self._stores:
+        _drop((*self._loads, *self._moves))
+        for store in self.store_orders():
             store.lease.abort()
-        self._loads, self._moves, self._stores = [], [], []
-        self._store_ids, self._questions, self._forget = {}, {}, ()
+        self._loads, self._moves, self._stores = [], [], {}
+        self._questions, self._forget = {}, ()
         for each in list(self._in_flight.values()):
             each.reason = each.reason or reason
             self._land(each)
@@ -525,6 +479,8 @@ class Transfers:
         if each.failed and len(each.failed) == len(each.transfer):
             each.reason = each.reason or each.note
         if isinstance(each.transfer, Transfer):
+            if not each.overdue:
+                self._uncount(each.transfer)
             self.counts.landed += 1
             self.counts.failed += bool(each.reason)
             self.counts.lost_blocks += len(each.failed) if not each.reason else 0
@@ -547,10 +503,28 @@ def _end_in_doubt(each: InFlight) -> None:
             lease.release(failed) if each.ok else lease.spoil()
 
 
-def _drop(moves: Sequence[MoveOrder]) -> None:
+def _one_store(group: int, transfer_id: TransferId, orders: Sequence[StoreOrder]) -> InFlight:
+    """The stores of one group travel together."""
+    leases: tuple[Lease, ...] = ()
+    served: tuple[Any, ...] = ()
+    for order in orders:
+        leases += (order.lease,)
+        served += (order.request,) if order.request is not None else ()
+    blocks, slots = orders[0].device_blocks, leases[0].slots
+    if len(orders) > 1:
+        blocks = np.concatenate([order.device_blocks for order in orders])
+        slots = np.concatenate([lease.slots for lease in leases])
+    return InFlight(Transfer(transfer_id, DEVICE, HOST, blocks, slots, group), leases, served)
+
+
+def _src(each: InFlight) -> TierName | None:
+    return each.transfer.src if isinstance(each.transfer, Transfer) else None
+
+
+def _drop(orders: Iterable[InFlight]) -> None:
     """No rank has heard of these: nothing was touched."""
-    for move in moves:
-        for lease in move.leases:
+    for order in orders:
+        for lease in order.leases:
             lease.abort() if lease.purpose is Purpose.WRITE else lease.release()
 
 

@@ -255,7 +255,7 @@ class Writeback:
         Promotions do not count: ``close`` would wait for a read that hangs.
         """
         is_writing = any(not (move.upward or move.late) for move in self._moves.values())
-        return self.flush_is_due or is_writing or self._transfers.is_storing
+        return self.flush_is_due or is_writing or self._transfers.blocks_from_device > 0
 
     def flush(self) -> None:
         """Order some of what only the host holds. Call this only while the engine is idle.

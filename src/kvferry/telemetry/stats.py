@@ -73,9 +73,9 @@ class TrafficCounts:
                 key = (OTHER, OTHER, OTHER)
             kind = (Histogram(SIZE_BOUNDS), Histogram(TIME_BOUNDS))
             found = self._kinds.setdefault(key, kind)
-        sizes, times = found
-        sizes.add(num_bytes)
-        times.add(seconds)
+        for histogram, value in zip(found, (num_bytes, seconds), strict=True):
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.total += value
 
     def snapshot(self) -> Mapping[TrafficKey, Traffic]:
         return MappingProxyType(
