@@ -28,8 +28,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise InputError(f"a device needs at least 1 block, got {num_blocks}")
         self._num_holders = [0] * num_blocks
         self._keys: list[Key | None] = [None] * num_blocks
         self._index: dict[Key, int] = {}
@@ -280,12 +278,8 @@ class ServedRequest:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        if not len(self.prompt):
-            raise InputError(f"request {self.id} has an empty prompt")
-        if self.max_new_tokens < 1:
-            raise InputError(
-                f"request {self.id} must generate at least 1 token, got {self.max_new_tokens}"
-            )
+        if not len(self.prompt) or self.max_new_tokens < 1:
+            raise InputError(f"request {self.id} needs a prompt and at least 1 token to generate")
         self.tokens = [int(token) for token in self.prompt]
 
     @property

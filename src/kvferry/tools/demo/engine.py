@@ -26,7 +26,7 @@ from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
-from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span, require_positive
+from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import describe
@@ -188,18 +188,12 @@ class Limits:
     step_tokens: int = 256
     max_running: int = 8
 
-    def __post_init__(self) -> None:
-        require_positive(self, "", "step_tokens max_running")
-
 
 @dataclass
 class Counts:
-    """The engine's work in tokens. The tokens of a preempted request count each time."""
+    """The engine's work. The tokens of a preempted request count each time."""
 
-    num_steps: int = 0
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_device_hit_tokens: int = 0
     num_loaded_tokens: int = 0
     num_failed_load_tokens: int = 0
     num_preemptions: int = 0
@@ -355,7 +349,6 @@ class Engine:
         request.num_computed = num_cached
         request.num_published = num_cached // self._block_tokens
         request.num_device_hits += num_cached
-        self.counts.num_device_hit_tokens += num_cached
         if num_tokens > num_cached:
             self._load(request, num_tokens)
         else:
@@ -408,21 +401,16 @@ class Engine:
 
     def _advance(self, request: ServedRequest, count: int) -> None:
         """Publish, store and trim full blocks, now that ``count`` more tokens are queued."""
-        if request.is_decoding:
-            self.counts.num_decode_tokens += 1
-        else:
+        if not request.is_decoding:
             self.counts.num_prefill_tokens += count
             request.num_prefilled += count
         request.num_computed += count
         self._extend_keys(request)
         self._publish(request)
-        self._store(request)
-        # After the stores hold their blocks: blocks that a window has passed are handed out again.
-        self.memory.trim(request.tables, request.num_computed)
-
-    def _store(self, request: ServedRequest) -> None:
         if request.ferried is not None:
             self._hold(request.ferried.store(request.tables, request.num_computed))
+        # After the stores hold their blocks: blocks that a window has passed are handed out again.
+        self.memory.trim(request.tables, request.num_computed)
 
     def _offer(self, scheduler: Scheduler) -> None:
         """Offer the blocks that the device drops next. Blocks that are stored stay until then."""
@@ -433,7 +421,6 @@ class Engine:
                 self._hold(scheduler.offer(group, keys, [block for _, block in soonest]))
 
     def _postprocess(self, work: Work, tokens: list[int]) -> list[ServedRequest]:
-        self.counts.num_steps += bool(work)
         now = self.clock()
         finished = []
         for (request, _), token in zip(work, tokens, strict=True):
@@ -453,7 +440,8 @@ class Engine:
         request.state = ServedState.FINISHED
         request.finished_at = now
         if request.ferried is not None:
-            self._store(request)  # blocks that found no room in flight when they were computed
+            # Blocks that found no room in flight when they were computed.
+            self._hold(request.ferried.store(request.tables, request.num_computed))
             request.ferried.end()
         self._drop(request)
 

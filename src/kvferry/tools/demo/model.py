@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache import reach
-from kvferry.errors import InputError
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -36,13 +35,6 @@ TILE = 16
 QUERY_TILE = 4
 KEY_TILE = 64
 EPSILON = np.float32(1e-5)
-
-
-def require_positive(owner: object, what: str, names: str) -> None:
-    """Raise InputError if one of these attributes is below 1."""
-    for name in names.split():
-        if getattr(owner, name) < 1:
-            raise InputError(f"{what}{name} must be at least 1, got {getattr(owner, name)}")
 
 
 @dataclass(frozen=True)
@@ -66,22 +58,8 @@ class ModelShape:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = "vocab width num_layers num_heads num_kv_heads head_dim hidden max_tokens"
-        require_positive(self, "model ", sizes)
-        if self.num_heads % self.num_kv_heads:
-            raise InputError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
-            )
-        if self.head_dim % 2:
-            raise InputError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
-        if len(self.windows) != self.num_layers:
-            raise InputError(
-                f"{len(self.windows)} windows for {self.num_layers} layers; give one per layer"
-            )
-        if any(window is not None and window < 1 for window in self.windows):
-            raise InputError(f"a window must be at least 1 token, got {self.windows}")
 
     @property
     def group_windows(self) -> tuple[int | None, ...]:

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine
-from kvferry.tools.demo.model import require_positive
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,6 @@ class Chat:
     num_users: int = 3
     vocab: int = 1024
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        names = "num_conversations num_turns opening_tokens question_tokens answer_tokens"
-        require_positive(self, "", f"{names} num_users vocab")
 
     @property
     def longest(self) -> int:
