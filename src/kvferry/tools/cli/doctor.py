@@ -43,7 +43,7 @@ def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_js
     To measure a drive, it writes and reads an unnamed file for two seconds, 256 MiB at most. To
     test a shared store, it writes a small object and reads it back.
 
-    The exit code is 1 if a line says fail (with --strict: or warn), else 0.
+    The exit code is 1 if a line says fail, or with --strict if one says warn.
     """
     env = ctx.obj if isinstance(ctx.obj, Environment) else Environment()
     if device:

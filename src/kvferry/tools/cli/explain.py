@@ -193,7 +193,7 @@ def control(
     Name the blocks by --request, --tokens or --key. The server must allow it with its settings
     control and control_token. Its setting pin_share bounds the pins, which end with the server.
 
-    The exit code is 1 if there is no answer or the order is refused.
+    The exit code is 1 if nothing answers or the server refuses.
     """
     try:
         order, token = _order(action, given), _token(token_file)

@@ -28,7 +28,10 @@ _WIDE = 150
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 url_option = click.option(
-    "--url", help="kvferry's endpoint.", show_default="the usual addresses on this machine"
+    "--url",
+    metavar="ADDRESS",
+    help="kvferry's endpoint.",
+    show_default="the usual addresses on this machine",
 )
 
 
