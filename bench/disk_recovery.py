@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import KeyArray, Keys
-from kvferry.tiers.disk.block_file import allocate
+from kvferry.tiers.disk.files import allocate
 from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 
@@ -55,6 +55,7 @@ def write_store(folder: Path, num_blocks: int) -> float:
     """Fill every place, then half of them anew in random order; returns the seconds."""
     for name in FILE_NAMES:
         allocate(folder / name, journal_bytes(Shape(PROOF_BYTES), num_blocks))
+    allocate(folder / "state", 4096)
     rng = np.random.default_rng(1)
     again = rng.permutation(num_blocks)[: num_blocks // 2]
     began = time.perf_counter()

@@ -227,6 +227,8 @@ class Config:
     """The most bytes to write to disk in 24 hours; none: no bound."""
     disk_deadline: float = setting(10.0, SECONDS)
     """A drive without an answer for so long is unavailable until it answers."""
+    disk_start_deadline: float = setting(5.0, SECONDS)
+    """Start without a drive that is not open after so long. It is attached when it is."""
     disk_key_file: str | None = setting(None, FILE_NAME)
     """Encrypt what is on disk with the key in this file: 32 bytes, or their base64."""
     disk_direct: str = setting("auto", one_of("auto", "never"))
@@ -363,6 +365,7 @@ class Config:
             deadline=self.disk_deadline,
             key_file=self.disk_key_file,
             direct=self.disk_direct,
+            start_deadline=self.disk_start_deadline,
         )
 
     @classmethod

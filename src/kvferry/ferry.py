@@ -646,14 +646,17 @@ class Ferry(Closing):
         """Give this ferry to another thread: the next one that uses it."""
         self._owner.hand_over()
 
-    def reset(self) -> bool:
+    def reset(self, *, new_weights: bool = False) -> bool:
         """Forget every stored block at once; hits that are not loaded yet are gone too.
+
+        Blocks stored from now on are found after a restart, as those before were. With
+        ``new_weights`` they are not: say so if the weights are no longer those of ``revision``.
 
         Returns whether what is on disk stays forgotten whatever happens next; it waits up to
         ``Config.disk_deadline`` seconds for that. A drive that is away forgets when it is back.
         """
         self._owner.require()
-        self._scheduler.reset()
+        self._scheduler.reset(is_kept=not new_weights)
         for request in self._scheduler.requests:
             if request.state is not State.LOADING:
                 self._pending.pop(request, None)

@@ -123,17 +123,32 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Reset:
+    """A reset of the cache, for tiers that outlive their process.
+
+    Blocks stored before it have a lower reset ``number``, and are found no more. ``epoch`` is that
+    of the keys from now on: where blocks outlive the server, it is no part of their names. Unless
+    ``is_kept``, what is stored from now on is not for another server either.
+    """
+
+    number: int
+    epoch: int
+    is_kept: bool = True
+
+
+@dataclass(frozen=True)
 class Plan:
     """One step's orders for every rank.
 
-    First the tiers named in ``forget`` forget everything; then ``questions`` are asked and
-    ``transfers`` are submitted in their order (loads before stores).
+    First the tiers named in ``forget`` forget everything, by ``reset``; then ``questions`` are
+    asked and ``transfers`` are submitted in their order (loads before stores).
     """
 
     step: int
     transfers: tuple[Transfer, ...] = ()
     questions: tuple[Question, ...] = ()
     forget: tuple[TierName, ...] = ()
+    reset: Reset | None = None
 
     def __bool__(self) -> bool:
         return bool(self.transfers or self.questions or self.forget)
@@ -168,16 +183,33 @@ class Receipt:
     failed: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """What one rank's tier with places has from an earlier life, once it is open.
+
+    Only blocks of the same ``reset_number`` on all ranks count. ``spent`` are the bytes that a
+    day's budget lacks; ``stores`` says where the files of a disk are.
+    """
+
+    num_places: int
+    keys: KeyRows
+    places: SlotArray
+    reset_number: int = 0
+    spent: int = 0
+    stores: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True)
 class Health:
     """A tier went away on one rank, or came back: ``reason`` says why it cannot be used.
 
-    Told when it changes.
+    Told when it changes. ``opened`` has what a tier holds that could not be opened at the start.
     """
 
     rank: Rank
     tier: TierName
     reason: str = ""
+    opened: Opened | None = None
 
 
 class MatchState(Enum):

@@ -17,6 +17,7 @@ from kvferry.types import (
     Question,
     Rank,
     Receipt,
+    Reset,
     TierName,
     TransferId,
 )
@@ -67,7 +68,7 @@ class Worker:
         if self._closed:
             raise ClosedError("the worker is closed; no plan can be executed")
         for name in plan.forget:
-            self._forget(name)
+            self._forget(name, plan.reset)
         for question in plan.questions:
             tier = self._tiers.get(question.tier)
             if tier is None:
@@ -134,12 +135,12 @@ class Worker:
                 for mover in reversed(self._movers):
                     closing.callback(mover.close)
 
-    def _forget(self, name: TierName) -> None:
+    def _forget(self, name: TierName, reset: Reset | None) -> None:
         tier = self._tiers.get(name)
         if tier is None:
             return
         try:
-            tier.forget()
+            tier.forget(reset)
         except Exception as error:  # it may still hold what must never be read again: shut it out
             del self._tiers[name], self._routes[HOST, name], self._routes[name, HOST]
             reason = f"it could not forget: {type(error).__name__}: {error}"

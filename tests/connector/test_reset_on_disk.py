@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.connector.test_restart import StubWeights
+from tests.connector.test_restart import weights as weights  # fixtures
 from tests.connector.test_tiers import CHAT_BLOCKS, chat, loaded, scheduler_of, settle, step
-from tests.connector.test_tiers import make as make  # a fixture
+from tests.connector.test_tiers import make as make
+from tests.fakes.disk_life import wait_until
 from tests.fakes.sides import Sides
 
-from kvferry.connectors.common import ranks as disk_marks
-from kvferry.connectors.common.ranks import DiskMarks
+from kvferry.connectors.common import ranks
+from kvferry.connectors.common.ranks import DiskResets
 from kvferry.tiers.disk.protocol import StoreAt
+from kvferry.tiers.disk.quota import StoreLock
 
 Make = Callable[..., Sides]
 
 
 @pytest.fixture
-def live(make: Make, tmp_path: Path) -> Callable[..., Sides]:
+def live(make: Make, weights: StubWeights, tmp_path: Path) -> Callable[..., Sides]:
     def begin(num_ranks: int = 1, **options: Any) -> Sides:
         settings = {"tiers": "", "disk": str(tmp_path / "disk"), "disk_size": "16MiB"}
         return make(num_ranks, tier_write="through", **settings, **options)
@@ -59,6 +62,28 @@ def test_without_another_step_nothing_comes_back(
     num_blocks, found = loaded(sides, 0)
     assert num_blocks == CHAT_BLOCKS
     for here, there in zip(found, wanted, strict=True):
+        assert all((here[name] == there[name]).all() for name in here)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_what_is_stored_after_a_reset_is_for_the_next_server_if_the_weights_are_its_own(
+    live: Callable[..., Sides], weights: StubWeights, is_changed: bool
+) -> None:
+    sides = live(2)
+    chat(sides, 0)
+    weights.now += is_changed
+    assert sides.side.reset()
+    wanted = chat(sides, 1)
+    settle(sides)
+    assert scheduler_of(sides).stats().tiers["disk"].cached == CHAT_BLOCKS, "here it serves"
+    end(sides)
+    weights.now = 1
+    sides = live(2)
+    assert restored(sides) == (0 if is_changed else CHAT_BLOCKS)
+    assert loaded(sides, 0)[0] == 0
+    num_blocks, found = loaded(sides, 1)
+    assert num_blocks == (0 if is_changed else CHAT_BLOCKS)
+    for here, there in zip(found, wanted, strict=False):
         assert all((here[name] == there[name]).all() for name in here)
 
 
@@ -100,7 +125,7 @@ def test_a_reset_out_of_service_is_one_too(live: Callable[..., Sides], state: st
     end(sides)
     sides = live()
     shapes = list(sides.side._shapes.values())
-    sides.side.serving, sides.side._marks, sides.side._shapes = None, None, {}
+    sides.side.serving, sides.side._resets, sides.side._shapes = None, None, {}
     assert not sides.side.reset(), "nobody knows yet where the stores are"
     sides.side.meet_ranks(shapes)
     step(sides)
@@ -114,7 +139,7 @@ def test_a_mark_that_fails_is_not_claimed(
     sides = live()
     chat(sides, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(disk_marks, "mark_apart", lambda stores, timeout: "No space left on device")
+        patch.setattr(ranks, "reset_apart", lambda *told: "No space left on device")
         assert not sides.side.reset()
     assert "No space left on device" in caplog.text
     assert sides.side.serving is not None, "it serves on"
@@ -125,20 +150,18 @@ def test_a_mark_that_fails_is_not_claimed(
 
 def with_stores(sides: Sides, change: Callable[[int, StoreAt], StoreAt]) -> None:
     """As if stores were where the ranks say, seen from somewhere else."""
-    shapes = [
-        replace(
-            shape,
-            tiers=tuple(
-                replace(tier, stores=tuple(change(shape.rank, store) for store in tier.stores))
-                for tier in shape.tiers
-            ),
+    shapes = []
+    for shape in sides.side._shapes.values():
+        (tier,) = shape.tiers
+        assert tier.opened is not None
+        stores = tuple([change(shape.rank, store) for store in tier.opened.stores])
+        shapes.append(
+            replace(shape, tiers=(replace(tier, opened=replace(tier.opened, stores=stores)),))
         )
-        for shape in sides.side._shapes.values()
-    ]
-    sides.side._marks = DiskMarks(shapes, 60.0)
+    sides.side._resets = DiskResets(shapes, 60.0)
 
 
-def test_one_rank_in_reach_is_enough_and_the_others_forget_with_the_first_step(
+def test_one_rank_in_reach_is_enough_and_the_others_are_reset_with_the_first_step(
     live: Callable[..., Sides],
 ) -> None:
     sides = live(2)
@@ -148,26 +171,50 @@ def test_one_rank_in_reach_is_enough_and_the_others_forget_with_the_first_step(
     end(sides)
     sides = live(2)
     assert restored(sides) == 0
-    plans = [sides.orders(None).plan]
-    assert plans[0].forget == ("disk",), "what rank 1 still has must not come back either"
+    orders = sides.orders(None)
+    assert orders.plan.forget == ("disk",), "what rank 1 still has must not come back either"
+    for rank in sides.ranks:
+        rank.begin(orders)
+    chat(sides, 0)
+    end(sides)
+    assert restored(live(2)) == CHAT_BLOCKS, "the ranks have one number again"
 
 
 def test_a_drive_that_hangs_when_the_ranks_are_heard_delays_no_caller(
     live: Callable[..., Sides], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sides = live()
-    os.mkfifo(tmp_path / "superblock")  # who opens it to read waits for a writer
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o700)
     with monkeypatch.context() as patch:
-        patch.setattr(disk_marks, "_START_SECONDS", -59.5)
-        hearing = threading.Thread(
-            target=with_stores,
-            args=(sides, lambda rank, store: store._replace(folder=str(tmp_path))),
-            daemon=True,
-        )
-        hearing.start()
-        hearing.join(30)
-    is_held = hearing.is_alive()
-    if is_held:
-        (tmp_path / "superblock").write_bytes(b"")
-    assert not is_held
-    assert not sides.side.reset(), "it may be here, and was not told"
+        patch.setattr(sys, "executable", str(hangs))
+        patch.setattr(ranks, "_START_SECONDS", -59.5)
+        with_stores(sides, lambda rank, store: store)
+        assert not sides.side.reset(), "it may be here, and was not told"
+
+
+def test_a_directory_that_is_not_open_cannot_be_reset(
+    live: Callable[..., Sides], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat(sides := live(), 0)
+    end(sides)
+    (folder,) = (tmp_path / "disk").glob("kvferry-*")
+    held = StoreLock.take(folder)
+    sides = live(disk_start_deadline=0.2)
+    assert not sides.side.reset()
+    assert "it is not open, and cannot be reset" in caplog.text
+    held.release()
+    pool = scheduler_of(sides).lower.tiers[0].pool
+    assert pool is not None
+
+    def is_attached() -> bool:
+        step(sides)
+        return bool(pool.num_ready) and not scheduler_of(sides).lower.away
+
+    wait_until(is_attached)
+    assert restored(sides) == 0, "it was reset as it was opened"
+    assert sides.side.reset()
+    chat(sides, 0)
+    end(sides)
+    assert restored(live()) == CHAT_BLOCKS

@@ -44,10 +44,23 @@ class DiskLife:
     """Owns a tier and the memory of its batches. Block ``n`` is at place ``n`` under key ``n``."""
 
     def __init__(
-        self, folder: Path, launch: Launch = start_drive, num_drives: int = 1, **options: Any
+        self,
+        folder: Path,
+        launch: Launch = start_drive,
+        num_drives: int = 1,
+        *,
+        start_deadline: float = LONG,
+        **options: Any,
     ) -> None:
-        self.tier = DiskTier(TierName("disk"), setups(folder, num_drives, **options), launch)
+        self.tier = DiskTier(
+            TierName("disk"),
+            setups(folder, num_drives, **options),
+            launch,
+            start_deadline=start_deadline,
+        )
         self.block_bytes = self.tier.block_bytes
+        if start_deadline == LONG:
+            wait_until(self.tier.is_open)
         self._next_id = 0
         self._memory: list[Rows] = []
 

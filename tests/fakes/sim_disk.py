@@ -7,12 +7,16 @@ are whole, and know nothing of each other: writes are torn and reordered in ever
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.tiers.disk.journal_pages import DiskFile
+from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.journal import DiskJournal
+from kvferry.tiers.disk.journal_pages import Shape
+from kvferry.tiers.disk.state import write_reset
 
 SECTOR = 512
 
@@ -69,6 +73,10 @@ class SimFile(DiskFile):
         self.writes.clear()
         self.watch()
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
     def close(self) -> None:
         pass
 
@@ -103,25 +111,30 @@ def states(file: SimFile, rng: random.Random, most: int) -> Iterator[bytes]:
         yield bytes(image)
 
 
-Moment = tuple[tuple[SimFile, SimFile], tuple[int, int]]
+Files = tuple[SimFile, SimFile, SimFile]
+Images = tuple[bytes, bytes, bytes]
+Moment = tuple[Files, tuple[int, int]]
 
 
 @dataclass
 class SimDisk:
-    """The two files of one journal, and every moment at which the power may go."""
+    """The two files of one journal, its state, and every moment at which the power may go."""
 
-    files: tuple[SimFile, SimFile]
+    files: Files
     moments: list[Moment] = field(default_factory=list)
     tell: Callable[[], tuple[int, int]] | None = None
     """How much was noted, and how much of that promised."""
 
     @classmethod
     def blank(cls, num_bytes: int) -> SimDisk:
-        return cls.holding((bytes(num_bytes), bytes(num_bytes)))
+        state = SimFile(bytes(4 * SECTOR))
+        write_reset(state, 0)
+        return cls.holding((bytes(num_bytes), bytes(num_bytes), state.medium))
 
     @classmethod
-    def holding(cls, images: tuple[bytes, bytes]) -> SimDisk:
-        disk = cls((SimFile(images[0]), SimFile(images[1])))
+    def holding(cls, images: Images) -> SimDisk:
+        first, second, state = map(SimFile, images)
+        disk = cls((first, second, state))
         for file in disk.files:
             file.watch = disk.remember
         return disk
@@ -130,22 +143,30 @@ class SimDisk:
         if self.tell is not None:
             self.moments.append((self.now(), self.tell()))
 
-    def now(self) -> tuple[SimFile, SimFile]:
-        """A copy of both files, as they are in this moment."""
+    def journal(self, store_id: bytes, num_places: int, shape: Shape) -> DiskJournal:
+        """Open the journal that is here."""
+        return DiskJournal(self.files[:2], self.files[2], store_id, num_places, shape)
+
+    @property
+    def media(self) -> Images:
+        """What is on the medium."""
+        first, second, state = self.files
+        return first.medium, second.medium, state.medium
+
+    def now(self) -> Files:
+        """A copy of all files, as they are in this moment."""
         copies = []
         for file in self.files:
             copy = SimFile(file.medium)
             copy.cache = bytearray(file.cache)
             copy.writes = list(file.writes)
             copies.append(copy)
-        return copies[0], copies[1]
+        first, second, state = copies
+        return first, second, state
 
 
-def images(
-    files: tuple[SimFile, SimFile], rng: random.Random, most: int
-) -> Iterator[tuple[bytes, bytes]]:
-    """What both files may hold after a crash in this moment; each within what is unsynced of it."""
-    first = list(states(files[0], rng, most))
-    second = list(states(files[1], rng, most))
-    pairs = list(itertools.product(first, second))
-    yield from pairs if len(pairs) <= most else rng.sample(pairs, most)
+def images(files: Files, rng: random.Random, most: int) -> Iterator[Images]:
+    """What the files may hold after a crash in this moment; each within what is unsynced of it."""
+    first, second, state = (list(states(file, rng, most)) for file in files)
+    every = list(itertools.product(first, second, state))
+    yield from every if len(every) <= most else rng.sample(every, most)

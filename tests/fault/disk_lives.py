@@ -7,9 +7,8 @@ writes, reads and forgets at random until it is killed, or its drive process is,
 asked and answered is written down in memory that outlives it. Block content and key follow from
 place and version, so a block that is read says by itself whether it is right.
 
-Now and then the store is marked instead, as vLLM's scheduler does when it cannot reach the engine:
-from then on nothing may be there again, also of what is written until the engine hears of it. And
-nothing need be of what is written after that, until another life has opened the store.
+Now and then the store is reset from outside, as vLLM's scheduler does when it cannot reach the
+engine: from then on nothing may be there again, also of what is written until the engine hears.
 
 What is judged: a block that can be read is the one that was written; a block that was durable, and
 neither overwritten nor forgotten since, can be read; nothing that was forgotten comes back once the
@@ -34,11 +33,10 @@ import numpy as np
 from tests.fakes.disk_life import setups
 
 from kvferry.core.keys import Keys
-from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
-from kvferry.tiers.disk.superblock import mark_stores
+from kvferry.tiers.disk.state import reset_stores
 from kvferry.tiers.disk.tier import DiskTier
-from kvferry.types import TierName
+from kvferry.types import Reset, TierName
 
 NUM_PLACES = 48
 BLOCK_BYTES = 8192
@@ -80,13 +78,12 @@ def open_tier(folder: Path) -> DiskTier:
     told = setups(
         folder, block_bytes=BLOCK_BYTES, size=STORE_BYTES, commit_seconds=0.01, key=SECRET
     )
+    tier = DiskTier(TierName("disk"), told, start_deadline=PATIENCE)
     end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return DiskTier(TierName("disk"), told)
-        except ConfigError as error:
-            if "is open in" not in str(error) or time.monotonic() > end:
-                raise
+    while not tier.is_open():
+        assert time.monotonic() < end, tier.ailment
+        time.sleep(0.01)
+    return tier
 
 
 class Life:
@@ -100,8 +97,8 @@ class Life:
         self.next_id = 0
         self.under_way: dict[BatchId, tuple[Way, list[tuple[int, int]], Any]] = {}
         self.answered: dict[int, int] = {}
-        self.is_marked = False
-        """Whether all that is written in this life will be forgotten, whatever it hears."""
+        self.marked_number = 0
+        """The reset number that the store has, and this engine has not heard of; 0: none."""
 
     def drive(self) -> int:
         child = self.tier._drives[0]._child
@@ -183,7 +180,7 @@ class Life:
             what = self.rng.random()
             if what < 0.005:
                 self.mark()
-            elif what < (0.06 if self.is_marked else 0.015):
+            elif what < (0.06 if self.marked_number else 0.015):
                 self.forget()
             elif what < 0.025 and self.drive():
                 os.kill(self.drive(), signal.SIGKILL)
@@ -205,9 +202,9 @@ class Life:
         self.send(Way.WRITE, [(place, int(notes.version[place])) for place in places])
 
     def mark(self) -> None:
-        self.is_marked = True
+        self.marked_number = time.time_ns()
         self.notes.durable[:] = 0
-        told = mark_stores(self.tier.stores())
+        told = reset_stores(self.tier.stores(), self.marked_number)
         assert not told, told
         self.notes.marked[0] = self.notes.generation[0] + 1
 
@@ -215,7 +212,8 @@ class Life:
         self.notes.durable[:] = 0
         self.answered.clear()
         self.notes.generation[0] += 1
-        self.tier.forget()
+        self.tier.reset(Reset(self.marked_number or time.time_ns(), 0))
+        self.marked_number = 0
 
     def take_results(self, results: list[Result]) -> None:
         for result in results:
@@ -243,7 +241,7 @@ class Life:
         if not is_same:
             for place in [p for p, v in self.answered.items() if self.notes.durable[p] != v]:
                 del self.answered[place]  # a drive that died may have lost it
-        elif self.is_marked:
+        elif self.marked_number:
             return
         elif not figures.pending and not figures.durable_lag and drive.has_forgotten:
             for place, version in before.items():

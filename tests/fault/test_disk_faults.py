@@ -21,7 +21,7 @@ from tests.fakes.drives import Weather, WeatheredFile
 
 from kvferry.core.keys import Key
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.journal_pages import DiskFile
+from kvferry.tiers.disk.files import DiskFile
 
 
 @pytest.fixture

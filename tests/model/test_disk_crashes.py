@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
-from tests.fakes.sim_disk import SimDisk, SimFile, images
+from tests.fakes.sim_disk import Images, SimDisk, SimFile, images
 from tests.model.journal_oracle import Content, Event, Forgot, History, Lost, Wrote, content_of
 
 from kvferry.cache.leases import as_slots
-from kvferry.tiers.disk import journal
+from kvferry.tiers.disk import journal, state
 from kvferry.tiers.disk import journal_pages as pages
 from kvferry.tiers.disk.journal import DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
@@ -48,6 +48,7 @@ class Life:
     disk: SimDisk
     history: History = field(default_factory=History)
     serial: int = 0
+    resets: int = 0
     journal: DiskJournal = field(init=False)
 
     @classmethod
@@ -57,7 +58,7 @@ class Life:
         return life
 
     def begin(self) -> None:
-        self.journal = DiskJournal(self.disk.files, STORE_ID, NUM_PLACES, self.shape)
+        self.journal = self.disk.journal(STORE_ID, NUM_PLACES, self.shape)
         self.disk.tell = self.history.moment
 
     def write(self, *blocks: tuple[int, int]) -> None:
@@ -78,7 +79,8 @@ class Life:
 
     def forget(self) -> None:
         self.history.events.append(Forgot())
-        self.journal.forget()
+        self.resets += 1
+        self.journal.reset(self.resets)
 
     def commit(self) -> None:
         noted = len(self.history.events)
@@ -87,9 +89,9 @@ class Life:
         self.disk.remember()
 
 
-def recovered(shape: Shape, files: tuple[bytes, bytes]) -> tuple[Content, SimDisk]:
+def recovered(shape: Shape, files: Images) -> tuple[Content, SimDisk]:
     disk = SimDisk.holding(files)
-    return content_of(DiskJournal(disk.files, STORE_ID, NUM_PLACES, shape)), disk
+    return content_of(disk.journal(STORE_ID, NUM_PLACES, shape)), disk
 
 
 def check_all_crashes(life: Life, most: int, rng: random.Random) -> int:
@@ -104,7 +106,7 @@ def check_all_crashes(life: Life, most: int, rng: random.Random) -> int:
             content, disk = recovered(life.shape, image)
             life.history.check(content, noted, promised)
             # Recovery itself may be cut short, and is as good as done if it was not.
-            again, _ = recovered(life.shape, (disk.files[0].medium, disk.files[1].medium))
+            again, _ = recovered(life.shape, disk.media)
             assert again == content
             count += 1
     return count
@@ -182,10 +184,10 @@ def test_random_lives_one_after_the_other(seed: int) -> None:
 
 def next_life(life: Life, disk: SimDisk, content: Content) -> Life:
     """A life on what was recovered: from now on all of that is promised."""
-    after = Life(life.shape, SimDisk.holding((disk.files[0].medium, disk.files[1].medium)))
+    after = Life(life.shape, SimDisk.holding(disk.media))
     events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
     after.history = History(events, len(events))
-    after.serial = life.serial
+    after.serial, after.resets = life.serial, life.resets
     after.begin()
     return after
 
@@ -214,16 +216,20 @@ def test_what_was_cut_never_comes_back() -> None:
 # -- damage --------------------------------------------------------------------------------------
 
 
-def closed(life: Life) -> tuple[bytes, bytes]:
+def closed(life: Life) -> Images:
     life.journal.close()
-    first, second = life.disk.files
-    return first.medium, second.medium
+    return life.disk.media
 
 
-def damaged(files: tuple[bytes, bytes], which: int, start: int, count: int) -> tuple[bytes, bytes]:
+def with_file(files: Images, which: int, content: bytes) -> Images:
+    first, second, state = (content if n == which else file for n, file in enumerate(files))
+    return first, second, state
+
+
+def damaged(files: Images, which: int, start: int, count: int) -> Images:
     bad = bytearray(files[which])
     bad[start : start + count] = bytes(len(bad[start : start + count]))
-    return (bytes(bad), files[1]) if which == 0 else (files[0], bytes(bad))
+    return with_file(files, which, bytes(bad))
 
 
 def check_damage(life: Life) -> int:
@@ -231,7 +237,7 @@ def check_damage(life: Life) -> int:
     files = closed(life)
     size, told = life.shape.page_bytes, len(life.history.events)
     num_blocks = []
-    for which in (0, 1):
+    for which in (0, 1, 2):
         for start in range(0, len(files[which]), size):
             for num_pages in (1, 2, 3):
                 content, _ = recovered(life.shape, damaged(files, which, start, num_pages * size))
@@ -267,15 +273,14 @@ def test_no_flipped_bit_is_believed(ends: str) -> None:
     else:
         # Whether the last commit was torn or has gone bad cannot be told: it may be missing.
         promised = before_last
-        files = life.disk.files[0].medium, life.disk.files[1].medium
+        files = life.disk.media
     least = len(recovered(SMALL, files)[0]) - SMALL.per_page
-    for which in (0, 1):
+    for which in (0, 1, 2):
         for start in range(0, 8 * len(files[which]), 97):
             bit = min(start + rng.randrange(97), 8 * len(files[which]) - 1)
             bad = bytearray(files[which])
             bad[bit // 8] ^= 1 << bit % 8
-            image = (bytes(bad), files[1]) if which == 0 else (files[0], bytes(bad))
-            content, _ = recovered(SMALL, image)
+            content, _ = recovered(SMALL, with_file(files, which, bytes(bad)))
             life.history.check(content, noted, promised, damaged=True)
             assert len(content) >= least
 
@@ -345,9 +350,6 @@ def no_end_of_the_old_journal(patch: pytest.MonkeyPatch) -> None:
 
 def no_new_salt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pages, "secrets", FixedSecrets)
-    patch.setattr(
-        pages.Seal, "__post_init__", lambda self: object.__setattr__(self, "generation", 1), False
-    )
 
 
 class FixedSecrets:
@@ -373,15 +375,6 @@ def damage_small() -> None:
     check_damage(life)
 
 
-def forget_and_damage() -> None:
-    life = Life.new(SMALL)
-    life.write((1, 1))
-    life.commit()
-    life.forget()
-    life.write((2, 2))
-    check_damage(life)
-
-
 def forget_and_crash() -> None:
     life = Life.new(SMALL)
     life.write((1, 1))
@@ -396,15 +389,39 @@ def forget_and_crash() -> None:
     check_all_crashes(life, 128, random.Random(6))
 
 
-def no_order_of_forgetting(patch: pytest.MonkeyPatch) -> None:
-    """What is noted after a forgetting goes to the old journal, and the forgetting comes later."""
-    forget_all = DiskJournal._forget_all
+def no_sync_of_the_number(patch: pytest.MonkeyPatch) -> None:
+    real = state.raise_reset
+    patch.setattr(journal, "raise_reset", lambda file, number: real(Deaf(file), number))
 
-    def late(self: DiskJournal) -> None:
-        self._append_unsaved()
-        forget_all(self)
 
-    patch.setattr(DiskJournal, "_forget_all", late)
+def no_number_before_what_follows(patch: pytest.MonkeyPatch) -> None:
+    """The reset is answered, and its number is written with the next commit."""
+    save = DiskJournal._save
+
+    def late(self: DiskJournal, num_recorded: int | None = None) -> None:
+        due, self._reset = self._reset, None
+        save(self, num_recorded)
+        self._reset = due
+
+    patch.setattr(DiskJournal, "_save", late)
+
+
+def no_number_in_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(journal, "_without", lambda pages, is_left_out: pages)
+
+
+def after_a_lost_header() -> None:
+    """Nothing is found, and the pages of a journal that nobody knows of lie behind the new one."""
+    first = Life.new(SMALL)
+    for n in range(NUM_PLACES):
+        first.write((n, n))
+        first.commit()
+    content, disk = recovered(SMALL, damaged(closed(first), 0, 0, pages.HEADER_BYTES))
+    assert not content
+    second = next_life(first, disk, content)
+    second.write((0, 100))
+    second.commit()
+    check_all_crashes(second, 64, random.Random(7))
 
 
 def second_lives() -> None:
@@ -420,10 +437,10 @@ BARRIERS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Non
     "sync of headers": (no_sync_of_headers, crash_small),
     "digest of a page": (no_digest, lambda: crash_small(WIDE)),
     "old header erased": (no_end_of_the_old_journal, damage_small),
-    "forgotten header erased": (no_end_of_the_old_journal, forget_and_damage),
-    "sync of forgetting": (no_sync_of_headers, forget_and_crash),
-    "forgetting before what follows": (no_order_of_forgetting, forget_and_crash),
-    "new salt": (no_new_salt, crash_small),
+    "sync of the reset number": (no_sync_of_the_number, forget_and_crash),
+    "reset number before what follows": (no_number_before_what_follows, forget_and_crash),
+    "reset number of a page": (no_number_in_pages, forget_and_crash),
+    "new salt": (no_new_salt, after_a_lost_header),
     "cut is erased": (no_erasing_of_what_was_cut, second_lives),
     "places repeated": (no_words_of_the_neighbour, damage_small),
 }

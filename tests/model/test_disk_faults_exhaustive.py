@@ -90,7 +90,7 @@ def check_end_of_process_after(turn: int, seed: int) -> bool:
     for file in life.disk.files:
         file.fault = None
     second = Life(SMALL, life.disk, serial=life.serial)
-    second.journal = DiskJournal(life.disk.files, STORE_ID, NUM_PLACES, SMALL)
+    second.journal = life.disk.journal(STORE_ID, NUM_PLACES, SMALL)
     content = content_of(second.journal)
     life.history.check(content, *life.history.moment())
     events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
@@ -133,6 +133,10 @@ def believes_the_page_cache(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(finding, "write_whole", lambda file, offset, data: None)
 
 
+def believes_the_cached_number(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(finding, "write_reset", lambda file, number: file.sync())
+
+
 def believes_the_cached_header(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(finding, "write_header", lambda file, *rest: file.sync())
 
@@ -143,8 +147,9 @@ def believes_the_cached_header(patch: pytest.MonkeyPatch) -> None:
         (forgets_a_header_that_may_be_there, check_crashes_after),
         (believes_the_page_cache, check_end_of_process_after),
         (believes_the_cached_header, check_end_of_process_after),
+        (believes_the_cached_number, check_end_of_process_after),
     ],
-    ids=["header erased after a fault", "tail written again", "header written again"],
+    ids=["header erased after a fault", "tail written again", "header written again", "number too"],
 )
 def test_without_its_barrier_a_fault_is_told(
     take_away: Callable[[pytest.MonkeyPatch], None],
@@ -173,7 +178,7 @@ def test_a_dead_medium_promises_nothing_and_keeps_everything(
         file.fault = None
     life.commit()
     assert len(life.journal._unsaved) == 0
-    content, _ = recovered(SMALL, (life.disk.files[0].medium, life.disk.files[1].medium))
+    content, _ = recovered(SMALL, life.disk.media)
     life.history.check(content, *life.history.moment())
     assert set(content) == {1, 2}
 
@@ -195,19 +200,19 @@ def test_what_cannot_be_read_is_left_out_or_refused_but_never_wiped() -> None:
         life.commit()
     life.journal.close()
     told = len(life.history.events)
-    files = life.disk.files[0].medium, life.disk.files[1].medium
+    files = life.disk.media
     whole, _ = recovered(SMALL, files)
     num_refused = 0
-    for which in (0, 1):
+    for which in (0, 1, 2):
         for start in range(0, len(files[which]), 512):
             for count in (512, 1024, 2048):
                 disk = SimDisk.holding(files)
                 disk.files[which].read_fault = unreadable(start, count)
                 try:
-                    content = content_of(DiskJournal(disk.files, STORE_ID, NUM_PLACES, SMALL))
+                    content = content_of(disk.journal(STORE_ID, NUM_PLACES, SMALL))
                 except JournalError:
                     num_refused += 1
-                    now, _ = recovered(SMALL, (disk.files[0].medium, disk.files[1].medium))
+                    now, _ = recovered(SMALL, disk.media)
                     assert now == whole
                     continue
                 promised = told if count == 512 else 0

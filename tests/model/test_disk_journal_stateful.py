@@ -16,7 +16,7 @@ from tests.model.journal_oracle import Event, Forgot, History, Lost, Wrote, cont
 from kvferry.cache.leases import as_slots
 from kvferry.errors import JournalError
 from kvferry.tiers.disk import journal as module
-from kvferry.tiers.disk.journal import DiskJournal, journal_bytes
+from kvferry.tiers.disk.journal import journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape
 
 STORE_ID = b"s" * 16
@@ -45,7 +45,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.history = History()
         self.now: dict[int, bytes] = {}
         self.disk = SimDisk.blank(journal_bytes(shape, MOST_PLACES))
-        self.journal = DiskJournal(self.disk.files, STORE_ID, self.num_places, shape)
+        self.journal = self.disk.journal(STORE_ID, self.num_places, shape)
 
     # -- notes ----------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class LedgerLife(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.history.events.append(Forgot())
-        self.journal.forget()
+        self.journal.reset(self.journal.reset_number + 1)
         self.now.clear()
 
     # -- commits --------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class LedgerLife(RuleBasedStateMachine):
 
     def open_again(self, *, before: bool = False) -> None:
         noted, promised = self.history.moment()
-        self.journal = DiskJournal(self.disk.files, STORE_ID, self.num_places, self.shape)
+        self.journal = self.disk.journal(STORE_ID, self.num_places, self.shape)
         content = content_of(self.journal)
         if before:  # blocks beyond the new size are left out
             beyond = [Lost(place) for place in range(self.num_places, MOST_PLACES)]

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.tiers.disk.block_file import Digests, Seals
-from kvferry.tiers.disk.journal_pages import DiskFile, Header, Seal, Shape, pack
-from kvferry.tiers.disk.superblock import StoreIdentity, Superblock, read_mark, write_mark
+from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.journal_pages import Header, Seal, Shape, pack
+from kvferry.tiers.disk.state import read_reset, read_spent, write_reset, write_spent
+from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 
 PAGE = (Path(__file__).parents[2] / "docs" / "DISK_FORMAT.md").read_text()
 Table = dict[int, tuple[int, str]]
@@ -35,11 +37,11 @@ def text(data: bytes, rows: Table, words: str) -> bytes:
 
 
 def test_rows_leave_no_gap() -> None:
-    for name, end in (("superblock", 448), ("header", 512), ("forget", 512)):
+    for name, end in (("superblock", 448), ("header", 512), ("state", 1056)):
         rows = sorted((at, row[0]) for at, row in table(name).items())
         ends = [at + count for at, count in rows]
         gaps = [b for (b, _), a in zip(rows[1:], ends, strict=False) if a != b]
-        assert gaps == ([96] if name == "header" else [])
+        assert gaps == {"header": [96], "state": [1024]}.get(name, [])
         assert ends[-1] == end
 
 
@@ -60,7 +62,7 @@ def test_the_superblock_is_as_written() -> None:
     block = Superblock(identity, 123456, b"i" * 16, b"k" * 16, 1_800_000_000)
     data, rows = block.pack(), table("superblock")
     assert text(data, rows, "`KVFERRY`") == b"KVFERRY\0"
-    assert number(data, rows, "format") == 1
+    assert number(data, rows, "format") == 2
     assert text(data, rows, "store id") == b"i" * 16
     assert text(data, rows, "namespace") == bytes(range(32))
     assert text(data, rows, "family") == b"family".ljust(32, b"\0")
@@ -89,7 +91,7 @@ def test_the_header_is_as_written() -> None:
     rows = table("header")
     assert text(data, rows, "`KVFYJRNL`") == b"KVFYJRNL"
     for words, expected in {
-        "format": 1,
+        "format": 2,
         "bytes of a page": 4096,
         "bytes of a proof": 16,
         "the page behind": 77,
@@ -108,7 +110,7 @@ def test_a_page_is_as_written() -> None:
     records["key"] = [[1, 2, 3, 4], [5, 6, 7, 8]]
     records["proof"] = 0xAB
     before = np.array([3], dtype=np.uint32)
-    data = pack(shape, Seal(9, b"t" * 32), records, 12, 10, before).tobytes()
+    data = pack(shape, Seal(9, b"t" * 32), records, 12, 10, before, 77).tobytes()
     rows = table("page")
     assert len(data) == 4096
     for words, expected in {
@@ -117,6 +119,7 @@ def test_a_page_is_as_written() -> None:
         "base": 10,
         "number of records": 2,
         "number of places before": 1,
+        "reset number": 77,
     }.items():
         assert number(data, rows, words) == expected, words
     assert data[64:68] == (3).to_bytes(4, "little")
@@ -132,17 +135,25 @@ def test_records_in_a_page_are_as_said() -> None:
     assert Shape(Seals.proof_bytes).per_page == int(sealed)
 
 
-def test_an_order_to_forget_is_as_written(tmp_path: Path) -> None:
-    path, rows = tmp_path / "forget", table("forget")
+def test_the_state_is_as_written(tmp_path: Path) -> None:
+    path, rows = tmp_path / "state", table("state")
     path.write_bytes(bytes(4096))
     file = DiskFile(path)
-    assert read_mark(file) == 0
-    write_mark(file, 1_800_000_000_123_456_789)
-    assert read_mark(file) == 1_800_000_000_123_456_789
+    assert read_reset(file) is None, "it was never written"
+    write_reset(file, 1_800_000_000_123_456_789)
+    write_spent(file, 12345, 1_800_000_000)
+    assert read_reset(file) == 1_800_000_000_123_456_789
+    assert read_spent(file) == (12345, 1_800_000_000)
     file.close()
     data = path.read_bytes()
     assert len(data) == 4096
-    assert number(data, rows, "number") == 1_800_000_000_123_456_789
-    digest = blake2b(data[:8], digest_size=8, person=b"kvferry.forget").digest()
-    assert text(data, rows, "blake2b") == digest
-    assert not any(data[16:])
+    for begin in (0, 512):
+        sector = data[begin : begin + 512]
+        assert number(sector, rows, "reset number") == 1_800_000_000_123_456_789
+        digest = blake2b(sector[16:24], digest_size=16, person=b"kvferry.reset").digest()
+        assert text(sector, rows, "digest of bytes 16 to 23") == digest
+    assert number(data, rows, "bytes that") == 12345
+    assert number(data, rows, "when") == 1_800_000_000
+    digest = blake2b(data[1040:1056], digest_size=16, person=b"kvferry.budget").digest()
+    assert text(data, rows, "digest of bytes 1040") == digest
+    assert not any(data[1056:])

@@ -23,6 +23,7 @@ def folder(tmp_path: Path) -> Path:
     for name in FILE_NAMES:
         with (tmp_path / name).open("wb") as file:
             file.truncate(journal_bytes(Shape(PROOF_BYTES), NUM_PLACES))
+    (tmp_path / "state").write_bytes(bytes(4096))
     return tmp_path
 
 

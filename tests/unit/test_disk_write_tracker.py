@@ -21,6 +21,7 @@ from kvferry.tiers.ipc.memory import StatusPage
 def journal(tmp_path: Path) -> Iterator[DiskJournal]:
     for name in FILE_NAMES:
         (tmp_path / name).write_bytes(bytes(journal_bytes(Shape(16), 10)))
+    (tmp_path / "state").write_bytes(bytes(4096))
     made = DiskJournal.open(tmp_path, b"s" * 16, 10, 16)
     yield made
     made.close()
@@ -81,6 +82,6 @@ def test_blocks_that_wait_for_a_commit_are_counted(
     tracker.fail_commit(mark, are_lost=True)
     note()
     note(7, 8)
-    tracker.forget(0)
+    tracker.reset(0, 1, is_kept=True)
     note(9)
     assert seen == [2, 3, 1, 2, 3, 4, 0, 2, 1]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk import superblock as marks
+from kvferry.tiers.disk import state
 from kvferry.tiers.ipc.memory import EngineMemory, open_own_memory
 from kvferry.tiers.ipc.messages import (
     Channel,
@@ -182,7 +182,7 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_module(marks.MODULE, b"[]", 60)
+        run_module(state.MODULE, b"[]", 60)
     (child,) = started
     try:
         assert child.wait(60) == -signal.SIGKILL  # it waits for its input, which never comes

@@ -141,7 +141,7 @@ class FakeLowerTier(FakeMover):
         self.told.append(question.id)
         return None
 
-    def forget(self) -> None:
+    def forget(self, reset: object = None) -> None:
         if self.fault is not None:
             raise self.fault
         self.told.append("forget")

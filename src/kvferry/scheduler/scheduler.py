@@ -60,6 +60,7 @@ from kvferry.types import (
     Rank,
     Receipt,
     RequestId,
+    Reset,
 )
 
 log = logging.getLogger("kvferry")
@@ -345,6 +346,8 @@ class Scheduler:
         Requests wait for one that is away no longer than to the next ``settle``.
         """
         self.lower.note_health(health)
+        if health.opened is not None:
+            self.writeback.note_spent(health.tier, health.opened.spent)
         self.writeback.note_change()
 
     # -- plan and settle --------------------------------------------------------------------------
@@ -497,13 +500,15 @@ class Scheduler:
             keys = self.pool.keys_of(lease)
             self.writeback.stored(keys, parent=parent, chained=chained)
 
-    def reset(self) -> None:
+    def reset(self, *, is_kept: bool = True) -> None:
         """Forget every block on every tier, at once. Transfers in flight end harmlessly.
 
         A request whose load is under way keeps what it was promised, as it keeps the blocks it
         already has on the device; but nothing of it is stored until it has been preempted, for
         those blocks may stem from weights that are no more. The engine must forget its own prefix
-        cache too: what it still finds there, or offers, is taken for new.
+        cache too: what it still finds there, or offers, is taken for new. Unless ``is_kept``, what
+        is stored from now on serves until this server ends, and no other: say so where the weights
+        are others than those that the namespace names.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -518,10 +523,10 @@ class Scheduler:
             request.forget()
         self.control.reset()
         self.pool.reset()
-        self.lower.reset()
-        self.writeback.reset()
         self._num_resets += 1
-        self.epoch = new_epoch(self.epoch)
+        self.epoch = new_epoch(max(self.epoch, self.lower.reset_number))
+        self.lower.reset(Reset(self.epoch, self.epoch, is_kept))
+        self.writeback.reset()
         self.matcher.begin_epoch(self.epoch)
 
     def close(self) -> None:
@@ -683,6 +688,8 @@ def _writeback(
         admission = admission_of(
             config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now
         )
+        if admission is not None:
+            admission.note_spent(tier.spent)
         if admission is not None:
             admissions[tier.name] = admission
         if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once

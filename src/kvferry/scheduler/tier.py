@@ -30,9 +30,9 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotPlacement
 from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.errors import InputError
-from kvferry.scheduler.recovery import agreed
+from kvferry.scheduler.recovery import agreed, united, within
 from kvferry.scheduler.runs import End, Flags, with_furthest
-from kvferry.types import NO_SLOT, NO_SLOTS, Rank, RunNumbers, SlotArray, TierName
+from kvferry.types import NO_SLOT, NO_SLOTS, Opened, Rank, RunNumbers, SlotArray, TierName
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,10 @@ class LowerTier(ABC):
         self.has_remains = False
         """Whether ranks found blocks of an earlier life here, but none that all of them have. Such
         blocks must be forgotten: one rank may have been told so, and the others not."""
+        self.reset_number = 0
+        """The greatest that a rank found; blocks of a smaller one do not count."""
+        self.spent = 0
+        """Bytes that a day's budget lacked when the ranks opened the tier."""
 
     def note_health(self, rank: Rank, reason: str) -> None:
         """A rank says that the tier is away there, and why, or (no reason) that it is back."""
@@ -201,6 +205,47 @@ class SlotTier(LowerTier):
         self._placement = RunPlacement(pool)
         self.num_restored = 0
         """Blocks that were here from an earlier life."""
+        self._ranks: list[Opened | None] = []
+        self._is_shared = False
+
+    def open_all(self, ranks: Sequence[Opened | None], *, is_shared: bool = False) -> None:
+        """Take up what the ranks have, as soon as all of them have opened the tier.
+
+        With ``is_shared`` each rank has places of its own. Before, no place can be used.
+        """
+        self._ranks, self._is_shared = list(ranks), is_shared
+        for rank, opened in enumerate(ranks):
+            if opened is None:
+                self.note_health(Rank(rank), "it is not open yet")
+        self._open()
+
+    def open(self, rank: Rank, opened: Opened) -> None:
+        """A rank has opened the tier that it could not open at the start."""
+        if rank < len(self._ranks) and self._ranks[rank] is None:
+            self._ranks[rank] = opened
+            self._open()
+
+    def _open(self) -> None:
+        found = [opened for opened in self._ranks if opened is not None]
+        if len(found) < len(self._ranks) or not found:
+            return
+        self._ranks = []
+        num_places = min(opened.num_places for opened in found)
+        recovered = []
+        for each in found:
+            blocks = Keys(each.keys), each.places.astype(np.int64)
+            fits = each.num_places == num_places
+            recovered.append(blocks if fits else within(blocks, num_places))
+        if self._is_shared:
+            recovered = [united(recovered, num_places)]
+            num_places *= len(found)
+        self.pool.grow(min(num_places, self.pool.num_slots))
+        self.reset_number = max(opened.reset_number for opened in found)
+        self.spent = sum(opened.spent for opened in found)
+        if any(opened.reset_number < self.reset_number for opened in found):
+            self.has_remains = True  # a rank was not told of the last reset
+        elif any(len(places) for _, places in recovered):
+            self.restore(recovered)
 
     def restore(self, recovered: Sequence[Recovered]) -> int:
         """Take up what each rank found from an earlier life, before anything is stored.
@@ -430,14 +475,16 @@ def lower_tier(
     write: WriteMode,
     policy: EvictionPolicyMaker = Lru,
     *,
-    recovered: Sequence[Recovered] = (),
+    recovered: Sequence[Recovered | Opened | None] = (),
+    is_shared: bool = False,
     most_in_one: int = 1,
     remembers_noes: bool = True,
 ) -> LowerTier:
     """The tier with so many places, or (None) one that finds blocks by their keys.
 
     ``policy`` chooses the blocks to evict from the places. ``recovered`` is what each rank's tier
-    still has from an earlier life (``TierMover.recovered``). ``most_in_one`` is how many blocks one
+    still has from an earlier life (``TierMover.recovered``), None where it is not open yet; with
+    ``is_shared`` each rank has ``num_places`` of its own. ``most_in_one`` is how many blocks one
     object may keep (``TierMover.most_in_one``). ``remembers_noes`` says that an object never
     reaches further in a chain.
     """
@@ -445,12 +492,17 @@ def lower_tier(
         return PackedTier(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
     if num_places is None:
         return KeyedTier(name, write)
-    tier = SlotTier(name, Pool(num_places, policy, placed=True), write)
-    if any(len(places) for _, places in recovered):
-        try:
-            tier.restore(recovered)
-        except InputError as error:  # a tier's mistake must not keep an engine from starting
-            log.error("tier %s begins empty: %s", name, error)
+    ranks = [
+        Opened(num_places, each[0].array, each[1]) if isinstance(each, tuple) else each
+        for each in recovered
+    ]
+    total = num_places * (len(ranks) if is_shared else 1)
+    pool = Pool(total, policy, placed=True, num_ready=0 if None in ranks else total)
+    tier = SlotTier(name, pool, write)
+    try:
+        tier.open_all(ranks, is_shared=is_shared)
+    except InputError as error:  # a tier's mistake must not keep an engine from starting
+        log.error("tier %s begins empty: %s", name, error)
     return tier
 
 

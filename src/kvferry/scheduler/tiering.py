@@ -23,11 +23,22 @@ from kvferry.cache.events import EventKind
 from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
+from kvferry.core.identity import new_epoch
 from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End, Flags, Wanted
-from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Move, Presence
+from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Move, Presence, SlotTier
 from kvferry.scheduler.transfers import InFlight, Transfers
-from kvferry.types import HOST, Health, Question, SlotArray, TierName, TransferId
+from kvferry.types import (
+    HOST,
+    Health,
+    Opened,
+    Question,
+    Rank,
+    Reset,
+    SlotArray,
+    TierName,
+    TransferId,
+)
 
 _PIECE_BYTES = 16 << 20
 """A promotion travels in pieces of this size, so that the first can be used before the last: long
@@ -132,12 +143,15 @@ class LowerTiers:
         self._clock = clock
         self.moves: dict[TransferId, Move] = {}
         """Blocks on their way up or down; what goes down is noted by :class:`Writeback`."""
+        self._epoch = 0
         self._asking: dict[TransferId, tuple[LowerTier, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         host.eviction.feeds_below = bool(self.tiers)
+        self.reset_number = max([tier.reset_number for tier in self.tiers], default=0)
+        """The greatest that a tier is known to have: the next one is greater."""
         remains = tuple(tier.name for tier in self.tiers if tier.has_remains)
         if remains:
-            transfers.forget(remains)
+            transfers.forget(remains, Reset(new_epoch(self.reset_number), 0))
 
     # -- what is there --------------------------------------------------------------------------
 
@@ -334,9 +348,26 @@ class LowerTiers:
         """A tier went away on one rank, or came back. Requests stop waiting for a tier away."""
         for tier in self.tiers:
             if tier.name == health.tier:
+                if health.opened is not None:
+                    self._open(tier, health.rank, health.opened)
                 tier.note_health(health.rank, health.reason)
                 if tier.ailment:
                     self._transfers.give_up(tier.name, tier.ailment)
+
+    def _open(self, tier: LowerTier, rank: Rank, opened: Opened) -> None:
+        """A rank has opened a tier that it could not open at the start."""
+        self.reset_number = max(self.reset_number, opened.reset_number)
+        if isinstance(tier, SlotTier):
+            tier.open(rank, opened)
+            if tier.has_remains:
+                tier.has_remains = False
+                reset = Reset(new_epoch(self.reset_number), self._epoch)
+                self._forget((tier.name,), reset)
+
+    def _forget(self, names: tuple[TierName, ...], reset: Reset) -> None:
+        for transfer_id in self._transfers.forget(names, reset):
+            move = self.moves.pop(transfer_id)
+            move.tier.dropped(move.keys)
 
     def overdue(self, flight: InFlight) -> None:
         """A transfer's deadline has passed: no request waits for it, and none may begin to."""
@@ -368,11 +399,10 @@ class LowerTiers:
         num_moved = int(np.count_nonzero(ok)) if not flight.overdue else 0
         return Landed(name, True, True, *self._busy[name].end(num_moved * self._slot_bytes, now))
 
-    def reset(self) -> None:
+    def reset(self, reset: Reset) -> None:
         """Forget every block on every tier; the ranks are told with the next plan."""
-        for transfer_id in self._transfers.forget(tuple(tier.name for tier in self.tiers)):
-            move = self.moves.pop(transfer_id)
-            move.tier.dropped(move.keys)
+        self._epoch = reset.epoch
+        self._forget(tuple(tier.name for tier in self.tiers), reset)
         for tier in self.tiers:
             tier.reset()
 

@@ -34,6 +34,7 @@ from kvferry.types import (
     Question,
     Rank,
     Receipt,
+    Reset,
     RunNumbers,
     SlotArray,
     TierName,
@@ -142,6 +143,7 @@ class Transfers:
         self._stores: dict[int, tuple[TransferId, list[StoreOrder]]] = {}  # by group
         self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
         self._forget: tuple[TierName, ...] = ()
+        self._reset: Reset | None = None
         self._step = 0
         self._in_flight: dict[TransferId, InFlight] = {}
         self._lost: dict[Rank, str] = {}
@@ -258,13 +260,14 @@ class Transfers:
         asked.append((keys, at))
         return question_id
 
-    def forget(self, tiers: tuple[TierName, ...]) -> list[TransferId]:
+    def forget(self, tiers: tuple[TierName, ...], reset: Reset) -> list[TransferId]:
         """Let these tiers forget everything, before what is ordered from now on.
 
         Moves down that are queued would come after that, and be there for ever: they are dropped.
         Returns their ids.
         """
-        self._forget = tiers
+        self._forget = tuple(dict.fromkeys((*self._forget, *tiers)))
+        self._reset = reset
         down = [move for move in self._moves if _src(move) == HOST]
         self._moves = [move for move in self._moves if _src(move) != HOST]
         _drop(down)
@@ -329,7 +332,8 @@ class Transfers:
             return Plan(self._step, transfers)
         questions = [self._launch_question(tier, now) for tier in self._questions]
         forget, self._forget, self._questions = self._forget, (), {}
-        return Plan(self._step, transfers, tuple(questions), forget)
+        reset, self._reset = self._reset, None
+        return Plan(self._step, transfers, tuple(questions), forget, reset)
 
     def _launch_question(self, tier: TierName, now: float) -> Question:
         question_id, asked = self._questions[tier]

@@ -26,7 +26,7 @@ from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End, run_numbers
 from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Transfers
-from kvferry.settings.tiers import DISK, REMOTE
+from kvferry.settings.tiers import DISK, REMOTE, day_budget
 from kvferry.types import HOST, NO_SLOTS, TierName, TransferId
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,6 @@ _FLUSH_PIECES = 16
 """A flush has so many pieces in flight."""
 _FLUSHING_SHARE = 8
 """A flush may have one slot in so many in flight: blocks being copied cannot be evicted."""
-
-
-_DAY = 86400.0
-_BURST = 8
-"""One part in so many of a day's bytes may be written at once; the rest is spread over the day."""
 
 _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
 """How many different keys the request counts tell apart, in 4 to 16 MiB."""
@@ -394,6 +389,11 @@ class Writeback:
         if tier.name in self._admissions:
             self._admissions[tier.name].wrote(len(keys))
 
+    def note_spent(self, name: TierName, num_bytes: int) -> None:
+        """A tier was opened whose budget lacks so many bytes."""
+        if name in self._admissions:
+            self._admissions[name].note_spent(num_bytes)
+
     def _admits(self, tier: LowerTier, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
         admission = self._admissions.get(tier.name)
         return admission.admits(keys, now) if admission is not None else np.full(len(keys), True)
@@ -407,7 +407,7 @@ class TierAdmission:
 
         left at the start: 1/8 of a day's;  comes back: 7/8 of a day's each day
 
-    A restart begins with a new budget.
+    What an earlier process wrote to a disk counts too: see :meth:`note_spent`.
     """
 
     def __init__(
@@ -422,9 +422,8 @@ class TierAdmission:
         """``block_bytes`` are those that a block costs on all ranks together."""
         self._requested = SeenOften(times, num_keys=min(max(num_keys, _LEAST_KEYS), _MOST_KEYS))
         self._block_bytes = block_bytes if bytes_per_day is not None else 0
-        per_day = bytes_per_day or 0
-        self._most = self._left = per_day / _BURST
-        self._rate = (per_day - self._most) / _DAY
+        self._most, self._rate = day_budget(bytes_per_day or 0)
+        self._left = self._most
         self._at = now
 
     def requested(self, keys: Keys) -> None:
@@ -443,6 +442,10 @@ class TierAdmission:
         self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return int(self._left)
+
+    def note_spent(self, num_bytes: int) -> None:
+        """Take the bytes that an earlier process wrote, and time has not given back."""
+        self._left -= num_bytes
 
     def wrote(self, num_blocks: int) -> None:
         """Take so many blocks from the bytes left."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from kvferry.core.keys import Keys, Recovered
+from kvferry.core.keys import Keys
 from kvferry.core.quantities import find_factory
 from kvferry.errors import ClosedError, ConfigError, InputError, KvferryError
 from kvferry.hostmem.slots import Bytes, HostTier
@@ -28,10 +28,12 @@ from kvferry.types import (
     NO_SLOTS,
     Health,
     KeyRows,
+    Opened,
     Outcome,
     Question,
     Rank,
     Receipt,
+    Reset,
     RunNumbers,
     SlotArray,
     TierName,
@@ -67,7 +69,7 @@ class LowerTierMover(Mover, Protocol):
     def ask(self, question: Question, /) -> object:
         """Look up which keys are there; the answer is a receipt. Returns at once."""
 
-    def forget(self) -> None:
+    def forget(self, reset: Reset | None = None, /) -> None:
         """Everything below is forgotten, before anything submitted later."""
 
     def health(self) -> Health | None:
@@ -151,9 +153,9 @@ class SharedMover:
             runs = _some_of(question.runs, part)
             self._tier.ask(replace(question, keys=question.keys[part], runs=runs))
 
-    def forget(self) -> None:
+    def forget(self, reset: Reset | None = None) -> None:
         """As :meth:`LowerTierMover.forget`."""
-        self._tier.forget()
+        self._tier.forget(reset)
 
     def health(self) -> Health | None:
         """As :meth:`LowerTierMover.health`."""
@@ -226,6 +228,8 @@ class TierMover:
         self._ailment = self._fault = ""
         self._under_way: dict[BatchId, int] = {}
         """How many blocks each batch has whose result has not come yet."""
+        self._has_told = tier.num_places is None
+        """Whether what the tier has from an earlier life was told."""
         self._is_closed = False
 
     @property
@@ -238,18 +242,26 @@ class TierMover:
         """How many blocks of a chain the tier may keep in one object."""
         return int(getattr(self._tier, "most_in_one", 1))
 
-    def recovered(self) -> Recovered:
-        """The blocks that the tier still has from an earlier life.
+    def recovered(self) -> Opened | None:
+        """What a tier with places has from an earlier life; for ``lower_tier``.
 
-        Nothing where it has no memory of one, or cannot say: then it begins empty.
+        None while it is not open: then :meth:`health` tells it later. Nothing where it has no
+        memory of an earlier life, or cannot say: then it begins empty.
         """
-        recovered = getattr(self._tier, "recovered", None)
-        if recovered is not None and self._tier.num_places is not None:
-            try:
-                return cast(Recovered, recovered())
-            except Exception:  # a medium on a bad day must not keep an engine from starting
-                log.exception("tier %s cannot say what it still has", self._tier.name)
-        return Keys.empty(), NO_SLOTS
+        if self._call("is_open", True):
+            self._has_told = True
+            return self._opened()
+        return None
+
+    def _opened(self) -> Opened:
+        tier, keys, places = self._tier, Keys.empty(), NO_SLOTS
+        try:
+            keys, places = self._call("recovered", (keys, places))
+        except Exception:  # a medium on a bad day must not keep an engine from starting
+            log.exception("tier %s cannot say what it still has", tier.name)
+        number, spent = getattr(tier, "reset_number", 0), getattr(tier, "spent", 0)
+        stores = tuple(self._call("stores", ()))
+        return Opened(tier.num_places or 0, keys.array, places, number, spent, stores)
 
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""
@@ -271,10 +283,14 @@ class TierMover:
             del self._under_way[batch.id]
             raise
 
-    def forget(self) -> None:
-        """As :meth:`kvferry.tiers.contract.Tier.forget`."""
+    def forget(self, reset: Reset | None = None) -> None:
+        """As :meth:`kvferry.tiers.contract.Tier.forget`; a disk needs ``reset``."""
         self._require_open()
-        self._tier.forget()
+        lasting = getattr(self._tier, "reset", None)
+        if callable(lasting) and reset is not None:
+            lasting(reset)
+        else:
+            self._tier.forget()
 
     def poll(self) -> list[Receipt]:
         """Receipts of what ended since the last call; never blocks, and never raises.
@@ -305,11 +321,15 @@ class TierMover:
 
     def health(self) -> Health | None:
         """Whether the tier went away or came back since the last call; None: neither."""
+        opened = None
+        if not self._has_told and self._call("is_open", True):
+            self._has_told = True
+            opened = self._opened()
         ailment = self._fault or self._tier.ailment
-        if ailment == self._ailment:
+        if ailment == self._ailment and opened is None:
             return None
         self._ailment = ailment
-        return Health(self._rank, self._tier.name, ailment)
+        return Health(self._rank, self._tier.name, ailment, opened)
 
     def figures(self) -> Any:
         """The ``DiskFigures`` of the tier's drives so far; None without drives. Never waits."""
@@ -319,9 +339,13 @@ class TierMover:
         """Whether what was forgotten stays so after a crash, where the tier outlives us."""
         return bool(self._call("wait_forgotten", True, timeout))
 
-    def stores(self) -> tuple[Any, ...]:
-        """Where the tier's blocks lie on disk (``StoreAt``), if they do."""
-        return tuple(self._call("stores", ()))
+    def away(self) -> tuple[str, ...]:
+        """The directories of a disk that are not open."""
+        return tuple(self._call("away", ()))
+
+    def keep_nothing(self) -> None:
+        """What is stored from now on, until the next reset, is for no other server."""
+        self._call("keep_nothing", None)
 
     def _call(self, name: str, default: object, *args: object) -> Any:
         """What only some tiers can do; ``default`` where this one cannot."""

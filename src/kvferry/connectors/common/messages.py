@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from kvferry.core.keys import KEY_BYTES
-from kvferry.tiers.disk.protocol import DiskFigures, StoreAt
+from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.transfer.planner.choose import PathChoices
-from kvferry.types import Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
+from kvferry.types import Health, Opened, Plan, Rank, Receipt, TierName, TransferId
 
 NO_PLAN = Plan(step=0)
 
@@ -54,22 +50,22 @@ class StepOrders:
 class TierShape:
     """One tier below a rank's host memory; ``num_places`` is None if it finds blocks by key.
 
-    ``keys`` and ``places`` name the blocks of an earlier life, oldest first: 36 bytes a block,
-    because there may be millions. One object of the tier holds up to ``most_in_one`` blocks of a
-    chain. ``stores`` says where a disk tier's files are.
+    One object of the tier holds up to ``most_in_one`` blocks of a chain. ``opened`` is what the
+    tier has of an earlier life, 36 bytes a block because there may be millions; None while it is
+    not open. ``away`` names the directories of a disk that are not.
     """
 
     name: TierName
     num_places: int | None
-    keys: KeyRows = field(default_factory=lambda: np.empty((0, KEY_BYTES // 8), dtype="<u8"))
-    places: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     most_in_one: int = 1
-    stores: tuple[StoreAt, ...] = ()
+    opened: Opened | None = None
+    away: tuple[str, ...] = ()
 
     def without_blocks(self) -> TierShape:
-        return TierShape(
-            self.name, self.num_places, most_in_one=self.most_in_one, stores=self.stores
-        )
+        opened = self.opened
+        if opened is not None:
+            opened = replace(opened, keys=opened.keys[:0], places=opened.places[:0])
+        return replace(self, opened=opened)
 
 
 @dataclass(frozen=True)

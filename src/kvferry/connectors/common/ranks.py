@@ -7,27 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvferry.cache.policies import policy_named
 from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, TierShape
-from kvferry.core.keys import Keys
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
-from kvferry.scheduler.recovery import united, within
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
-from kvferry.tiers.disk.superblock import find_apart, mark_apart
+from kvferry.tiers.disk.protocol import StoreAt
+from kvferry.tiers.disk.state import find_apart, reset_apart
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout
-from kvferry.types import Rank, TierName
+from kvferry.types import Health, Rank, TierName
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 10.0
-"""What a child process that marks stores may take to start, beside the drive's own time."""
+"""What a child process that resets stores may take to start, beside the drive's own time."""
 
 Broadcast = Callable[[Any], Any]
 """Called on every rank of a host with one object: returns the object of the first rank."""
@@ -116,11 +113,8 @@ def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlac
     """A rank's slots, blocks and path choices, and its tiers with the blocks they still have."""
     tiers = []
     for name, tier in memory.tiers.items():
-        keys, places = tier.recovered()
-        numbers = places.astype(np.int32)
-        tiers.append(
-            TierShape(name, tier.num_places, keys.array, numbers, tier.most_in_one, tier.stores())
-        )
+        opened = tier.recovered() if tier.num_places is not None else None
+        tiers.append(TierShape(name, tier.num_places, tier.most_in_one, opened, tier.away()))
     kinds = [f"{layout.num_segments} x {format_size(int(layout.sizes[0]))}" for layout in layouts]
     return RankShape(
         rank=place.rank,
@@ -179,35 +173,56 @@ def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTie
                 lower_tier(name, None, write, most_in_one=most_in_one, remembers_noes=apart == 1)
             )
             continue
-        recovered = [
-            within((Keys(each.keys), each.places.astype(np.int64)), num_places) for each in same
-        ]
-        if shapes[0].is_shared:
-            recovered = [united(recovered, num_places)]
-            num_places *= len(same)
-        tiers.append(lower_tier(name, num_places, write, policy, recovered=recovered))
+        opened = [each.opened for each in same]
+        is_shared = shapes[0].is_shared
+        tiers.append(
+            lower_tier(name, num_places, write, policy, recovered=opened, is_shared=is_shared)
+        )
     return tiers
 
 
-class DiskMarks:
-    """Marks the ranks' stores on disk at a reset, so that a killed server forgets them too.
+class DiskResets:
+    """Resets the ranks' stores on disk at once, so that a killed server has forgotten them too.
 
-    The ranks hear of a reset with the next step, and there may be none. Stores on this host are
-    marked at once: the next process that opens them forgets first. Stores of ranks on other hosts
-    are out of reach; but a block counts only if every rank has it, so one rank is enough.
+    The ranks hear of a reset with the next step, and there may be none. So the reset number is
+    written to the stores on this host from here. Stores of ranks on other hosts are out of reach;
+    but a block counts only if every rank has it under one number, so one rank is enough.
     """
 
     def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
         """Call it while the ranks have just opened their stores: a store that vanishes later is
         no reason to believe that it never was here.
         """
-        stores = [store for shape in shapes for tier in shape.tiers for store in tier.stores]
         self._timeout = drive_seconds + _START_SECONDS
-        self._here = find_apart(stores, self._timeout) if stores else []
-        self._is_apart = bool(stores) and not self._here
+        self._here: list[StoreAt] = []
+        self._away: dict[Rank, tuple[str, ...]] = {}
+        self._is_apart = False
+        self._new: list[StoreAt] = []
+        for shape in shapes:
+            for tier in shape.tiers:
+                self._new += tier.opened.stores if tier.opened is not None else ()
+                self._away[shape.rank] = tier.away or self._away.get(shape.rank, ())
+        self._look()
 
-    def write(self) -> str:
-        """Mark them; returns why blocks may still be found after a crash, or nothing."""
+    def note(self, health: Health) -> None:
+        """A rank has opened a store that it could not open at the start."""
+        if health.opened is not None:
+            self._away.pop(health.rank, None)
+            self._new += health.opened.stores
+
+    def _look(self) -> None:
+        """Find out which of the new stores are on this host. Waits for a child process."""
+        if self._new:
+            self._here += find_apart(self._new, self._timeout)
+            self._is_apart = not self._here
+            self._new = []
+
+    def write(self, number: int) -> str:
+        """Give them this number; returns why older blocks may be found again, or nothing."""
+        away = sorted({path for paths in self._away.values() for path in paths})
+        if away:
+            return f"{', '.join(away)}: it is not open, and cannot be reset"
+        self._look()
         if self._is_apart:
-            log.warning("no rank's disk can be reached from here: it forgets with the next step")
-        return mark_apart(self._here, self._timeout) if self._here else ""
+            log.warning("no rank's disk can be reached from here: it is reset with the next step")
+        return reset_apart(self._here, number, self._timeout) if self._here else ""

@@ -16,9 +16,10 @@ from typing import Any
 from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
 from kvferry.connectors.common.guard import Guard
 from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
-from kvferry.connectors.common.ranks import DiskMarks, disagreement
+from kvferry.connectors.common.ranks import DiskResets, disagreement
 from kvferry.connectors.common.reports import idle_figures
 from kvferry.connectors.common.serving import Serving
+from kvferry.core.identity import new_epoch
 from kvferry.core.quantities import rounded_size
 from kvferry.settings.tiers import show_tiers
 from kvferry.types import Rank
@@ -61,7 +62,7 @@ class SchedulerSession:
         self._make_engine: Callable[[], EngineAdapter] | None = None
         self._shapes: dict[int, RankShape] = {}
         self._unkept: dict[str, EndedLoad] = {}
-        self._marks: DiskMarks | None = None
+        self._resets: DiskResets | None = None
         self._is_reset_due = False
         self._drained: set[Rank] = set()
         self._reported_at = 0.0
@@ -80,7 +81,8 @@ class SchedulerSession:
         refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
         self.refusal = self.refusal or "; ".join(refusals)
         if new and len(self._shapes) == self.setup.num_ranks:
-            self._marks = DiskMarks(self._shapes.values(), self.setup.config.disk_deadline)
+            seconds = self.setup.config.disk_deadline
+            self._resets = DiskResets(self._shapes.values(), seconds)
             self.refusal = self.refusal or disagreement(self._shapes.values())
             self._begin()
             level = logging.INFO if self.serving is not None else logging.WARNING
@@ -196,6 +198,9 @@ class SchedulerSession:
                 serving.take(report)
             except Exception as error:
                 self._trip("take", error)
+        if self._resets is not None:
+            for health in report.health:
+                self._resets.note(health)
         self._drained.update(report.drained)
         if self.former is not None and len(self._drained) == self.setup.num_ranks:
             try:  # no rank copies any more
@@ -210,11 +215,12 @@ class SchedulerSession:
         on disk that the next life would find.
         """
         self._reset()
-        if self._marks is None:  # before the first step, in engines without a handshake
+        if self._resets is None:  # before the first step, in engines without a handshake
             self._is_reset_due = True
             return bool(self.refusal) or not self.setup.config.disk
         try:
-            reason = self._marks.write()
+            number = self.serving.scheduler.epoch if self.serving is not None else new_epoch(0)
+            reason = self._resets.write(number)
         except Exception as error:
             self._trip("reset", error)
             reason = self.guard.reason

@@ -73,7 +73,7 @@ class Freshness:
         self._weights = weights
         self.epoch: int | None = None
         self._entered: dict[int, int] = {}  # epochs in their order: their numbers say nothing
-        self._known = first
+        self._first = self._known = first
         self.is_marked = False
         """Whether :meth:`look` has something to take."""
         self._pending: PendingDigests | None = None
@@ -126,6 +126,11 @@ class Freshness:
             return False
         number = self._entered.get(epoch)
         return number is None or number <= self._stale
+
+    def is_first(self) -> bool:
+        """Whether the weights are those by which blocks on lasting tiers are named."""
+        self._compare()
+        return self._known is not None and self._known == self._first
 
     def take_stale(self) -> tuple[int, ...]:
         """Epochs found stale since the last call."""

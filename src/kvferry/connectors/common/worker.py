@@ -59,9 +59,6 @@ from kvferry.worker import Worker
 
 log = logging.getLogger(__name__)
 
-FIRST_EPOCH = 0
-"""Its blocks have the same names in every life of a server; those of later epochs do not."""
-
 _CHECK_SECONDS = 0.05
 """A check of the weights takes the thread that runs the model 0.2 ms."""
 
@@ -97,6 +94,8 @@ class WriteFence:
         self._held: list[Transfer] = []
         self._marked: list[Transfer] = []
         self._check_at = 0.0
+        self.epoch = 0
+        """The epoch of what is held: blocks of another one are stale."""
 
     def __bool__(self) -> bool:
         return bool(self._held or self._marked)
@@ -209,6 +208,7 @@ class WorkerSession:
         """Whether something of an earlier step is still to be seen to, or reported."""
         self._freshness = Freshness()
         self._fence = WriteFence(config)
+        self._keeps = True  # what is stored in this epoch is for the next server, too
         self.layerwise: LayerwiseLoads | None = None
         """Where loads may be read before they have landed."""
 
@@ -321,6 +321,8 @@ class WorkerSession:
             self._release_fence(orders.epoch)
         if orders.epoch != self._freshness.epoch:
             self._freshness.enter(orders.epoch)
+            self._fence.epoch = orders.epoch
+            self._keeps = True
         plan = orders.plan
         if plan.transfers or plan.questions or plan.forget or orders.loads or orders.ended:
             self._carry_out(orders)
@@ -356,13 +358,13 @@ class WorkerSession:
         if orders.ended:
             self._ended |= orders.ended
             self._freshness.mark()  # what came of them must fit the weights as they are now
-        if self._fence.names and orders.epoch == FIRST_EPOCH:
+        if self._fence.names:
             others = self._fence.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
             others = []
         if others or plan.questions or plan.forget:
-            self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
+            self._execute(replace(plan, transfers=tuple(others)))
         if others and others[0].dst == DEVICE:  # a plan has loads first
             self._freshness.mark()
             if self._fence.names:
@@ -401,7 +403,7 @@ class WorkerSession:
         if self._worker is None or self.guard.reason:
             self._refuse(orders, self.guard.reason or self.shape.refusal)
             if plan.forget and self._worker is not None:  # lasting tiers must hear of it still
-                self._worker.execute(Plan(plan.step, forget=plan.forget))
+                self._worker.execute(replace(plan, transfers=(), questions=()))
             return
         self._num_awaited += len(orders)
         if self._memory is not None and not self._is_grown:
@@ -417,15 +419,21 @@ class WorkerSession:
             self._freshness.mark()
             self._fence.note_mark()
 
-    def _release_fence(self, epoch: int = FIRST_EPOCH) -> None:
+    def _release_fence(self, epoch: int | None = None) -> None:
         """Write what the fence holds, unless it may be of other weights."""
-        if epoch != FIRST_EPOCH:
+        held = self._fence.epoch
+        if epoch is not None and epoch != held:
             self._refuse(self._fence.take_all(), _STALE)
             return
         checked = self._fence.take_marked()
-        if checked and self._freshness.is_stale(FIRST_EPOCH):
+        if checked and self._freshness.is_stale(held):
             self._refuse(checked, _STALE)
         elif checked:
+            if held and self._keeps and not self._freshness.is_first():
+                # The next server loads the weights that the namespace names: not these.
+                self._keeps = False
+                for tier in self._memory.tiers.values() if self._memory is not None else ():
+                    tier.keep_nothing()
             self._execute(Plan(0, checked))
 
     def _refuse(self, orders: Sequence[Transfer | Question], reason: str) -> None:

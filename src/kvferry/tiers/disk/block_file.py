@@ -12,14 +12,12 @@ data; the tag is the proof, and the drive sees no plain byte.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
 import itertools
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError, install
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
+from kvferry.tiers.disk.files import open_file
 from kvferry.tiers.disk.protocol import Flags
 from kvferry.tiers.ipc.messages import Numbers, Words
 
@@ -60,13 +59,13 @@ class BlockFile:
         self._fd = -1
         if direct:
             try:
-                self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+                self._fd = open_file(path, os.O_RDWR | os.O_DIRECT)
                 self.is_direct = True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
         if self._fd < 0:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = open_file(path, os.O_RDWR)
 
     def read(self, place: int, data: memoryview) -> None:
         """Fill ``data`` (whole places) from ``place`` on."""
@@ -95,7 +94,7 @@ class BlockFile:
 
     def check(self) -> None:
         """Raise OSError or TransferError if the path names another file now, or none."""
-        mine, named = os.fstat(self._fd), os.stat(self._path)
+        mine, named = os.fstat(self._fd), os.lstat(self._path)
         if (mine.st_dev, mine.st_ino) != (named.st_dev, named.st_ino):
             raise TransferError(f"{self._path} is another file now")
 
@@ -122,66 +121,6 @@ class BlockFile:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False
         return call(self._fd, [data], at)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.fallocate.restype = ctypes.c_int
-
-_UNKNOWN = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_PUNCH_HOLE_KEEP_SIZE = 0x03
-_STEP = 1 << 30
-
-
-def allocate(path: Path, num_bytes: int) -> bool:
-    """Make ``path`` exactly so long, with its bytes reserved on the file system.
-
-    Returns whether the file system could reserve them; if not, the file is sparse and grows as it
-    is written. Raises OSError if there is no room; the file is then no longer than it was.
-    """
-    # Not posix_fallocate: where the file system has no such call it writes zeros, for minutes.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.fchmod(fd, 0o600)
-        before = os.fstat(fd).st_size
-        if num_bytes < before:
-            os.ftruncate(fd, num_bytes)
-        try:
-            is_whole = all(
-                _fallocate(fd, 0, start, min(_STEP, num_bytes - start))
-                for start in range(0, num_bytes, _STEP)
-            )
-        except OSError:
-            os.ftruncate(fd, min(before, num_bytes))
-            raise
-        os.ftruncate(fd, num_bytes)
-        os.fsync(fd)
-        return is_whole
-    finally:
-        os.close(fd)
-
-
-def discard(path: Path) -> None:
-    """Give a file's bytes back to the file system now, even while it is open elsewhere."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        if size:
-            _fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, 0, size)
-        os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
-
-
-def _fallocate(fd: int, mode: int, offset: int, count: int) -> bool:
-    """Return whether the file system knows the call."""
-    while _libc.fallocate(fd, mode, offset, count) != 0:
-        code = ctypes.get_errno()
-        if code in _UNKNOWN:
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, f"{count} bytes could not be had: {os.strerror(code)}")
-    return True
 
 
 Proofs = npt.NDArray[np.uint8]

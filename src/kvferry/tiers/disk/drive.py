@@ -13,33 +13,33 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk import io_workers, superblock
+from kvferry.tiers.disk import io_workers, state, superblock
 from kvferry.tiers.disk.block_file import (
     BlockFile,
-    Digests,
-    Seals,
     key_check,
     open_prover,
-    pitch_of,
 )
+from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue
 from kvferry.tiers.disk.protocol import (
     Count,
     DriveSetup,
     ReadyMessage,
     StoreAt,
+    all_failed,
     put_blocks,
 )
-from kvferry.tiers.disk.quota import DiskBound
+from kvferry.tiers.disk.quota import DiskBound, identity_of
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.ipc import child, messages
 from kvferry.tiers.ipc.memory import HEARTBEAT, MAX_THREADS
-from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
+from kvferry.tiers.ipc.messages import Channel, FrameKind, OrderMessage, frame
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class DriveServer:
         self._channel = engine.channel
         self._status = engine.status
         self._open_file = open_file
-        self._epoch = 0
+        self._day: DayBudget | None = None
 
     def serve(self) -> None:
         """Open the store and serve it until the engine hangs up or is gone.
@@ -111,9 +111,12 @@ class DriveServer:
             self._status,
             check_seconds=setup.check_seconds,
             generation=setup.generation,
-            forgot=self._forgot,
+            was_reset=self._was_reset,
+            note_written=self._note_written,
         )
-        count = store.journal.num_blocks if setup.device is None else 0
+        if setup.refill:
+            self._day = DayBudget(store.folder / state.FILE_NAME, setup.refill)
+        count = store.journal.num_blocks if setup.before is None else 0
         if count:
             put_blocks(self._status, count, store.journal.pieces())
         self._status.put(Count.DIRECT, file.is_direct)
@@ -142,38 +145,40 @@ class DriveServer:
         ready = ReadyMessage(
             StoreAt(str(store.folder), store.store_id),
             store.num_places,
-            superblock.read_epoch(store.folder),
+            store.journal.reset_number,
             os.stat(setup.path).st_dev,
             count,
             "; ".join((*store.notes, str(store.journal.report))),
+            self._day.spent if self._day is not None else 0,
         )
         self._channel.send(frame(FrameKind.READY, pickle.dumps(ready)))
 
     def _obey(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
-            self._queue.submit(messages.unpack_order(body))
+            self._submit(messages.unpack_order(body))
         elif kind is FrameKind.CANCEL:
             self._queue.cancel(messages.unpack_number(body))
         elif kind is FrameKind.FORGET:
-            generation, self._epoch = messages.unpack_numbers(body)
-            self._tracker.forget(generation)
+            generation, number, is_kept = messages.unpack_numbers(body)
+            self._tracker.reset(generation, number, is_kept=bool(is_kept))
 
-    def _forgot(self, generation: int) -> None:
-        """The journal has forgotten everything before ``generation``, durably: tell the engine."""
-        folder = self._store.folder
-        known, due = superblock.read_epoch(folder), superblock.mark_in(folder) or 0
-        epoch = max(known, self._epoch)
-        if known < due:
-            # A mark is left to the next process that opens the store: we cannot tell whether our
-            # engine had heard of it when it gave this order. If not, it still writes what the mark
-            # is for.
-            epoch = min(epoch, due - 1)
-        if epoch != known:
-            try:
-                superblock.write_epoch(folder, epoch)
-            except OSError as error:  # at worst it will forget once more when it is next opened
-                log.warning("its epoch cannot be written: %s", error)
-        self._channel.send(messages.pack_number(FrameKind.FORGOT, generation))
+    def _submit(self, order: OrderMessage) -> None:
+        places, count = order.places, self._store.num_places
+        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < count:
+            reason = f"the store has {count} places, and was asked for {int(places.max())}"
+            failed = all_failed(order.id, len(places), reason)
+            self._channel.send(messages.pack_result(failed))
+            return
+        self._queue.submit(order)
+
+    def _was_reset(self, generation: int) -> None:
+        """The reset that began this generation is durable: tell the engine."""
+        number = self._store.journal.reset_number
+        self._channel.send(messages.pack_number(FrameKind.FORGOT, generation, number))
+
+    def _note_written(self) -> None:
+        if self._day is not None:
+            self._day.note(self._status.get(Count.WRITTEN_BYTES))
 
     def _sweep(self) -> None:
         self._status.add(HEARTBEAT, 1)
@@ -190,30 +195,50 @@ class DriveServer:
         self._queue.close(_CLOSE_SECONDS, "the tier was closed")
         if self._commits.close(max(0.1, end - time.monotonic())):
             self._file.close()
+            if self._day is not None:
+                self._day.close()
             try:
                 self._store.close()
             except KvferryError as error:  # what was promised is on the medium all the same
                 log.warning("the last commit failed: %s", error)
 
 
+class DayBudget:
+    """Counts the bytes written to a store against those of a day, across restarts.
+
+    Owns what the budget lacks, in the store's state file; ``refill`` bytes a second come back.
+    """
+
+    def __init__(self, path: Path, refill: float) -> None:
+        self._file = DiskFile(path)
+        self._refill = refill
+        self.spent, self._at = state.read_spent(self._file)
+        self._num_written = 0
+        self._spend(0)
+
+    def note(self, num_written: int) -> None:
+        """So many bytes were written since the process began."""
+        if num_written != self._num_written:
+            self._spend(num_written - self._num_written)
+            self._num_written = num_written
+            with suppress(OSError):  # the drive's health is looked at elsewhere
+                state.write_spent(self._file, self.spent, self._at)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _spend(self, num_bytes: int) -> None:
+        now = int(time.time())
+        back = int(max(0, now - self._at) * self._refill)
+        self.spent, self._at = max(0, self.spent - back) + num_bytes, now
+
+
 def open_store(setup: DriveSetup) -> Store:
     """Open the store that a drive is told to serve. Raises StoreError."""
-    if setup.device is not None and os.stat(setup.path).st_dev != setup.device:
+    if setup.before is not None and os.stat(setup.path).st_dev != setup.before.device:
         raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
     key, size = setup.key, superblock.NAMESPACE_BYTES
-    identity = superblock.StoreIdentity(
-        namespace=setup.namespace,
-        block_bytes=setup.block_bytes,
-        pitch=pitch_of(setup.block_bytes),
-        proof_bytes=(Digests if key is None else Seals).proof_bytes,
-        is_sealed=key is not None,
-        rank=setup.rank,
-        num_ranks=setup.num_ranks,
-        stripe=setup.stripe,
-        num_stripes=setup.num_stripes,
-        family=setup.family,
-        label=setup.label,
-    )
+    identity = identity_of(setup)
     families = {setup.families[at : at + size] for at in range(0, len(setup.families), size)}
     bound = DiskBound(
         setup.size, setup.keep_free, setup.num_ranks_here, setup.for_others, frozenset(families)
@@ -223,7 +248,7 @@ def open_store(setup: DriveSetup) -> Store:
         identity,
         bound,
         key_check=None if key is None else partial(key_check, key),
-        may_create=setup.device is None,
+        before=setup.before,
         on_behalf_of=setup.pid,
     )
 
@@ -234,20 +259,16 @@ def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
     The drive process of an engine that was just killed may have its last commit still to do. If our
     engine hangs up meanwhile, because it was interrupted, it need not wait for us.
     """
-    patience = _PATIENCE if setup.device is None else _PATIENCE_AGAIN
+    patience = _PATIENCE if setup.before is None else _PATIENCE_AGAIN
     began = time.monotonic()
-    is_said = False
     while True:
         try:
             return open_store(setup)
-        except StoreInUseError as error:
+        except StoreInUseError:
             waited = time.monotonic() - began
             channel.receive(0)  # finds out whether the engine is there; takes no frame
             if waited > patience or channel.is_ended:
                 raise
-            if waited > _PATIENCE_AGAIN and not is_said:
-                is_said = True
-                log.warning("%s (waiting %g s for it to let go)", error, patience)
             time.sleep(0.05)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,11 +105,11 @@ class WriteTracker:
             same = (self._journal.proofs[places] == proofs).all(axis=1)
             self.lose(places[same & self._journal.present[places]])
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int, number: int, *, is_kept: bool) -> None:
         """Nothing of an earlier generation is here any more; to be committed at once."""
         with self._changed:
             self._generation = generation
-            self._journal.forget()
+            self._journal.reset(number, is_kept=is_kept)
             self._written, self._num_written = [], 0
             self._is_urgent = True
             self._note()
@@ -224,7 +225,7 @@ class IoWorker:
 
     def _run(self) -> None:
         move = self._read if self._way is Way.READ else self._write
-        queue, tracker = self._context.queue, self._context.tracker
+        queue = self._context.queue
         while (job := queue.take(self._way)) is not None:
             self._reasons = {}
             places = job.order.message.places[job.positions]
@@ -233,12 +234,15 @@ class IoWorker:
             except Exception as error:  # a thread that dies leaves its order waiting for ever
                 said = str(error) if isinstance(error, KvferryError) else repr(error)
                 self._fail(job.positions, Count.OTHER_FAILURES, said)
-                if self._way is Way.WRITE:
-                    tracker.lose(places)
-            is_wanted = queue.end(job, self._reasons)
-            if not is_wanted and self._way is Way.WRITE:
-                # It was answered as failed long ago: a write that failed leaves no block.
-                tracker.lose(places)
+                self._leave_nothing(places)
+            if not queue.end(job, self._reasons):  # it was answered as failed long ago
+                self._leave_nothing(places)
+
+    def _leave_nothing(self, places: Numbers) -> None:
+        """A write that failed leaves no block."""
+        if self._way is Way.WRITE:
+            with suppress(KvferryError):  # the journal may be closed by now
+                self._context.tracker.lose(places)
 
     def _fail(self, positions: Numbers, count: Count, reason: str) -> None:
         for position in positions.tolist():
@@ -380,9 +384,13 @@ class CommitThread:
         *,
         check_seconds: float,
         generation: int,
-        forgot: Callable[[int], None],
+        was_reset: Callable[[int], None],
+        note_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """``forgot`` is called with a generation once its forgetting is durable."""
+        """``was_reset`` is called with a generation once the reset that began it is durable.
+
+        ``note_written`` is called with each commit, to count the bytes of the day.
+        """
         self._tracker = tracker
         self._journal = journal
         self._file = file
@@ -390,7 +398,8 @@ class CommitThread:
         self._status = status
         self._check_seconds = check_seconds
         self._generation = generation
-        self._forgot = forgot
+        self._was_reset = was_reset
+        self._note_written = note_written
         self._is_closed = False
         self.began = 0.0
         """When the call to the drive that is in flight began; 0: none is."""
@@ -427,9 +436,9 @@ class CommitThread:
         self._health.refuse_writes("journal", "")
         self._status.put(Count.JOURNAL_BYTES, self._journal.num_journal_bytes)
         if point.generation != self._generation:
-            # Before what came since counts as durable: a reset mark would take it along.
             self._generation = point.generation
-            self._forgot(point.generation)
+            self._was_reset(point.generation)
+        self._note_written()
         self._tracker.end_commit()
         self._status.add(Count.COMMITS, 1)
         self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))

@@ -4,16 +4,16 @@
 
     record_written ─┐
     record_lost   ──┼─> queued ── commit ──> appended, synced: durable
-    forget        ──┘                │
+    reset         ──┘                │
                                      └─ no room: live records to the other file, then the switch
 
     switch    copy, sync │ header of the new, sync │ old header erased, sync │ append to the new
-    forget                 old header erased, sync │ header of the new, sync │ append to the new
+    reset                    reset number, sync │ append under the new number
 
 Each bar is a barrier. The header vouches for all pages copied before it, so it comes after they are
 on the medium. Until the old header is gone both journals say the same, because nothing is appended
-in between; so damage to one header can never bring back what the other has left behind. Forgetting
-goes the other way round: with no header nothing is there, which is what was asked for.
+in between; so damage to one header can never bring back what the other has left behind. After a
+reset the older pages stay where they are, but their number is another, and so they do not count.
 
 Recovery finds the newest record of every place and every key::
 
@@ -29,8 +29,6 @@ began (``base``). So every page before the greatest base of all valid pages was 
 - before it, an invalid page has gone bad since. What it said is unknown, but the page after it
   repeats which places it spoke of: these are left out, all others are believed. Where the page
   after it is bad too, everything older is left out.
-
-Nothing that was forgotten can come back this way: forgetting ends the journal itself.
 """
 
 from __future__ import annotations
@@ -43,19 +41,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import randbits
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, JournalError
+from kvferry.tiers.disk.files import DiskFile, read_whole, write_whole
 from kvferry.tiers.disk.journal_pages import (
     HEADER_BYTES,
     LOST,
     MAX_PLACES,
     NO_PLACES,
     PLACE,
-    DiskFile,
     Flags,
     Header,
     Pages,
@@ -66,12 +65,12 @@ from kvferry.tiers.disk.journal_pages import (
     erase_header,
     last_places,
     read_header,
-    read_whole,
     unpack,
     valid_pages,
     write_header,
-    write_whole,
 )
+from kvferry.tiers.disk.state import FILE_NAME as STATE_NAME
+from kvferry.tiers.disk.state import NOT_KEPT, raise_reset, read_reset, write_reset
 from kvferry.types import NO_SLOTS, SlotArray
 
 log = logging.getLogger(__name__)
@@ -200,10 +199,13 @@ class Recovered:
         entries.newest[doubtful] = 0
 
 
-def recover(file: DiskFile, header: Header, shape: Shape, num_places: int) -> Recovered:
+def recover(
+    file: DiskFile, header: Header, shape: Shape, num_places: int, reset: int = 0
+) -> Recovered:
     """Return what ``file``, whose header is ``header``, says of the places below ``num_places``.
 
-    Only reads. Memory: the entries, 16 bytes a place besides, and a chunk of pages.
+    Only pages of the reset number ``reset`` count. Only reads. Memory: the entries, 16 bytes a
+    place besides, and a chunk of pages.
     """
     began = time.monotonic()
     valid, base = _scan(file, header, shape)
@@ -218,7 +220,8 @@ def recover(file: DiskFile, header: Header, shape: Shape, num_places: int) -> Re
         half = unpack(shape, read_pages(file, shape, end, 1))
         report.torn_pages += int(half["generation"][0] == header.seal.generation)
     first_words = np.zeros(num_places, dtype=np.uint64)
-    report.blocks_beyond = _replay(file, valid[:end], shape, found.entries, first_words)
+    beyond = _replay(file, valid[:end], shape, found.entries, first_words, reset)
+    report.blocks_beyond = beyond
     _leave_out_doubtful(file, header, shape, valid, found)
     _leave_out_doubled(file, shape, first_words, found)
     report.num_blocks = int(np.count_nonzero(found.entries.present))
@@ -276,13 +279,14 @@ def _without(pages: Pages, is_left_out: Flags) -> Pages:
 
 
 def _replay(
-    file: DiskFile, valid: Flags, shape: Shape, entries: Entries, first_words: Words
+    file: DiskFile, valid: Flags, shape: Shape, entries: Entries, first_words: Words, reset: int
 ) -> int:
-    """Enter every record of valid pages in its turn; return how many are beyond all places."""
+    """Enter every record of pages that count in its turn; return how many are beyond all places."""
     beyond = 0
     for first in range(shape.first_page, len(valid), CHUNK_PAGES):
         right = valid[first : first + CHUNK_PAGES]
-        pages = _without(unpack(shape, read_pages(file, shape, first, len(right))), ~right)
+        pages = unpack(shape, read_pages(file, shape, first, len(right)))
+        pages = _without(pages, ~right | (pages["reset"] != reset))
         records, numbers, places = _records_of(shape, pages, first)
         lost = (records["place"] & LOST) != 0
         here = places < len(entries)
@@ -353,7 +357,7 @@ def newest_header(
 
 
 def find_journal(
-    files: tuple[DiskFile, DiskFile], shape: Shape, store_id: bytes, num_places: int
+    files: tuple[DiskFile, DiskFile], shape: Shape, store_id: bytes, num_places: int, reset: int = 0
 ) -> tuple[PageWriter, Recovered]:
     """Return the journal, ready for the next commit, and what it says; a new one if there is none.
 
@@ -371,7 +375,7 @@ def find_journal(
             found.report.words = "no journal could be read: everything is left out"
         return pages, found
     file, header = newest
-    found = recover(file, header, shape, num_places)
+    found = recover(file, header, shape, num_places, reset)
     # A killed process may leave in the page cache what never reached the medium, and after a failed
     # sync the kernel would not write it any more. What is believed here is written again.
     size = shape.page_bytes
@@ -447,9 +451,21 @@ class DiskJournal:
     """
 
     def __init__(
-        self, files: tuple[DiskFile, DiskFile], store_id: bytes, num_places: int, shape: Shape
+        self,
+        files: tuple[DiskFile, DiskFile],
+        state: DiskFile,
+        store_id: bytes,
+        num_places: int,
+        shape: Shape,
+        reset_number: int | None = None,
+        is_kept: bool = True,
     ) -> None:
-        """Recover from ``files``, each at least ``journal_bytes`` long; JournalError if not."""
+        """Recover from ``files``, each at least ``journal_bytes`` long; JournalError if not.
+
+        The reset number is that of the file ``state``. An engine that had the store open before
+        gives the ``reset_number`` that it knows: where that is older, nothing counts, and nothing
+        that is recorded under it will.
+        """
         if not 0 < num_places < MAX_PLACES:
             raise InputError(f"a store has 1 to {MAX_PLACES - 1} places, not {num_places}")
         self.shape = shape
@@ -459,8 +475,11 @@ class DiskJournal:
         self._lock = threading.Lock()  # the queue, and what is present; never held while waiting
         self._queue: list[tuple[int, Records]] = []  # each with its turn among all calls
         self._num_recorded = 0
-        self._forget = False
-        self._forget_due = False  # taken from the queue, and not yet on the medium
+        self._reset: tuple[int, bool] | None = None  # to take from the queue
+        self._reset_due: tuple[int, bool] | None = (
+            None  # taken from the queue, and not yet on the medium
+        )
+        self._state = state
         self._unsaved: Records = np.empty(0, dtype=shape.record)
         self._to_erase: list[DiskFile] = []
         self._compaction: Compaction | None = None
@@ -475,7 +494,14 @@ class DiskJournal:
                     f"it needs {needed}"
                 )
         try:
-            self._pages, found = find_journal(files, shape, store_id, num_places)
+            known, is_damaged = self._read_reset()
+            self.reset_number = known if reset_number is None else reset_number
+            """Under which number blocks are recorded now."""
+            counts = known if self.reset_number == known else NOT_KEPT - 1
+            self._pages, found = find_journal(files, shape, store_id, num_places, counts)
+            self._pages.reset = self.reset_number if is_kept else NOT_KEPT
+            if is_damaged:
+                found.report.words = "its reset number was damaged: everything is left out"
             self._entries = found.entries
             self.present, self.proofs = found.entries.present, found.entries.proofs
             self.report = found.report
@@ -487,16 +513,37 @@ class DiskJournal:
         except OSError as error:
             raise JournalError(f"the journal cannot be opened: {error}") from error
 
+    def _read_reset(self) -> tuple[int, bool]:
+        """Return the store's reset number, and whether it was damaged and so had to be drawn."""
+        known = read_reset(self._state)
+        is_damaged = known is None
+        if known is None:  # less than any that a clock gives: other drives keep their blocks
+            known = randbits(32) + 1
+        if known:  # after a failed sync a kernel may show what it will never write
+            write_reset(self._state, known)
+        return known, is_damaged
+
     @classmethod
-    def open(cls, folder: Path, store_id: bytes, num_places: int, proof_bytes: int) -> DiskJournal:
-        """Open the journal in ``folder``, whose two files are there and long enough."""
+    def open(
+        cls,
+        folder: Path,
+        store_id: bytes,
+        num_places: int,
+        proof_bytes: int,
+        reset_number: int | None = None,
+        is_kept: bool = True,
+    ) -> DiskJournal:
+        """Open the journal in ``folder``, whose files are there and long enough."""
         with ExitStack() as undo:
             try:
                 files = []
-                for name in FILE_NAMES:
+                for name in (*FILE_NAMES, STATE_NAME):
                     files.append(DiskFile(folder / name))
                     undo.callback(files[-1].close)
-                journal = cls((files[0], files[1]), store_id, num_places, Shape(proof_bytes))
+                first, second, state = files
+                shape = Shape(proof_bytes)
+                known = (reset_number, is_kept)
+                journal = cls((first, second), state, store_id, num_places, shape, *known)
             except OSError as error:
                 raise JournalError(f"{folder}: the journal cannot be opened: {error}") from error
             undo.pop_all()
@@ -559,12 +606,17 @@ class DiskJournal:
             self._enqueue(records)
             self.present[places] = False
 
-    def forget(self) -> None:
-        """Everything recorded so far is gone. The next commit makes that durable."""
+    def reset(self, number: int, *, is_kept: bool = True) -> None:
+        """Everything recorded so far is gone. The next commit makes that durable.
+
+        What is recorded from now on has this number; unless ``is_kept`` no other process finds it.
+        """
         with self._lock:
             self._queue.clear()
             self._num_recorded += 1
-            self._forget = True
+            # After the clock was put back the number must still be one of its own.
+            self.reset_number = max(number, self.reset_number + 1)
+            self._reset = (self.reset_number, is_kept)
             self.present.fill(False)
 
     def _enqueue(self, records: Records) -> None:
@@ -586,7 +638,7 @@ class DiskJournal:
         """Put everything recorded before this call on the medium.
 
         With ``num_recorded``, as it was at some moment: only what was recorded before that moment,
-        whose bytes are on the medium already. (What was forgotten later is forgotten all the same.)
+        whose bytes are on the medium already. (A reset that came later holds all the same.)
 
         Raises JournalError if that failed: nothing recorded since the last good commit is durable,
         all of it is kept, and the next commit tries again. With nothing recorded since the last
@@ -609,23 +661,23 @@ class DiskJournal:
             self._save()
         finally:
             self._is_closed = True
-            for file in self._files:
+            for file in (*self._files, self._state):
                 file.close()
 
     def _save(self, num_recorded: int | None = None) -> None:
         with self._lock:
             upto = self._num_recorded if num_recorded is None else num_recorded
-            forget, self._forget = self._forget, False
+            reset, self._reset = self._reset, None
             queued = [records for turn, records in self._queue if turn <= upto]
             self._queue = self._queue[len(queued) :]
-        if forget:  # whatever waited was recorded before
+        if reset is not None:  # whatever waited was recorded before
             self._unsaved = self._unsaved[:0]
-            self._forget_due = True
+            self._reset_due = reset
         self._unsaved = np.concatenate((self._unsaved, *queued))
         try:
             self._erase_stale()
-            if self._forget_due:
-                self._forget_all()
+            if self._reset_due is not None:
+                self._begin_number(*self._reset_due)
             self._append_unsaved()
         except OSError as error:
             raise JournalError(
@@ -648,17 +700,14 @@ class DiskJournal:
             if not len(self._unsaved):
                 return  # the next commit seals this one
 
-    def _forget_all(self) -> None:
-        """Leave both files without a word of what was, and begin a new journal."""
+    def _begin_number(self, number: int, is_kept: bool) -> None:
+        """Leave what was recorded before behind; it was recorded under another number."""
+        # Before any page of the new number: with one there the older pages must not count.
+        raise_reset(self._state, number)
         self._compaction = None
-        erase_header(self._pages.file)
-        # A crash here leaves no journal at all, which says the same: nothing is there.
-        fresh = PageWriter.begin(self._other, self.shape, self._pages.seal.generation + 1)
-        fresh.declare(self._store_id)
-        self._pages = fresh
         self._entries.newest.fill(0)
-        self._is_sealed = True
-        self._forget_due = False
+        self._pages.reset = number if is_kept else NOT_KEPT
+        self._reset_due = None
 
     @property
     def _other(self) -> DiskFile:
@@ -683,6 +732,7 @@ class DiskJournal:
         """Copy so many pages more, or all; switch once the copy has caught up."""
         if self._compaction is None:
             target = PageWriter.begin(self._other, self.shape, self._pages.seal.generation + 1)
+            target.reset = self._pages.reset
             self._compaction = Compaction(self._pages, target, self._entries)
         compaction = self._compaction
         try:

@@ -19,19 +19,18 @@ no valid header holds no journal, whatever its pages say.
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import struct
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.keys import KEY_WORDS
+from kvferry.tiers.disk.files import DiskFile, read_whole, write_whole
 
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
@@ -48,7 +47,7 @@ PLACE = np.uint32(MAX_PLACES - 1)
 """The bits of a record's place that number it."""
 
 MAGIC = b"KVFYJRNL"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 2 * SECTOR_BYTES
 _HEADER = struct.Struct(f"<8sIIIIQ{SALT_BYTES}sI")
 _LAST_AT = 96
@@ -59,61 +58,6 @@ Places = npt.NDArray[np.uint32]
 Flags = npt.NDArray[np.bool_]
 
 NO_PLACES: Places = np.empty(0, dtype=np.uint32)
-
-
-class DiskFile:
-    """A file of the journal, open for reading or for both. Writes go through the page cache.
-
-    Every call may raise OSError. After a failed ``sync`` nothing written since the last good one
-    may be taken to be on the medium, not even after another ``sync`` that succeeds: the kernel has
-    forgotten that those bytes were still to be written. They must be written again.
-    """
-
-    def __init__(self, path: Path, *, writable: bool = True) -> None:
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        self._fd = os.open(path, flags | os.O_CLOEXEC)
-
-    @property
-    def num_bytes(self) -> int:
-        """How long the file is."""
-        return os.fstat(self._fd).st_size
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Return at most ``count`` bytes; fewer at the end of the file."""
-        return os.pread(self._fd, count, offset)
-
-    def write_at(self, offset: int, data: memoryview) -> int:
-        """Write bytes from the first on; return how many were taken."""
-        return os.pwrite(self._fd, data, offset)
-
-    def sync(self) -> None:
-        """Return once everything written so far is on the medium."""
-        os.fdatasync(self._fd)
-
-    def close(self) -> None:
-        """Give the file back; later calls raise OSError. Safe to call twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def write_whole(file: DiskFile, offset: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of ``data``, however short the single writes are."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        taken = file.write_at(offset, rest)
-        if taken <= 0:
-            raise OSError(errno.EIO, f"a write at {offset} took none of {len(rest)} bytes")
-        rest = rest[taken:]
-        offset += taken
-
-
-def read_whole(file: DiskFile, offset: int, count: int) -> bytes:
-    """Return ``count`` bytes, or fewer where the file ends."""
-    data = b""
-    while len(data) < count and (part := file.read_at(offset + len(data), count - len(data))):
-        data = data + part if data else part
-    return data
 
 
 @dataclass(frozen=True)
@@ -145,6 +89,7 @@ class Shape:
             "base": ("<u4", 28),
             "count": ("<u2", 32),
             "count_before": ("<u2", 34),
+            "reset": ("<u8", 40),
             "before": (("<u4", (self.per_page,)), HEAD_BYTES),
             "records": ((self.record, (self.per_page,)), HEAD_BYTES + 4 * self.per_page),
         }
@@ -186,11 +131,18 @@ class Seal:
 
 
 def pack(
-    shape: Shape, seal: Seal, records: Records, number: int, base: int, before: Places
+    shape: Shape,
+    seal: Seal,
+    records: Records,
+    number: int,
+    base: int,
+    before: Places,
+    reset: int = 0,
 ) -> Pages:
     """Return pages with these records, to be written from page ``number`` on; at least one page.
 
-    ``base`` is where their commit begins, ``before`` the places in the page before the first. The
+    ``base`` is where their commit begins, ``before`` the places in the page before the first,
+    ``reset`` the reset number under which the blocks were stored. The
     same records give the same pages; more records behind them change the last page only.
     """
     per_page = shape.per_page
@@ -203,6 +155,7 @@ def pack(
     pages["generation"] = seal.generation
     pages["number"] = number + np.arange(num_pages, dtype=np.uint32)
     pages["base"] = base
+    pages["reset"] = reset
     pages["count"] = per_page
     pages["count"][-1] = len(records) - (num_pages - 1) * per_page
     pages["before"][1:] = rows["place"][:-1]
@@ -330,6 +283,8 @@ class PageWriter:
         self.seal = seal
         self.end = end
         self.before = before
+        self.reset = 0
+        """The reset number of what is written from now on."""
 
     @classmethod
     def begin(cls, file: DiskFile, shape: Shape, generation: int) -> PageWriter:
@@ -353,7 +308,7 @@ class PageWriter:
         """
         if self.shape.pages_for(len(records)) > self.num_pages_free:
             raise OSError(errno.ENOSPC, f"{len(records)} records do not fit into the journal")
-        pages = pack(self.shape, self.seal, records, self.end, self.end, self.before)
+        pages = pack(self.shape, self.seal, records, self.end, self.end, self.before, self.reset)
         write_whole(self.file, self.end * self.shape.page_bytes, pages.view(np.uint8).data)
         first = self.end * self.shape.per_page
         self.before = last_places(pages)

@@ -1,7 +1,7 @@
 """What an engine and a drive process tell each other: the setup, the answer to it, the counters.
 
 Setup and answer are sent by pickle: both processes are ours, of one release. An order to forget is
-two numbers, generation and epoch.
+three numbers: generation, reset number, and whether what follows is kept for another engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Keys
 from kvferry.tiers.ipc.memory import StatusPage
-from kvferry.tiers.ipc.messages import Numbers, Words
+from kvferry.tiers.ipc.messages import Numbers, ResultMessage, Words
 from kvferry.types import SlotArray
 
 Flags = npt.NDArray[np.bool_]
@@ -40,6 +40,22 @@ class StoreAt(NamedTuple):
 
     folder: str
     store_id: bytes
+
+
+@dataclass(frozen=True)
+class StoreBefore:
+    """The store that an engine had open. A process that is started again must find the same.
+
+    It makes no directory anew, least of all below a mount that is gone, and changes no size.
+    ``reset_number`` is the last one that the engine knows to be persisted; unless ``is_kept``, what
+    is stored under it is for no other engine.
+    """
+
+    device: int
+    store_id: bytes
+    num_places: int
+    reset_number: int
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,22 +92,26 @@ class DriveSetup:
     check_seconds: float = 1.0
     generation: int = 0
     """Orders count from here; the blocks that recovery finds belong to it."""
-    device: int | None = None
-    """The file system of the first start, None at the first start. A directory that vanished is not
-    made anew, least of all on what lies below a mount that is gone.
-    """
+    refill: float = 0.0
+    """Bytes a second that the store's part of a day's budget gets back; 0: there is no bound."""
+    before: StoreBefore | None = None
+    """What an earlier process served for this engine; None at the first start."""
 
 
 @dataclass(frozen=True)
 class ReadyMessage:
-    """A drive is open: its places, epoch and file system, and how many blocks it recovered."""
+    """A drive is open: its places, reset number and file system, and how much it recovered.
+
+    ``spent`` is what the day's budget of bytes lacks.
+    """
 
     store: StoreAt
     num_places: int
-    epoch: int
+    reset_number: int
     device: int
     num_recovered: int
     report: str
+    spent: int = 0
 
 
 class Count(IntEnum):
@@ -166,6 +186,12 @@ def figures_of(status: StatusPage) -> DiskFigures:
         journal_bytes=get(Count.JOURNAL_BYTES),
         direct=bool(get(Count.DIRECT)),
     )
+
+
+def all_failed(order_id: int, count: int, reason: str) -> ResultMessage:
+    """Return the result of an order of which nothing moved."""
+    ok = np.zeros(count, dtype=bool)
+    return ResultMessage(order_id, ok, dict.fromkeys(range(count), reason), 0, 0.0)
 
 
 def add_up(parts: list[DiskFigures]) -> DiskFigures:

@@ -8,9 +8,9 @@
 Idle are stores that no process has open and that are not of this server. Those used in the last
 days keep a part of the bound, so that models that take turns stay warm; the others are removed when
 their bytes are needed. Those used longest ago give first: what they must give is cut off their
-ends. Stores of this server's other ranks are left alone: they may be about to be opened. All of
-this happens under the directory's lock, so two servers that start at once cannot both take the last
-bytes.
+ends. Stores of this server's other ranks are left alone: they may be about to be opened. A store
+that is there is opened at its size, whatever the file system has left. All of this happens under
+the directory's lock, so two servers that start at once cannot both take the last bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -31,16 +30,16 @@ from pathlib import Path
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
-from kvferry.tiers.disk.block_file import discard
+from kvferry.tiers.disk.block_file import Digests, Seals, pitch_of
+from kvferry.tiers.disk.files import discard, open_file, open_folder, require_plain, sync_folder
 from kvferry.tiers.disk.journal import journal_bytes
 from kvferry.tiers.disk.journal_pages import MAX_PLACES, Shape
+from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import (
     FOLDER,
     StoreIdentity,
     Superblock,
-    SuperblockError,
     read_superblock,
-    sync_folder,
 )
 
 log = logging.getLogger(__name__)
@@ -50,29 +49,31 @@ LOCK_NAME = "lock"
 RECENT_SECONDS = 7 * 86400.0
 """A store used since then counts as about to be used again."""
 
-_ROOT_LOCK = ".kvferry-lock"
 _REMOVED = ".kvferry-removed-"
 _NAMES = re.compile(FOLDER.pattern + r"(?:\.aside-[0-9]+)?")
 _TIMED = (LOCK_NAME, "journal-0", "journal-1")
-_MAX_LOCK_BYTES = 4096
+_LOCK_BYTES = 1024
 _MAX_COMMAND = 200
 _TRIES, _PAUSE_SECONDS = 6, 0.02
-_SMALL_FILES = 4 * 4096  # superblock, lock, epoch and mark
-_ASIDE = 4096  # the superblock that takes the place of the old one
+_SMALL_FILES = 3 * 4096  # superblock, lock and state
 
 
 class StoreLock:
-    """The right to a folder's store, until ``release`` or the end of the process."""
+    """The right to a folder's store, until ``release`` or the end of the process.
 
-    def __init__(self, folder: Path, fd: int) -> None:
+    The folder itself is locked: a lock file can be deleted. The file ``lock`` says who has it.
+    """
+
+    def __init__(self, folder: Path, fd: int, file: int) -> None:
         self.folder = folder
-        self._fd = fd
+        self._fds = [fd, *([file] if file >= 0 else [])]
 
     @classmethod
     def take(cls, folder: Path, *, on_behalf_of: int | None = None) -> StoreLock:
         """Lock a store and write into its lock file that it is in use by ``on_behalf_of``.
 
-        Raises StoreInUseError, with the process, if another process has it.
+        Raises StoreInUseError, with the process, if another process has it; StoreError if a name
+        in it is no plain file.
         """
         lock = cls.try_once(folder)
         if lock is None:
@@ -81,6 +82,7 @@ class StoreLock:
                 "share a store: stop that one, or give this one another directory (setting disk)"
             )
         try:
+            require_plain(folder, lock._fds[0])
             lock._sign(on_behalf_of or os.getpid())
         except BaseException:
             lock.release()
@@ -94,39 +96,49 @@ class StoreLock:
             "command": _command(pid),
             "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         }
-        with contextlib.suppress(OSError):  # a full disk: it is locked all the same
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(words).encode()[:_MAX_LOCK_BYTES], 0)
+        self._write(json.dumps(words).encode())
+
+    def _write(self, words: bytes) -> None:
+        """Write in place, in the bytes that the file has. It is locked all the same without."""
+        for file in self._fds[1:]:
+            with contextlib.suppress(OSError):  # the drive may be gone, or full
+                os.pwrite(file, words[:_LOCK_BYTES].ljust(_LOCK_BYTES), 0)
+                os.utime(file)
 
     @classmethod
     def try_once(cls, folder: Path) -> StoreLock | None:
         """Lock a store, writing nothing; None while another process has it."""
-        path = folder / LOCK_NAME
         for turn in range(_TRIES):
             if turn:
                 time.sleep(_PAUSE_SECONDS)  # another process may only be looking
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fds = [open_folder(folder)]
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(OSError):  # no room for the file
+                    path = folder / LOCK_NAME
+                    fds.append(open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT, fds[0], shown=path))
+                    fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)  # for older servers
                 # A store that was removed between the two calls left us the lock of nothing.
-                if os.path.samestat(os.fstat(fd), os.stat(path)):
-                    return cls(folder, fd)
+                if os.path.samestat(os.fstat(fds[0]), os.lstat(folder)):
+                    return cls(folder, fds[0], fds[1] if len(fds) > 1 else -1)
             except (BlockingIOError, FileNotFoundError):
                 pass
             except BaseException:
-                os.close(fd)
+                _close(fds)
                 raise
-            os.close(fd)
+            _close(fds)
         return None
 
     def release(self) -> None:
         """Let the store go. Safe to call twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # the drive may be gone; the lock goes all the same
-                os.ftruncate(fd, 0)
-                os.utime(fd)
-            os.close(fd)
+        self._write(b"")
+        fds, self._fds = self._fds, []
+        _close(fds)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def holder(folder: Path) -> str:
@@ -134,23 +146,26 @@ def holder(folder: Path) -> str:
 
     The kernel is asked first: what a killed process wrote is not believed.
     """
+    fds: list[int] = []
     try:
-        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        # Shared, and released at once: a process that opens the store right now tries again.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fds.append(open_folder(folder))
+        with contextlib.suppress(OSError):
+            fds.append(open_file(LOCK_NAME, os.O_RDONLY, fds[0]))
+        for fd in fds:
+            # Shared, and released at once: a process that opens the store right now tries again.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
         try:
-            words = json.loads(os.pread(fd, _MAX_LOCK_BYTES, 0))
+            words = json.loads(os.pread(fds[1], _LOCK_BYTES, 0))
             process = f"process {int(words['pid'])} on {words['host']}"
             return f"{process} ({words['command']}) since {words['since']} UTC"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, IndexError):
             return "another process"
+    except (OSError, StoreError):
+        return ""
     finally:
-        os.close(fd)
+        _close(fds)
 
 
 def _command(pid: int) -> str:
@@ -187,24 +202,29 @@ class StoreFolder:
         """Look at one store."""
         superblock, trouble = None, ""
         try:
+            fd = open_folder(path)
+            try:
+                require_plain(path, fd)
+            finally:
+                os.close(fd)
             superblock = read_superblock(path)
             if superblock is None:
                 trouble = "it was never finished"
             elif not FOLDER.fullmatch(path.name):
                 trouble = "it was set aside"
-        except SuperblockError as error:
+        except (StoreError, OSError) as error:
             trouble = str(error)
         last_used = 0.0
         for name in _TIMED:
             with contextlib.suppress(OSError):
-                last_used = max(last_used, (path / name).stat().st_mtime)
+                last_used = max(last_used, (path / name).lstat().st_mtime)
         return cls(path, superblock, trouble, apparent_bytes(path), last_used, holder(path))
 
 
 def stores_under(root: Path) -> list[StoreFolder]:
     """Return all stores in a directory, in the order of their names."""
     try:
-        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        names = sorted(os.listdir(root))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -224,7 +244,7 @@ def allocated_bytes(folder: Path) -> int:
 
 def _files(folder: Path) -> Iterator[os.stat_result]:
     with contextlib.suppress(OSError):  # it may be going away
-        for entry in os.scandir(folder):
+        for entry in os.scandir(folder) if not folder.is_symlink() else ():
             if entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     yield entry.stat(follow_symlinks=False)
@@ -233,7 +253,7 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
 @contextlib.contextmanager
 def alone_in(root: Path) -> Iterator[None]:
     """Hold the directory's lock, under which its bytes are shared out. Waits for it."""
-    fd = os.open(root / _ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -252,6 +272,11 @@ def remove_store(path: Path) -> None:
             f"{path} is open in {holder(path) or 'another process'}; stop that one first"
         )
     try:
+        fd = open_folder(path)
+        try:
+            require_plain(path, fd)
+        finally:
+            os.close(fd)
         gone = path.parent / f"{_REMOVED}{secrets.token_hex(8)}"
         os.rename(path, gone)  # from here on it is no store, whatever happens
         sync_folder(path.parent)
@@ -261,10 +286,17 @@ def remove_store(path: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_file(follow_symlinks=False) and entry.name != LOCK_NAME:
-            discard(Path(entry.path))
-    shutil.rmtree(folder)
+    """Remove a store's folder. StoreError, and nothing is removed, if a name is no plain file."""
+    fd = open_folder(folder)
+    try:
+        require_plain(folder, fd)
+        for name in os.listdir(fd):
+            discard(name, fd)
+        for name in os.listdir(fd):
+            os.unlink(name, dir_fd=fd)
+        os.rmdir(folder)
+    finally:
+        os.close(fd)
 
 
 def set_aside(lock: StoreLock) -> Path:
@@ -275,7 +307,7 @@ def set_aside(lock: StoreLock) -> Path:
     path = lock.folder
     for number in range(1, 1000):
         aside = path.with_name(f"{path.name}.aside-{number}")
-        if not aside.exists():
+        if not os.path.lexists(aside):
             os.rename(path, aside)
             sync_folder(path.parent)
             return aside
@@ -299,10 +331,27 @@ class DiskBound:
     families: frozenset[bytes] = frozenset()
 
 
+def identity_of(setup: DriveSetup) -> StoreIdentity:
+    """Return the identity of the store that a drive is told to serve."""
+    return StoreIdentity(
+        namespace=setup.namespace,
+        block_bytes=setup.block_bytes,
+        pitch=pitch_of(setup.block_bytes),
+        proof_bytes=(Digests if setup.key is None else Seals).proof_bytes,
+        is_sealed=setup.key is not None,
+        rank=setup.rank,
+        num_ranks=setup.num_ranks,
+        stripe=setup.stripe,
+        num_stripes=setup.num_stripes,
+        family=setup.family,
+        label=setup.label,
+    )
+
+
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
     """Return what a store of so many places takes, everything counted."""
     journals = 2 * journal_bytes(Shape(identity.proof_bytes), num_places)
-    return num_places * identity.pitch + journals + _SMALL_FILES + _ASIDE
+    return num_places * identity.pitch + journals + _SMALL_FILES
 
 
 def most_places(num_bytes: int, identity: StoreIdentity) -> int:
@@ -343,9 +392,12 @@ class SpaceQuota:
         self._bound = bound
         self._shrink = shrink
         self._mine = root / identity.folder_name
-        for entry in os.scandir(root):  # removals that were cut short
-            if entry.name.startswith(_REMOVED):
-                _delete(Path(entry.path))
+        for name in os.listdir(root):  # removals that were cut short
+            if name.startswith(_REMOVED):
+                try:
+                    _delete(root / name)
+                except (StoreError, OSError) as error:
+                    log.warning("%s", error)
         self._look()
 
     def _look(self) -> None:
@@ -355,26 +407,37 @@ class SpaceQuota:
         idle = [o for o in self._others if not o.is_open and o not in self._siblings]
         self._idle = sorted(idle, key=lambda each: each.last_used)
 
-    def claim(self) -> int:
-        """Make room, and return how many places the store may have. StoreError if none."""
-        recent = sum(each.num_bytes for each in self._idle if _is_recent(each))
-        kept = min(recent, max(0, int(self._for_all() * self._bound.for_others)))
-        share = self._share(kept)
-        if most_places(share, self._identity) < 1:
-            share = self._share(0)
-        if most_places(min(share, self._reachable(share)), self._identity) < 1:
+    def claim(self, num_places: int = 0) -> int:
+        """Make room, and return how many places the store may have. StoreError if none.
+
+        A store that has ``num_places`` shrinks only where the bound asks for it. That the file
+        system is full, or below its floor, keeps it from growing and no more.
+        """
+        held = store_bytes(num_places, self._identity) if num_places else 0
+        allowed, share = self._share(self._for_all_by_bound()), self._share(self._for_all())
+        share = min(allowed, max(share, held))
+        grows = share > held
+        reachable = min(share, self._reachable(share, grows=grows))
+        if most_places(reachable, self._identity) < 1:
             raise StoreError(self._why_not(share))  # before anything is removed in vain
         if self._left_of_bound() < share:
             self._shrink_siblings(share)
-        self._make_room(share)
-        num_places = most_places(share - max(0, self._lacks(share)), self._identity)
+        self._make_room(share, grows=grows)
+        given = share - max(0, self._lacks(share, grows=grows))
+        kept = min(held, share, self._left_of_bound())
+        num_places = most_places(max(given, kept), self._identity)
         if num_places < 1:
             raise StoreError(self._why_not(share))
         return num_places
 
-    def _share(self, kept: int) -> int:
-        """Our share, if every rank here gets as much and idle stores keep ``kept``."""
-        return max(0, self._for_all() - kept) // self._bound.num_ranks_here
+    def _share(self, for_all: int) -> int:
+        """Our part, if every rank here gets as much and recently used idle stores keep theirs."""
+        recent = sum(each.num_bytes for each in self._idle if _is_recent(each))
+        kept = min(recent, max(0, int(for_all * self._bound.for_others)))
+        share = max(0, for_all - kept) // self._bound.num_ranks_here
+        if most_places(share, self._identity) < 1:
+            share = max(0, for_all) // self._bound.num_ranks_here
+        return share
 
     def _for_all(self) -> int:
         """What idle stores and all ranks of this server here may have together."""
@@ -385,9 +448,10 @@ class SpaceQuota:
         ours = (*self._idle, *self._siblings)
         return self._left_of_bound() + sum(each.num_bytes for each in ours)
 
-    def _lacks(self, share: int) -> int:
+    def _lacks(self, share: int, *, grows: bool) -> int:
         """How many bytes of its share the store could not have now."""
-        return share - min(self._left_of_bound(), self._above_floor())
+        left = self._left_of_bound()
+        return share - (min(left, self._above_floor()) if grows else left)
 
     def _left_of_bound(self) -> int:
         return self._bound.size - sum(other.num_bytes for other in self._others)
@@ -401,12 +465,13 @@ class SpaceQuota:
         kin = sum(allocated_bytes(each.path) for each in self._siblings)
         return min(mine, (mine + kin) // self._bound.num_ranks_here)
 
-    def _reachable(self, share: int) -> int:
+    def _reachable(self, share: int, *, grows: bool) -> int:
         """What could be had if everything went that may go."""
         idle = sum(other.num_bytes for other in self._idle)
         closed = [each.num_bytes for each in self._siblings if not each.is_open]
         excess = sum(max(0, num_bytes - share) for num_bytes in closed)
-        return min(self._left_of_bound() + idle + excess, self._above_floor() + idle)
+        by_bound = self._left_of_bound() + idle + excess
+        return min(by_bound, self._above_floor() + idle) if grows else by_bound
 
     def _is_sibling(self, other: StoreFolder) -> bool:
         """Whether it belongs to another rank of this server, which may be about to open it."""
@@ -419,7 +484,7 @@ class SpaceQuota:
             return False
         return its.rank != mine.rank if kin else its.family in self._bound.families
 
-    def _make_room(self, share: int) -> None:
+    def _make_room(self, share: int, *, grows: bool) -> None:
         """Take what we lack from idle stores, those unused longest first: all or a part.
 
         A block counts if every rank has it: the stores of one server's ranks are cut alike.
@@ -432,7 +497,7 @@ class SpaceQuota:
                 key = (its.family or its.namespace, its.num_ranks, its.stripe, its.num_stripes)
             servers.setdefault(key, []).append(other)
         for kin in sorted(servers.values(), key=lambda kin: max(each.last_used for each in kin)):
-            needed, held = self._lacks(share), sum(each.num_bytes for each in kin)
+            needed, held = self._lacks(share, grows=grows), sum(each.num_bytes for each in kin)
             if needed <= 0:
                 return
             is_cut = needed < held and all(map(_is_recent, kin))
@@ -458,7 +523,8 @@ class SpaceQuota:
                 self._shrink(other, num_places)
                 for name in _TIMED:
                     with contextlib.suppress(OSError):
-                        os.utime(other.path / name, (other.last_used, other.last_used))
+                        times = (other.last_used, other.last_used)
+                        os.utime(other.path / name, times, follow_symlinks=False)
             else:
                 remove_store(other.path)
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change

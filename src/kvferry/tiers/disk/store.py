@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -21,10 +22,11 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
-from kvferry.errors import KvferryError, StoreError
-from kvferry.tiers.disk import quota
+from kvferry.errors import StoreError
+from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
-from kvferry.tiers.disk.block_file import BlockFile, Buffer, allocate, key_check, open_prover, runs
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover, runs
+from kvferry.tiers.disk.files import DiskFile, allocate, open_file, sync_folder, write_whole
 from kvferry.tiers.disk.journal import (
     FILE_NAMES,
     DiskJournal,
@@ -35,7 +37,8 @@ from kvferry.tiers.disk.journal import (
     read_live,
     recover,
 )
-from kvferry.tiers.disk.journal_pages import DiskFile, Flags, Shape
+from kvferry.tiers.disk.journal_pages import Flags, Shape
+from kvferry.tiers.disk.protocol import StoreBefore
 from kvferry.tiers.disk.quota import DiskBound, StoreFolder, StoreLock
 from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 from kvferry.types import SlotArray
@@ -76,70 +79,80 @@ class Store(Closing):
         bound: DiskBound,
         *,
         key_check: KeyCheck | None = None,
-        may_create: bool = True,
+        before: StoreBefore | None = None,
         on_behalf_of: int | None = None,
     ) -> Store:
-        """Open the store of ``identity`` under ``root``, at the size of its share.
+        """Open the store of ``identity`` under ``root``: a new one at the size of its share.
 
-        ``may_create`` is False for an engine that had it open before: a directory that has vanished
-        is not made anew, and a reset mark stays, because the engine may still write what the mark
-        is for. ``on_behalf_of`` is the process that the lock names.
+        One that is there keeps its size unless the bound is smaller, and grows if there is room.
+        ``before`` is what an engine has open that starts its drive process again: then no size
+        changes, and a store that is gone is made anew with as many places. ``on_behalf_of`` is the
+        process that the lock names.
 
         Raises StoreError, with what to do; StoreInUseError if another process has it.
         """
         try:
-            if may_create:
-                root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with ExitStack() as undo:
-                return cls._open(root, identity, bound, key_check, may_create, on_behalf_of, undo)
+                if before is not None and (root / identity.folder_name).exists():
+                    lock, superblock, notes = _claim(
+                        root, identity, key_check, on_behalf_of, is_known=True
+                    )
+                    undo.callback(lock.release)
+                    size = _Sizing(lock.folder, _require_unchanged(lock.folder, superblock, before))
+                    journal = size.open_journal(before.reset_number, is_kept=before.is_kept)
+                else:
+                    lock, size, journal, notes = cls._claim_share(
+                        root, identity, bound, key_check, before, on_behalf_of, undo
+                    )
+                undo.pop_all()
+            store = cls(lock, size.superblock, journal)
+            store.notes += notes
+            log.info("%s: %d places; %s", lock.folder, store.num_places, journal.report)
+            return store
         except OSError as error:
             raise StoreError(
                 f"{root}: the store cannot be opened: {error.strerror or error}; see that the "
                 "directory is there, is writable for this user and has room"
             ) from error
 
-    @classmethod
-    def _open(
-        cls,
+    @staticmethod
+    def _claim_share(
         root: Path,
         identity: StoreIdentity,
         bound: DiskBound,
         key_check: KeyCheck | None,
-        may_create: bool,
+        before: StoreBefore | None,
         on_behalf_of: int | None,
         undo: ExitStack,
-    ) -> Store:
+    ) -> tuple[StoreLock, _Sizing, DiskJournal, list[str]]:
+        """Lock the store and bring it to its size; one that is not there is made."""
+        if before is None:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with quota.alone_in(root):
+            with suppress(FileExistsError):
+                (root / identity.folder_name).mkdir(mode=0o700)
             lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
             undo.callback(lock.release)
             share = quota.SpaceQuota(root, identity, bound, _shrink)
-            num_places = share.claim()
+            num_places = share.claim(superblock.num_places if superblock is not None else 0)
+            if before is not None:
+                if num_places < before.num_places:
+                    raise StoreError(f"{root} has no room for {before.num_places} blocks any more")
+                num_places = before.num_places
             if superblock is None:
                 superblock = Superblock(identity, num_places)
                 if key_check is not None:
                     check = key_check(superblock.store_id)
                     superblock = replace(superblock, key_check=check)
-            size = _Sizing(lock.folder, superblock, num_places)
-            if not size.lengthen():
-                notes.append(
-                    f"{root}: the file system cannot reserve space; files grow as they fill"
-                )
+                size = _Sizing(lock.folder, superblock)
+                size.create(before.reset_number if before is not None else 0)
+            else:
+                size = _Sizing(lock.folder, superblock).grown_to(num_places)
             # While it shrinks others would count its old size; else they need not wait for this.
             journal = size.shorten() if size.is_smaller else None
         if journal is None:
             journal = size.open_journal()
-        undo.callback(_close_quietly, journal)
-        if sb.is_marked(lock.folder):
-            journal.forget()
-            journal.commit()
-            notes.append("it was told to forget everything, and has")
-            if may_create:
-                sb.settle(lock.folder)
-        undo.pop_all()
-        store = cls(lock, size.superblock, journal)
-        store.notes += [*notes, *share.notes]
-        log.info("%s: %d places; %s", lock.folder, num_places, journal.report)
-        return store
+        return lock, size, journal, [*notes, *size.notes, *share.notes]
 
     def close(self) -> None:
         """Commit, then let the store go. Safe to call twice. JournalError if the commit failed."""
@@ -150,20 +163,25 @@ class Store(Closing):
 
 
 def _claim(
-    root: Path, identity: StoreIdentity, key_check: KeyCheck | None, on_behalf_of: int | None
+    root: Path,
+    identity: StoreIdentity,
+    key_check: KeyCheck | None,
+    on_behalf_of: int | None,
+    *,
+    is_known: bool = False,
 ) -> tuple[StoreLock, Superblock | None, list[str]]:
     """Return the folder, locked, and its superblock; a damaged store is set aside."""
     folder = root / identity.folder_name
-    folder.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as undo:
         lock = StoreLock.take(folder, on_behalf_of=on_behalf_of)
         undo.callback(lock.release)
         try:
             superblock = sb.read_superblock(folder)
         except sb.SuperblockError as error:
-            if error.version:
+            if error.version or is_known:
                 raise StoreError(f"{error}; remove it: kvferry disk purge {folder}") from error
             aside = quota.set_aside(lock)
+            folder.mkdir(mode=0o700)
             note = f"{error}; the store was set aside as {aside.name}, and an empty one made"
         else:
             if superblock is not None:
@@ -176,9 +194,18 @@ def _claim(
     return again, superblock, [note, *notes]
 
 
-def _close_quietly(journal: DiskJournal) -> None:
-    with suppress(KvferryError):  # whatever is wrong was said already
-        journal.close()
+def _require_unchanged(
+    folder: Path, superblock: Superblock | None, before: StoreBefore
+) -> Superblock:
+    """Refuse a store that is not as the engine knows it: another process was there meanwhile."""
+    if superblock is None or superblock.store_id != before.store_id:
+        raise StoreError(f"{folder} is another store than the one this engine had open")
+    if superblock.num_places != before.num_places:
+        raise StoreError(
+            f"{folder} has {superblock.num_places} places now, this engine knows "
+            f"{before.num_places}; it is used again when the engine starts again"
+        )
+    return superblock
 
 
 def _require_same(
@@ -207,7 +234,7 @@ def _require_same(
 
 
 class _Sizing:
-    """Brings a store's files to the size for so many places. A crash in between loses nothing.
+    """Brings a store's files to the size of its superblock. A crash in between loses nothing.
 
     ::
 
@@ -215,38 +242,69 @@ class _Sizing:
         shrink    journal no longer names the last places, synced │ superblock │ files shorter
     """
 
-    def __init__(self, folder: Path, superblock: Superblock, num_places: int) -> None:
-        self.superblock = replace(superblock, num_places=num_places)
+    def __init__(self, folder: Path, superblock: Superblock) -> None:
+        self.superblock = superblock
+        self.notes: list[str] = []
         self._folder = folder
-        identity = superblock.identity
+        identity, num_places = superblock.identity, superblock.num_places
         length = journal_bytes(Shape(identity.proof_bytes), num_places)
         self._lengths = dict.fromkeys(FILE_NAMES, length)
         self._lengths[quota.BLOCKS_NAME] = num_places * identity.pitch
-        self._lengths[sb.RESET_MARK_FILE_NAME] = sb.RESET_MARK_FILE_BYTES
-        self.is_smaller = any(self._length(name) > self._lengths[name] for name in self._lengths)
 
-    def lengthen(self) -> bool:
-        """Make every file at least as long as it must be; return whether all are reserved."""
-        whole = [
-            allocate(self._folder / name, max(self._length(name), length))
-            for name, length in self._lengths.items()
-        ]
-        sb.sync_folder(self._folder)
-        if not self.is_smaller:
-            self._write_superblock()
-        return all(whole)
+    @property
+    def is_smaller(self) -> bool:
+        """Whether a file is longer than it must be."""
+        return any(self._length(name) > self._lengths[name] for name in self._lengths)
 
-    def open_journal(self) -> DiskJournal:
+    def create(self, reset_number: int) -> None:
+        """Make the files of a new store; the superblock is the last."""
+        with contextlib.closing(_created(self._folder / state.FILE_NAME)) as file:
+            write_whole(file, 0, bytes(state.FILE_BYTES))
+            state.write_reset(file, reset_number)
+        self._lengthen()
+        sync_folder(self._folder)
+        self.superblock.create(self._folder)
+        sync_folder(self._folder.parent)
+
+    def grown_to(self, num_places: int) -> _Sizing:
+        """Return the store's sizing with so many places, or as it is where there is no room."""
+        size = _Sizing(self._folder, replace(self.superblock, num_places=num_places))
+        if num_places < self.superblock.num_places:
+            return size
+        if self._length(state.FILE_NAME) < state.FILE_BYTES:
+            # What was reset is not known any more, so nothing of it may count.
+            with contextlib.closing(_created(self._folder / state.FILE_NAME)) as file:
+                write_whole(file, 0, bytes(state.FILE_BYTES))
+        try:
+            size._lengthen()
+        except OSError as error:
+            self.notes.append(f"{self._folder} does not grow: {error.strerror or error}")
+            size = self
+            size._lengthen()
+        size.superblock.write(self._folder)
+        return size
+
+    def _lengthen(self) -> None:
+        """Make every file at least as long as it must be."""
+        short = {name: n for name, n in self._lengths.items() if self._length(name) < n}
+        whole = [allocate(self._folder / name, length) for name, length in short.items()]
+        if not all(whole):
+            self.notes.append(
+                f"{self._folder}: the file system cannot reserve space; files grow as they fill"
+            )
+
+    def open_journal(self, reset_number: int | None = None, *, is_kept: bool = True) -> DiskJournal:
         """Open the journal for the new number of places."""
-        mine = self.superblock
-        proof_bytes = mine.identity.proof_bytes
-        return DiskJournal.open(self._folder, mine.store_id, mine.num_places, proof_bytes)
+        mine, proof_bytes = self.superblock, self.superblock.identity.proof_bytes
+        return DiskJournal.open(
+            self._folder, mine.store_id, mine.num_places, proof_bytes, reset_number, is_kept
+        )
 
     def shorten(self) -> DiskJournal:
         """Cut files that are too long, once the journal no longer names what is cut."""
         journal = self.open_journal()
         try:
-            self._write_superblock()
+            self.superblock.write(self._folder)
             for name, length in self._lengths.items():
                 if self._length(name) > length:
                     allocate(self._folder / name, length)
@@ -255,13 +313,16 @@ class _Sizing:
             raise
         return journal
 
-    def _write_superblock(self) -> None:
-        self.superblock.write(self._folder)
-        sb.sync_folder(self._folder.parent)
-
     def _length(self, name: str) -> int:
-        path = self._folder / name
-        return path.stat().st_size if path.exists() else 0
+        try:
+            return os.lstat(self._folder / name).st_size
+        except FileNotFoundError:
+            return 0
+
+
+def _created(path: Path) -> DiskFile:
+    os.close(open_file(str(path), os.O_RDWR | os.O_CREAT))
+    return DiskFile(path)
 
 
 def _shrink(other: StoreFolder, num_places: int) -> None:
@@ -269,7 +330,8 @@ def _shrink(other: StoreFolder, num_places: int) -> None:
     assert other.superblock is not None
     lock = StoreLock.take(other.path)
     try:
-        _Sizing(other.path, other.superblock, num_places).shorten().close()
+        size = _Sizing(other.path, replace(other.superblock, num_places=num_places))
+        size.shorten().close()
     finally:
         lock.release()
     log.info("%s: made smaller, to %d places", other.path, num_places)
@@ -405,20 +467,24 @@ def _content(path: Path) -> Iterator[StoreContent]:
         for name in FILE_NAMES:
             files.append(DiskFile(path / name, writable=False))
             undo.callback(files[-1].close)
+        try:
+            with contextlib.closing(DiskFile(path / state.FILE_NAME, writable=False)) as numbers:
+                reset = state.read_reset(numbers)
+        except FileNotFoundError:
+            reset = None
         newest = newest_header(files, shape, store_id)
-        is_marked = sb.is_marked(path)
-        if newest is None or is_marked:
-            words = "told to forget everything" if is_marked else "no journal could be read"
+        if newest is None or reset is None:
+            words = "no journal could be read" if newest is None else "its reset number is damaged"
             yield StoreContent(
                 superblock,
                 blocks_path,
                 RecoveryReport(words=words),
                 lambda: iter(()),
-                lambda: sb.is_marked(path) or newest_header(files, shape, store_id) is None,
+                lambda: newest_header(files, shape, store_id) is None,
             )
             return
         file, header = newest
-        found = recover(file, header, shape, superblock.num_places)
+        found = recover(file, header, shape, superblock.num_places, reset)
 
         def is_current() -> bool:
             now = newest_header(files, shape, store_id)

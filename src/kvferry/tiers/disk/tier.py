@@ -22,8 +22,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvferry.core.keys import Keys
+from kvferry.core.identity import scope
+from kvferry.core.keys import KEY_BYTES, Keys, Recovered
+from kvferry.core.quantities import format_size
 from kvferry.errors import ClosedError, ConfigError, InputError, IntegrityError, KvferryError
+from kvferry.settings.tiers import day_budget
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
@@ -33,27 +36,30 @@ from kvferry.tiers.contract import (
     check_batch,
     check_size,
 )
-from kvferry.tiers.disk.block_file import pitch_of
+from kvferry.tiers.disk.block_file import open_prover, pitch_of
 from kvferry.tiers.disk.protocol import (
     DiskFigures,
     DriveSetup,
     Flags,
     ReadyMessage,
     StoreAt,
+    StoreBefore,
     add_up,
+    all_failed,
     figures_of,
     take_blocks,
 )
+from kvferry.tiers.disk.quota import identity_of, most_places
 from kvferry.tiers.ipc import messages
 from kvferry.tiers.ipc.memory import HEARTBEAT
 from kvferry.tiers.ipc.messages import FrameKind, Numbers, OrderMessage, ResultMessage, Words
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.types import NO_SLOTS, SlotArray, TierName
+from kvferry.types import NO_SLOTS, Reset, TierName
 
 log = logging.getLogger(__name__)
 
-OPEN_SECONDS = 120.0
-"""How long opening waits for drives to recover before it goes on without them."""
+START_SECONDS = 5.0
+"""How long opening waits for drives before it goes on without them."""
 
 RUN_BYTES = 16 << 20
 """As long as a call to a drive should be."""
@@ -63,7 +69,6 @@ _TICK_SECONDS = 0.25
 _MIN_PAUSE, _MAX_PAUSE = 0.1, 30.0
 _PATIENCE = 3600.0
 """Recovery of the largest store takes seconds; a drive that is silent for so long is killed."""
-_SAY_AFTER, _SAY_EVERY = 2.0, 10.0
 _GRACE_SECONDS = 2.0
 
 Launch = Callable[[DriveSetup], ChildProcess]
@@ -144,9 +149,15 @@ class DriveClient:
         self._child: ChildProcess | None = None
         self._orders: dict[int, int] = {}
         self._left_behind: set[int] = set()
-        self._epoch = 0
+        self._number = 0
+        """The reset number that the drive is to have."""
+        self._is_kept = True
         self._forgotten = setup.generation
         """The last generation that the drive has made durable."""
+        self._persisted = 0
+        """The reset number that the drive had by then."""
+        self.least_places = 0
+        """A store with fewer places than the others cannot be used."""
         self._past: list[DiskFigures] = []
         self._num_starts = 0
         self._max_silence = setup.deadline + 1.0
@@ -174,23 +185,26 @@ class DriveClient:
         if order_id in self._orders and self._child is not None:
             self._child.channel.send(messages.pack_number(FrameKind.CANCEL, order_id))
 
-    def forget(self, epoch: int) -> None:
+    def reset(self, number: int, *, is_kept: bool) -> None:
         """Forget everything. A drive that is away is told when it is back, before anything else."""
         self.generation += 1
-        self._epoch = epoch
+        self._number, self._is_kept = number, is_kept
         self.recovered = None
         if self._child is not None and self.ready is not None:
-            self._send_forget(self._child)
+            self._send_reset(self._child)
 
-    def _send_forget(self, child: ChildProcess) -> None:
-        numbers = (self.generation, self._epoch)
+    def _send_reset(self, child: ChildProcess) -> None:
+        numbers = (self.generation, self._number, int(self._is_kept))
         child.channel.send(messages.pack_number(FrameKind.FORGET, *numbers))
 
-    def agree(self, epoch: int) -> None:
-        """All drives of the tier forgot by then: what is older here is stale."""
-        self._epoch = epoch
-        if self.ready is not None and self.ready.epoch < epoch:
-            self.forget(epoch)
+    def agree(self, number: int) -> None:
+        """The tier's reset number: blocks here are stale if they have an older one."""
+        self._number = max(self._number, number)
+        if self.ready is not None and self.ready.reset_number < number:
+            self.generation += 1
+            self.recovered = None
+            if self._child is not None:
+                self._send_reset(self._child)
 
     @property
     def is_settled(self) -> bool:
@@ -252,9 +266,17 @@ class DriveClient:
 
     def _live(self) -> None:
         """One life of the process, from its start until it is gone and its orders have failed."""
-        device = self.ready.device if self.ready is not None else None
+        before, ready = None, self.ready
+        if ready is not None:
+            before = StoreBefore(
+                ready.device,
+                ready.store.store_id,
+                ready.num_places,
+                self._persisted,
+                self._is_kept,
+            )
         try:
-            child = self._launch(replace(self._setup, generation=self._forgotten, device=device))
+            child = self._launch(replace(self._setup, generation=self._forgotten, before=before))
         except Exception as error:  # whatever it is, the engine waits for an answer
             self._refuse(_words(error))
             return
@@ -309,7 +331,7 @@ class DriveClient:
             elif kind is FrameKind.AILS:
                 self._ail(messages.unpack_text(body))
             elif kind is FrameKind.FORGOT:
-                self._forgotten = messages.unpack_number(body)
+                self._forgotten, self._persisted = messages.unpack_numbers(body)
             elif kind is FrameKind.READY:
                 self._be_ready(child, pickle.loads(body))
             elif kind is FrameKind.REFUSED:
@@ -317,13 +339,22 @@ class DriveClient:
             self._changed.notify_all()
 
     def _be_ready(self, child: ChildProcess, ready: ReadyMessage) -> None:
+        if ready.num_places < self.least_places:
+            self._refuse(
+                f"it has room for {ready.num_places} blocks, the other directories for "
+                f"{self.least_places}"
+            )
+            child.channel.end()  # it is tried again, and may have more room then
+            return
         if self.ready is None:
-            self.recovered = take_blocks(child.status, ready.num_recovered)
-            self.ready = ready
-        if ready.epoch < self._epoch:
-            self.generation += 1
+            self.ready, self._persisted = ready, ready.reset_number
+            if self._forgotten == self.generation:
+                self.recovered = take_blocks(child.status, ready.num_recovered)
+                self.agree(self._number)  # it was away when others were reset
+            log.info("disk %s: %s", self.path, ready.report)
+        self.ready = replace(ready, num_recovered=0)  # a store that was gone has another id now
         if self._forgotten != self.generation:
-            self._send_forget(child)
+            self._send_reset(child)
         self.refusal = ""
         self._ail("")
 
@@ -354,7 +385,7 @@ class DriveClient:
                 self._ail(self.refusal or reason)
             if is_safe:
                 for order_id, count in self._orders.items():
-                    self._ended(_all_failed(order_id, count, reason))
+                    self._ended(all_failed(order_id, count, reason))
                 self._orders.clear()
             else:
                 self._left_behind |= set(self._orders)
@@ -364,11 +395,6 @@ class DriveClient:
 def _words(error: Exception) -> str:
     is_known = isinstance(error, (KvferryError, OSError))
     return str(error) if is_known else f"{type(error).__name__}: {error}"
-
-
-def _all_failed(order_id: int, count: int, reason: str) -> ResultMessage:
-    ok = np.zeros(count, dtype=bool)
-    return ResultMessage(order_id, ok, dict.fromkeys(range(count), reason), 0, 0.0)
 
 
 @dataclass(eq=False)
@@ -386,25 +412,36 @@ class _InFlightBatch:
 class DiskTier:
     """Keeps blocks on drives, across restarts too. Owns a client for each drive.
 
-    A drive that is away costs its own places; the tier ails when all are away.
+    A drive that is away costs its own places; the tier ails when all are away. Until a drive is
+    open the tier ails, and ``num_places`` is the most that it may have.
     """
 
     def __init__(
-        self, name: TierName, setups: Sequence[DriveSetup], launch: Launch = start_drive
+        self,
+        name: TierName,
+        setups: Sequence[DriveSetup],
+        launch: Launch = start_drive,
+        *,
+        start_deadline: float = START_SECONDS,
+        most_places: int = 1,
     ) -> None:
-        """Open a store for each setup, all at once; ConfigError if none can be opened."""
+        """Open a store for each setup, all at once; go on without after ``start_deadline``."""
         block_bytes = setups[0].block_bytes
         check_size(name, len(setups), block_bytes)
         self.name = name
         self.block_bytes = block_bytes
-        self.num_places: int | None = None
+        self.num_places: int | None = most_places * len(setups)
+        self.stripes = Stripes(len(setups), 0, 1)
+        """How places lie on the drives; without places until one is open."""
         self._changed = threading.Condition()  # guards all below, and the drive clients
         self._batches: dict[BatchId, _InFlightBatch] = {}
         self._orders: dict[int, tuple[_InFlightBatch, Numbers]] = {}
         self._next_order = 0
         self._results: list[Result] = []
-        self._epoch = 0
-        """When all was last forgotten; counts only between several drives."""
+        self._recovered: Recovered = (Keys.empty(), NO_SLOTS)
+        self.reset_number = 0
+        """When the cache was last reset, as far as any drive knows."""
+        self._mask = bytes(KEY_BYTES)  # takes the engine's epoch off: the next one begins at 0
         self._abandoned: tuple[BatchId, ...] = ()
         self._is_closing = False
         self._is_closed = False
@@ -412,43 +449,50 @@ class DiskTier:
             DriveClient(each, self._changed, self._order_ended, launch) for each in setups
         ]
         try:
-            self.stripes = self._wait_until_open()
+            self._wait_until_open(start_deadline)
         except BaseException:
             self.close(0.0)
             raise
-        self.num_places = self.stripes.num_places
-        with self._changed:
-            # A drive that was away when the others forgot holds stale blocks: it forgets now.
-            self._epoch = max(each.ready.epoch for each in self._drives if each.ready is not None)
-            for drive in self._drives:
-                drive.agree(self._epoch)
-            self._recovered = self._gather()
 
-    def _wait_until_open(self) -> Stripes:
-        start = time.monotonic()
-        say_at = start + _SAY_AFTER
+    def _wait_until_open(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         with self._changed:
             while not all(drive.is_settled for drive in self._drives):
-                now = time.monotonic()
-                if now > start + OPEN_SECONDS:
+                if not self._changed.wait(max(0.0, end - time.monotonic())):
                     break
-                if now > say_at:
-                    waiting = [drive.path for drive in self._drives if not drive.is_settled]
-                    log.info("disk: recovering %s: %.0f s", ", ".join(waiting), now - start)
-                    say_at = now + _SAY_EVERY
-                self._changed.wait(0.5)
-            ready = [drive.ready for drive in self._drives if drive.ready is not None]
-            if not ready:
-                raise ConfigError(next((x.refusal for x in self._drives if x.refusal), "no answer"))
+            self._lay_out()
             for drive in self._drives:
-                if drive.ready is not None:
-                    log.info("disk %s: %s", drive.path, drive.ready.report)
-                else:
-                    log.error("disk %s is left out for now: %s", drive.path, drive.ailment)
-        places_each = min(message.num_places for message in ready)
-        return Stripes.lay_out(len(self._drives), places_each, pitch_of(self.block_bytes))
+                if drive.ready is None:
+                    reason = drive.refusal or f"it is not open after {seconds:g} s"
+                    log.warning("disk %s is left out until it is open: %s", drive.path, reason)
 
-    def _gather(self) -> tuple[Keys, SlotArray]:
+    def is_open(self) -> bool:
+        """Whether a drive is open, or was: then the tier has its places."""
+        with self._changed:
+            return self._is_laid_out or self._lay_out()
+
+    @property
+    def _is_laid_out(self) -> bool:
+        return self.stripes.places_each > 0
+
+    def _lay_out(self) -> bool:
+        """Begin with the drives that are open, if any is. The lock is held."""
+        ready = [drive.ready for drive in self._drives if drive.ready is not None]
+        if not ready:
+            return False
+        places_each = min(message.num_places for message in ready)
+        pitch = pitch_of(self.block_bytes)
+        self.stripes = Stripes.lay_out(len(self._drives), places_each, pitch)
+        self.num_places = self.stripes.num_places
+        # A drive that was away when the others were reset holds stale blocks: it is reset now.
+        self.reset_number = max(self.reset_number, *(message.reset_number for message in ready))
+        for drive in self._drives:
+            drive.least_places = places_each
+            drive.agree(self.reset_number)
+        self._recovered = self._gather()
+        return True
+
+    def _gather(self) -> Recovered:
         """What all drives still have, each drive's in the order written, merged by progress."""
         keys, places, times = [], [], []
         for number, drive in enumerate(self._drives):
@@ -465,7 +509,7 @@ class DiskTier:
         order = np.argsort(np.concatenate(times), kind="stable")
         return Keys(np.concatenate(keys)[order]), np.concatenate(places)[order]
 
-    def recovered(self) -> tuple[Keys, SlotArray]:
+    def recovered(self) -> Recovered:
         """Return what an earlier life left, in the order written. Once, before any batch."""
         found, self._recovered = self._recovered, (Keys.empty(), NO_SLOTS)
         return found
@@ -476,6 +520,8 @@ class DiskTier:
     def ailment(self) -> str:
         """Why no drive can be used; empty while one can."""
         with self._changed:
+            if not self._is_laid_out:
+                return self._drives[0].ailment or "it is being opened"
             ailments = [drive.ailment for drive in self._drives]
         return ailments[0] if all(ailments) else ""
 
@@ -491,6 +537,10 @@ class DiskTier:
             if batch.id in self._batches:
                 raise InputError(f"tier {self.name}: batch {batch.id} is under way already")
             entry = _InFlightBatch(batch, np.zeros(len(batch), dtype=bool), time.monotonic())
+            if not self._is_laid_out:
+                self._results.append(Result.all_failed(batch, f"tier {self.name} is not open yet"))
+                return
+            keys = batch.keys.masked(self._mask).array
             self._batches[batch.id] = entry
             parts = self.stripes.split(batch.places)
             numbers = range(self._next_order, self._next_order + len(parts))
@@ -505,13 +555,13 @@ class DiskTier:
                     drive.generation,
                     batch.deadline,
                     there,
-                    batch.keys.array[positions],
+                    keys[positions],
                     np.asarray(batch.sizes, dtype=np.int64),
                     np.asarray(batch.addresses, dtype=np.int64)[positions],
                 )
                 reason = drive.submit(order)
                 if reason:
-                    self._order_ended(_all_failed(number, len(positions), reason))
+                    self._order_ended(all_failed(number, len(positions), reason))
 
     def cancel(self, batch_id: BatchId) -> None:
         with self._changed:
@@ -531,11 +581,24 @@ class DiskTier:
         return self.poll()
 
     def forget(self) -> None:
+        self.reset(Reset(time.time_ns(), 0))
+
+    def reset(self, reset: Reset) -> None:
+        """Forget everything; keys are those of ``reset.epoch`` from now on."""
         with self._changed:
-            if len(self._drives) > 1:
-                self._epoch = max(self._epoch + 1, time.time_ns())
+            # After the clock was put back the number must still be one of its own.
+            self.reset_number = max(reset.number, self.reset_number + 1)
+            self._mask = scope(reset.epoch, 0)
+            self._recovered = (Keys.empty(), NO_SLOTS)
             for drive in self._drives:
-                drive.forget(self._epoch)
+                drive.reset(self.reset_number, is_kept=reset.is_kept)
+
+    def keep_nothing(self) -> None:
+        """What is written from now on, until the next reset, is not found by another process."""
+        with self._changed:
+            self.reset_number += 1
+            for drive in self._drives:
+                drive.reset(self.reset_number, is_kept=False)
 
     def wait_forgotten(self, timeout: float) -> bool:
         """Return whether nothing forgotten could come back any more, whatever happens next.
@@ -553,6 +616,17 @@ class DiskTier:
         """Return where the blocks lie, for processes that reach them without us."""
         with self._changed:
             return tuple(drive.ready.store for drive in self._drives if drive.ready is not None)
+
+    def away(self) -> tuple[str, ...]:
+        """The directories that were never open."""
+        with self._changed:
+            return tuple(drive.path for drive in self._drives if drive.ready is None)
+
+    @property
+    def spent(self) -> int:
+        """Bytes that a day's budget lacked when the drives were opened."""
+        with self._changed:
+            return sum(drive.ready.spent for drive in self._drives if drive.ready is not None)
 
     def figures(self) -> DiskFigures:
         """Return what was moved, and what went wrong, so far."""
@@ -606,6 +680,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
             "outlive the process that wrote them"
         )
     count = len(settings.directories)
+    refill = day_budget(settings.write_per_day)[1] if settings.write_per_day else 0.0
     setups = [
         DriveSetup(
             path,
@@ -626,7 +701,17 @@ def open_disk(setup: TierSetup) -> DiskTier:
             key=settings.read_key(),
             direct=settings.direct != "never",
             deadline=settings.deadline,
+            refill=refill / (count * setup.num_ranks),
         )
         for stripe, path in enumerate(settings.directories)
     ]
-    return DiskTier(setup.name, setups)
+    most = most_places(setups[0].size // setup.num_ranks_here, identity_of(setups[0]))
+    if most < 1:
+        raise ConfigError(
+            f"disk_size: {format_size(settings.size)} over {count} directories and "
+            f"{setup.num_ranks_here} ranks has no room for a block of "
+            f"{format_size(setup.block_bytes)}; raise it"
+        )
+    open_prover(setup.block_bytes, bytes(16), setups[0].key)  # says which package is missing
+    deadline = settings.start_deadline
+    return DiskTier(setup.name, setups, start_deadline=deadline, most_places=most)
