@@ -48,7 +48,7 @@ GOLDEN_ADOPTED = [
     "f0cae36e720855dd798c3c2bb9169684ac028cd5d957cc2136f8b6568bfc858a",
     "a815c569185cb06867c905a0487e14d51299fa0c468aa8a4c789aa7fcd460e7b",
 ]
-GOLDEN_SCOPE = "a95557495fbe9bf4d1172345a8ddfca5640f869cde24c17c15653d469f256d70"
+GOLDEN_SCOPE = "9e778cf545f674a1071eedca8986e8423100e04b2914ed07ddc3de8eff02cbf3"
 
 
 def test_golden():
@@ -59,7 +59,9 @@ def test_golden():
     assert [key.hex() for key in chain(ns, [1, 2, 3, 4, 5, 6, 7, 2**63 - 1, 9])] == GOLDEN_KEYS
     adopted = adopt(ns, [b"content", bytes(range(32))])
     assert [key.hex() for key in adopted] == GOLDEN_ADOPTED
-    assert scope(1, 2).hex() == GOLDEN_SCOPE
+    assert scope(0, 2).hex() == GOLDEN_SCOPE
+    mixed = zip(scope(7, 0), scope(0, 2), strict=True)
+    assert scope(7, 2) == bytes([one ^ other for one, other in mixed]), "a disk takes the 7 off"
 
 
 def test_the_format_written_out_by_hand():
