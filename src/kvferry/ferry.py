@@ -649,11 +649,9 @@ class Ferry(Closing):
     def reset(self, *, new_weights: bool = False) -> bool:
         """Forget every stored block at once; hits that are not loaded yet are gone too.
 
-        Blocks stored from now on are found after a restart, as those before were. With
-        ``new_weights`` they are not: say so if the weights are no longer those of ``revision``.
-
-        Returns whether what is on disk stays forgotten whatever happens next; it waits up to
-        ``Config.disk_deadline`` seconds for that. A drive that is away forgets when it is back.
+        Say so if the weights are no longer those of ``revision`` (``new_weights``): then blocks
+        stored from now on are not for the next process. Returns whether what is on disk stays
+        forgotten whatever happens next; it waits up to ``Config.disk_deadline`` seconds for that.
         """
         self._owner.require()
         self._scheduler.reset(is_kept=not new_weights)
