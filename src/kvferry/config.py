@@ -416,9 +416,6 @@ class Setting:
     help: str
     basic: bool
 
-    def __str__(self) -> str:
-        return f"{self.name} = {self.default}  ({self.accepts}; {self.env})  {self.help}"
-
 
 def describe() -> tuple[Setting, ...]:
     """Every setting with its variable, what it accepts, its default and what it does."""

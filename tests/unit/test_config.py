@@ -404,4 +404,3 @@ def test_describe_covers_every_field_and_its_defaults_read_back():
     for s in described:
         assert s.help
         assert all(len(part.split()) <= 25 for part in re.split(r"(?<=[.:]) ", s.help))
-        assert s.name in str(s)
