@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -257,3 +259,23 @@ def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> N
     (score,) = simulated.scores
     assert 0.2 < found < 0.9
     assert abs(score.whole.token_ratio - found) < 0.12
+
+
+def test_close_ends_every_thread_and_the_recording(tmp_path: Path) -> None:
+    path, before = tmp_path / "trace.jsonl.gz", set(threading.enumerate())
+    kv = [np.zeros((32, 2, 16, 2, 8), np.float32)]
+    settings = {"host": "1MiB", "tiers": "memory:1MiB", "record": str(path)}
+    with kvferry.attach(kv, model="m", block_tokens=16, **settings) as ferry:  # type: ignore[arg-type]
+        url = ferry.serve_metrics(0)
+
+        async def life() -> None:
+            loop = asyncio.get_running_loop()
+            for number in range(200):
+                keys = ferry.keys(range(1000 * number, 1000 * number + 160))
+                ferry.release(ferry.match(keys))
+                await ferry.store(keys, range(10))
+            await loop.run_in_executor(None, lambda: urlopen(f"{url}metrics").read())
+
+        asyncio.run(life())
+    assert set(threading.enumerate()) <= before
+    assert len(gzip.decompress(path.read_bytes()).splitlines()) == 201
