@@ -85,12 +85,13 @@ test-vllm-matrix: .venv-vllm/.ready-kvferry $(VLLM_OLDEST_READY) ## the same wit
 	@.venv-vllm-oldest/bin/python $(PYTEST) $(VLLM_TESTS) $(ARGS)
 	@.venv-vllm/bin/python $(PYTEST) $(VLLM_TESTS) $(ARGS)
 
-check: $(DEV_READY) ## formatting, lint, types, import contracts, documentation
+check: $(DEV_READY) ## formatting, lint, types, import contracts, prose, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@PYTHONPATH=src $(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
+	@$(BIN)/python tools/check_prose.py
 	@$(MAKE) --no-print-directory docs
 
 docs: $(DEV_READY) ## build the documentation site into site/; a broken link fails

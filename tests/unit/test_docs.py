@@ -75,9 +75,12 @@ def test_the_plots_show_the_data() -> None:
         assert (ROOT / "docs" / "benchmarks" / name).read_text() == drawn, name
 
 
-@pytest.mark.parametrize(
-    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda path: path.name
-)
+def test_the_pages_pass_the_prose_check(capsys) -> None:
+    failed = runpy.run_path(str(ROOT / "tools" / "check_prose.py"))["main"]([])
+    assert not failed, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:

@@ -1,0 +1,148 @@
+"""Check the prose of the pages: short sentences, plain words, links that lead somewhere.
+
+A sentence has at most 25 words. A table cell, a list item and a heading are sentences of their own.
+Inline code counts as one word; code blocks are not read. ``make check`` runs this program:
+
+python tools/check_prose.py [PAGE ...]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 25
+
+# Findings that a page may still have. Lower a number when a page improves; never raise one.
+ALLOWED: dict[str, int] = {
+    "README.md": 2,
+    "CONTRIBUTING.md": 7,
+    "docs/DEPENDENCIES.md": 8,
+    "docs/DESIGN.md": 17,
+    "docs/DISK_FORMAT.md": 23,
+    "docs/METRICS.md": 1,
+    "docs/SETTINGS.md": 1,
+    "docs/STRUCTURE.md": 3,
+    "docs/api.md": 5,
+    "docs/cli.md": 1,
+    "docs/comparison.md": 5,
+    "docs/control.md": 1,
+    "docs/copy-engine.md": 15,
+    "docs/disk.md": 21,
+    "docs/engine.md": 19,
+    "docs/fleet.md": 72,
+    "docs/glossary.md": 2,
+    "docs/host-memory.md": 13,
+    "docs/lineage.md": 2,
+    "docs/operations.md": 1,
+    "docs/policies.md": 22,
+    "docs/quickstart.md": 2,
+    "docs/simulate.md": 12,
+    "docs/stability.md": 1,
+    "docs/tiers.md": 19,
+    "docs/traces.md": 5,
+    "docs/tuning.md": 1,
+    "docs/vllm.md": 37,
+    "docs/benchmarks/call-host-time.md": 25,
+    "docs/benchmarks/call-to-done-h200.md": 15,
+    "docs/benchmarks/copy-h200.md": 8,
+    "docs/benchmarks/disk-h200.md": 6,
+    "docs/benchmarks/host-cost.md": 19,
+    "docs/benchmarks/host-memory-h200.md": 4,
+    "docs/benchmarks/overlap-h200.md": 15,
+    "docs/benchmarks/vllm-h200.md": 23,
+    "docs/benchmarks/vllm-rounds-h200.md": 16,
+}
+
+WORDS = re.compile(r"\b(?:who|whoever|whom|nobody|somebody|anybody)\b", re.IGNORECASE)
+PRIVATE = re.compile(
+    r"\bissues? #?\d+|\b(?:agent|engineer|coding|work) sessions?\b"
+    r"|(?<![\w./])/(?:work|home/\w+|tmp/bash_jobs)/",
+    re.IGNORECASE,
+)
+FENCE = re.compile(r"^( *)```.*?^\1```[^\n]*$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->|<[^>\n]+>", re.DOTALL)
+LINK = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)(?: [^)]*)?\)")
+START = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>|:::.*)\s+")
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*[\w`])")
+
+
+def _blank(text: str) -> str:
+    return "\n" * text.count("\n")
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Every run of lines that is read as one, with the number of its first line."""
+    text = FENCE.sub(lambda found: _blank(found[0]), text)
+    text = re.sub(r"`[^`\n]+`", "code", text)
+    text = COMMENT.sub(lambda found: _blank(found[0]), text)
+    text = LINK.sub(lambda found: found[1], text)
+    first, lines = 0, list[str]()
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        cells = line.strip().startswith("|")
+        if lines and (not line.strip() or START.match(line) or cells):
+            yield first, " ".join(lines)
+            lines = []
+        if cells:
+            yield from ((number, cell.strip()) for cell in line.strip().strip("|").split("|"))
+        elif line.strip():
+            first = first if lines else number
+            lines.append(START.sub("", line).strip())
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page, as the site and GitHub name its headings."""
+    text = FENCE.sub("", page.read_text())
+    found = set(re.findall(r"(?:id=\"|\{ ?#)([\w.-]+)", text))
+    for heading in re.findall(r"^#+ +(.+)$", text, re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", LINK.sub(lambda link: link[1], heading)).strip().lower()
+        found |= {re.sub(r"[-\s]+", "-", words), re.sub(r"\s", "-", words)}
+    return found
+
+
+def findings(page: Path) -> list[str]:
+    """What is wrong with a page, each with its line."""
+    text, found = page.read_text(), list[tuple[int, str]]()
+    for number, paragraph in paragraphs(text):
+        for sentence in SENTENCE_END.split(paragraph):
+            count = sum(any(map(str.isalnum, word)) for word in sentence.split())
+            if count > LONGEST:
+                found.append((number, f"{count} words: {sentence[:60]}..."))
+        found += [(number, f"use another word than {word!r}") for word in WORDS.findall(paragraph)]
+    for match in PRIVATE.finditer(text):
+        found.append((text.count("\n", 0, match.start()) + 1, f"means nothing here: {match[0]!r}"))
+    prose = FENCE.sub(lambda block: _blank(block[0]), text)
+    for match in LINK.finditer(prose):
+        path, _, anchor = match[2].partition("#")
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        generated = anchor.startswith("kvferry.")  # the API page's, made from docstrings
+        if not target.exists() or (anchor and not generated and anchor not in slugs(target)):
+            found.append((prose.count("\n", 0, match.start()) + 1, f"no such target: {match[2]}"))
+    return [f"{page.relative_to(ROOT)}:{line}: {words}" for line, words in sorted(found)]
+
+
+def main(names: list[str]) -> int:
+    """Print what exceeds the table above; 1 if anything does."""
+    patterns = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/benchmarks/*.md")
+    pages = [Path(name).resolve() for name in names] or [
+        page for pattern in patterns for page in sorted(ROOT.glob(pattern))
+    ]
+    failed = False
+    for page in pages:
+        found, name = findings(page), str(page.relative_to(ROOT))
+        allowed = 0 if names else ALLOWED.get(name, 0)
+        if len(found) > allowed:
+            print(*found, f"{name}: {len(found)} findings, {allowed} allowed", sep="\n")
+            failed = True
+        elif len(found) < allowed:
+            print(f"{name}: {len(found)} findings left: lower its number in tools/check_prose.py")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
