@@ -54,22 +54,6 @@ def test_what_was_stored_comes_back(make_sides, num_ranks):
     assert_nothing_is_left(sides)
 
 
-def test_one_that_is_preempted_loads_again(sides):
-    wanted = sides.converse("writer", hashes_of(1))
-    request = request_of("r", hashes_of(1))
-    for preemptions in range(3):
-        places = sides.promise(request)
-        assert sides.step().finished_recving == {"r"}
-        assert_same(sides.bytes_at(places), wanted)
-        request.num_computed_tokens = PROMPT
-        sides.step({"r": 1})
-        sides.free(request)
-        request.num_preemptions, request.num_computed_tokens = preemptions + 1, 0
-        sides.step(preempted=["r"])
-    sides.side.finished(request)
-    assert_nothing_is_left(sides)
-
-
 def test_one_that_is_preempted_and_resumed_before_we_hear_of_it_is_known_by_its_count(sides):
     """vLLM may do both in one step. What it has from now on is not from before the reset."""
     request = sides.compute("r", hashes_of(1))
@@ -93,30 +77,6 @@ def test_one_that_is_preempted_and_resumed_before_we_hear_of_it_is_known_by_its_
     assert_nothing_is_left(sides)
 
 
-def test_one_that_is_aborted_between_match_and_allocation_keeps_no_pin(sides):
-    sides.converse("writer", hashes_of(1))
-    request = request_of("r", hashes_of(1))
-    assert sides.side.match(request, 0) == (PROMPT, True)
-    assert sides.side.serving.scheduler.pool.num_leases > 0
-    sides.side.finished(request)
-    assert sides.side.serving.scheduler.pool.num_leases == 0
-    assert_nothing_is_left(sides)
-
-
-def test_one_that_is_aborted_before_its_load_is_sent_is_not_loaded(sides):
-    sides.converse("writer", hashes_of(1))
-    request = request_of("r", hashes_of(1))
-    sides.promise(request)
-    sides.end(request)
-    orders = sides.orders()
-    assert not orders.loads
-    assert not orders.ended
-    assert not orders.plan.transfers
-    sides.run(orders)
-    sides.answer(0, 1)
-    assert_nothing_is_left(sides)
-
-
 def test_one_that_is_aborted_while_it_loads_leaves_its_blocks_to_the_copy(sides):
     """Or vLLM would give away what a rank still writes."""
     sides.converse("writer", hashes_of(1))
@@ -131,23 +91,3 @@ def test_one_that_is_aborted_while_it_loads_leaves_its_blocks_to_the_copy(sides)
     assert sides.side.serving.engine.num_held == 4
     sides.answer(1)
     assert_nothing_is_left(sides)
-
-
-@pytest.mark.parametrize("is_sent", [True, False])
-def test_a_reset_ends_every_wait(sides, is_sent):
-    """vLLM waits for the load all the same: it comes, or is said not to."""
-    sides.converse("writer", hashes_of(1))
-    request = request_of("r", hashes_of(1))
-    sides.promise(request)
-    if is_sent:
-        sides.run(sides.orders())
-    sides.side.reset()
-    told: set[str] = set()
-    for _ in range(3):
-        told |= sides.step().finished_recving or set()
-    assert told == {"r"}
-    assert sides.side.match(request_of("later", hashes_of(1)), 0) == (0, False)
-    sides.side.finished(request_of("later", hashes_of(1)))
-    sides.end(request)
-    assert_nothing_is_left(sides)
-    assert sides.orders().epoch == sides.side.serving.scheduler.epoch != 0

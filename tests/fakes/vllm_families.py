@@ -119,7 +119,7 @@ FAMILIES = (
     Family("the same with MTP", (state(3), FULL), MODEL, 528),
     Family("Kimi-K3", (state(0, **KEPT), MLA), MODEL, 768),
     Family("Kimi-K3 with MTP", (state(2, **KEPT), MLA), MODEL, 768),
-    Family("Kimi-K2 with decode context parallel", (MLA,), "by its spec alone", options={"dcp": 8}),
+    Family("Kimi-K2 with decode context parallel", (MLA,), MODEL, options={"dcp": 8}),
     Family(
         "DeepSeek-V4",
         (

@@ -12,7 +12,7 @@ from kvferry.config import Config
 from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine
 from kvferry.connectors.vllm.kinds import Layers
-from kvferry.connectors.vllm.setup import Support, place_of, support_of, vain_settings
+from kvferry.connectors.vllm.setup import Support, namespace_of, place_of, support_of, vain_settings
 from kvferry.core.identity import Namespace, adopt
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import DeviceBlocks
@@ -424,3 +424,27 @@ def test_ranks_share_their_memory_only_if_all_hold_the_same(vllm_config, kind, t
     assert place.replicates is replicates
     assert place.rank == vllm_config.parallel_config.rank
     assert place.num_ranks == vllm_config.parallel_config.world_size
+
+
+def test_blocks_of_other_context_parallel_ranks_have_other_names():
+    """Seen red: a store written by two ranks was read by four."""
+    names = set()
+    for more in (
+        {},
+        {"decode_context_parallel_size": 2},
+        {"decode_context_parallel_size": 4},
+        {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 16},
+        {"prefill_context_parallel_size": 2},
+    ):
+        given = parallel_config(4, pipeline_parallel_size=1, **more)
+        given.model_config = SimpleNamespace(
+            model="m", revision="", dtype="bf16", quantization=None, hf_overrides={}
+        )
+        given.model_config.hf_text_config = SimpleNamespace()
+        given.cache_config = SimpleNamespace(cache_dtype="auto")
+        given.lora_config = None
+        caches = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec="spec", layer_names=["a"])]
+        )
+        names.add(adopt(namespace_of(given, caches, 16), [b"a"])[0])
+    assert len(names) == 5

@@ -18,6 +18,8 @@ from tests.integration.vllm.reference import Reference
 if util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
+_MODELS = ("gemma_hits", "gemma", "granite_hits", "granite", "mamba_hits", "mamba", "llama")
+
 # One process: an engine starts in two seconds, and every step can be looked at.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -35,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             if "soak" not in item.keywords:  # it has a limit of its own, and runs longer
                 item.add_marker(pytest.mark.timeout(300))
+    # Tests of one model after the other: an engine takes seconds to start.
+    order = {path: at for at, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (order[item.path], _model_of(item)))
+
+
+def _model_of(item: pytest.Item) -> str:
+    names = {*getattr(item, "fixturenames", ())}
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return next((m for m in _MODELS if m in names or m in parameters.values()), "")
 
 
 @pytest.fixture(autouse=True)
@@ -126,19 +137,43 @@ def expect() -> Iterator[Callable[..., list[list[int]]]]:
         reference.close()
 
 
+@pytest.fixture(scope="session")
+def parked() -> Iterator[dict[str, Engine]]:
+    """The last engine, by what it was started with: most tests want the same one."""
+    engines: dict[str, Engine] = {}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
 @pytest.fixture
-def start(no_leaked_threads: None) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, one at a time, and ends the last one."""
-    running: list[Engine] = []
+def start(no_leaked_threads: None, parked: dict[str, Engine]) -> Iterator[Callable[..., Engine]]:
+    """Starts engines, one at a time, and ends kvferry in the last one."""
+    running: list[tuple[str, Engine]] = []
 
     def end() -> None:
         while running:
-            running.pop().close()
+            name, engine = running.pop()
+            if engine.park():
+                parked[name] = engine
+            else:
+                engine.close()
 
-    def begin(model: Path, **options: Any) -> Engine:
+    def begin(
+        model: Path, *, ferry: dict[str, Any] | None = None, is_fresh: bool = False, **options: Any
+    ) -> Engine:
         end()
-        running.append(Engine(model, **options))
-        return running[-1]
+        name = f"{model} {ferry is not None} {sorted(options.items())}"
+        engine = None if is_fresh else parked.pop(name, None)
+        while parked:
+            parked.popitem()[1].close()
+        if engine is None:
+            engine = Engine(model, ferry=ferry, **options)
+            engine.is_spoiled = is_fresh
+        elif ferry is not None:
+            engine.adopt(ferry)
+        running.append((name, engine))
+        return engine
 
     yield begin
     end()

@@ -74,6 +74,9 @@ class Engine:
             },
         )
         self._names = itertools.count()
+        self._tensors: Any = None
+        self.is_spoiled = False
+        """Whether the model or vLLM is no longer as it started."""
 
     def generate(self, prompts: Sequence[Tokens], max_tokens: int = 16, **sampling: Any) -> list:
         """The tokens that follow each prompt, all of them running at once."""
@@ -204,12 +207,57 @@ class Engine:
         assert side.serving.scheduler.pool.num_leases == 0
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is nobody's
 
+    # -- one vLLM for many tests ------------------------------------------------------------------
+
+    def park(self) -> bool:
+        """End kvferry in here; whether another test may have the same vLLM with a new kvferry."""
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+        if self.is_spoiled or self.connector is None or self.worker._cache is None:
+            return False
+        try:
+            for _ in range(200):
+                if not self.connector.has_pending_push_work():
+                    break
+                self.step()
+            is_clean = not self.llm.llm_engine.has_unfinished_requests()
+            is_clean = self.llm.reset_prefix_cache() and is_clean
+        except Exception:
+            return False
+        self._tensors = self.worker._cache.tensors
+        self.connector.shutdown()
+        ensure_kv_transfer_shutdown()
+        return is_clean
+
+    def adopt(self, ferry: dict[str, Any]) -> None:
+        """A new kvferry in a parked vLLM, made and introduced as vLLM does at its start."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        scheduler = self.scheduler
+        config, caches = scheduler.vllm_config, scheduler.kv_cache_config
+        config.kv_transfer_config.kv_connector_extra_config = ferry
+        core = self.llm.llm_engine.engine_core.engine_core
+        (runner,) = core.model_executor.collective_rpc(lambda worker: worker.model_runner)
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
+        kv_transfer_state.ensure_kv_transfer_initialized(config, caches)
+        _register(runner, get_kv_transfer_group(), self._tensors)
+        scheduler.connector = made
+        made.bind_kv_cache_manager(scheduler.kv_cache_manager)
+        made.set_xfer_handshake_metadata({0: get_kv_transfer_group().get_handshake_metadata()})
+
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         cleanup_dist_env_and_memory()
+
+
+def _register(self: Any, connector: Any, tensors: Any) -> None:
+    """Called as if by vLLM's model runner, ``self``: kvferry looks for the model there."""
+    connector.register_kv_caches(tensors)
 
 
 @dataclass

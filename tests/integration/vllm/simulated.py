@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +45,8 @@ class Shape:
     options: dict[str, Any] = field(default_factory=dict)
     num_blocks: int = 80
     longest: int = 700
-    is_served: bool = True
+    dcp: int = 1
+    """Ranks that share the tokens of every block in turn."""
 
 
 class _NoGrammars:
@@ -125,6 +128,9 @@ class Simulation:
         shape, config = self.shape, copy.deepcopy(_base_config(model))
         settings = {"host": "4MiB", "load_policy": "always", "metrics_port": "none"}
         config.kv_transfer_config.kv_connector_extra_config = {**settings, **ferry}
+        parallel = config.parallel_config
+        parallel.decode_context_parallel_size = parallel.tensor_parallel_size = shape.dcp
+        parallel.world_size = shape.dcp
         speculative = config.speculative_config
         if shape.num_drafts:
             speculative.num_speculative_tokens = shape.num_drafts
@@ -153,6 +159,7 @@ class Simulation:
 
     def _start(self) -> None:
         from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -171,17 +178,25 @@ class Simulation:
                 block_size=self.step_tokens,
                 hash_block_size=self.cache.hash_block_size,
             )
-            self.worker = KvferryConnector(self.config, KVConnectorRole.WORKER, self.cache)
+            self.workers = []
+            for rank in range(self.shape.dcp):
+                self.config.parallel_config.rank = rank
+                worker = KvferryConnector(self.config, KVConnectorRole.WORKER, self.cache)
+                self.workers.append(worker)
         self.connector = self.scheduler.connector
+        self.total = KVOutputAggregator(self.shape.dcp)
+        num_blocks, dcp = self.shape.num_blocks, self.shape.dcp
         self.tensors = [
-            torch.zeros(self.shape.num_blocks, self._slots(spec), dtype=torch.int64)
+            torch.zeros(num_blocks, dcp, self._slots(spec), dtype=torch.int64)
             for spec in self.shape.specs
         ]
-        self.memory = [tensor.numpy() for tensor in self.tensors]
-        self.worker.register_kv_caches(
-            {f"layer{g}": tensor for g, tensor in enumerate(self.tensors)}
-        )
-        self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.memory = [tensor.numpy().reshape(num_blocks, -1) for tensor in self.tensors]
+        for rank, worker in enumerate(self.workers):
+            worker.register_kv_caches(
+                {f"layer{g}": tensor[:, rank] for g, tensor in enumerate(self.tensors)}
+            )
+        told = {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        self.connector.set_xfer_handshake_metadata(told)
 
     @property
     def serving(self) -> Any:
@@ -232,32 +247,29 @@ class Simulation:
     # -- a step ---------------------------------------------------------------------------------
 
     def step(self) -> None:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import ModelRunnerOutput
 
         todo = self.scheduler.schedule()
+        if not todo.num_scheduled_tokens:
+            time.sleep(1e-3)  # a copy needs the processor
         self._update(todo)
-        self.worker.bind_connector_metadata(todo.kv_connector_metadata)
-        self.worker.start_load_kv(None)
+        for worker in self.workers:
+            worker.bind_connector_metadata(pickle.loads(pickle.dumps(todo.kv_connector_metadata)))
+            worker.start_load_kv(None)
         names = list(todo.num_scheduled_tokens)
         sampled = [self._compute(name, todo) for name in names]
         if self.saves_before_sampling:
-            self.worker.wait_for_save()
-            self.worker._worker._drain()  # a GPU would copy before it samples, too
+            for worker in self.workers:
+                worker.wait_for_save()
+                worker._worker._drain()  # a GPU would copy before it samples, too
         for name, words in zip(names, sampled, strict=True):
             self._keep_states(name, words, todo)
-        if not self.saves_before_sampling:
-            self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(set(todo.finished_req_ids))
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending or None,
-            finished_recving=results.finished_recving or None,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-        )
-        self.worker.clear_connector_metadata()
         places = {name: place for place, name in enumerate(names)}
-        told = ModelRunnerOutput(names, places, sampled, kv_connector_output=output)
+        outputs = [
+            ModelRunnerOutput(names, places, sampled, kv_connector_output=self._end(worker, todo))
+            for worker in self.workers
+        ]
+        told = self.total.aggregate(outputs, 0)
         before = {name: self.scheduler.requests[name] for name in names}
         self.scheduler.update_from_output(todo, told)
         for name, request in before.items():
@@ -265,6 +277,23 @@ class Simulation:
                 self._check_output(request)
                 self._forget(name)
         self._draft([name for name in names if name in self.scheduler.requests])
+
+    def _end(self, worker: Any, todo: Any) -> Any:
+        """One rank's answer."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        if not self.saves_before_sampling:
+            worker.wait_for_save()
+        results = worker.get_transfer_results(set(todo.finished_req_ids))
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return output
 
     def _update(self, todo: Any) -> None:
         """The worker's block tables: they grow, but for requests that were preempted."""
@@ -333,7 +362,8 @@ class Simulation:
         self, name: str, g: int, spec: Any, table: list[int], first: int, end: int, values: Any
     ) -> None:
         """Attention: reads as far back as it reaches, writes a value per state."""
-        size, per_state, memory = spec.block_size, _per_state(spec), self.memory[g]
+        per_state, memory = _per_state(spec), self.memory[g]
+        size = spec.block_size * self.shape.dcp
         start, stop = self.replays[name]
         stop = min(stop, end)
         is_replay = first < stop
@@ -348,7 +378,8 @@ class Simulation:
             first = max(first, stop)  # a replay leaves what is cached alone
         for state in range(first // per_state, end // per_state):
             block = table[state * per_state // size]
-            memory[block, state % (size // per_state)] = values[(state + 1) * per_state] + g
+            place = self._place(g, state % (size // per_state))
+            memory[block, place] = values[(state + 1) * per_state] + g
 
     def _visible(self, name: str, spec: Any, closed: range) -> Any:
         """Between the prompt and the window of what was said there may be a gap."""
@@ -359,11 +390,16 @@ class Simulation:
         num_prompt = self.scheduler.requests[name].num_prompt_tokens
         return at[(at < num_prompt) | (at > closed.stop - window)]
 
+    def _place(self, g: int, at: Any) -> Any:
+        """Where the state is in the memory of all ranks, which take states in turn."""
+        dcp = self.shape.dcp
+        return at % dcp * self.tensors[g].shape[2] + at // dcp
+
     def _check(
         self, name: str, g: int, table: list[int], at: Any, per_block: int, per: int, values: Any
     ) -> None:
         blocks = np.array(table, dtype=np.int64)[at // per_block]
-        found = self.memory[g][blocks, at % per_block]
+        found = self.memory[g][blocks, self._place(g, at % per_block)]
         wrong = at[found != values[(at + 1) * per] + g]
         assert not len(wrong), f"{name} reads other tokens' KV in group {g}: states {wrong[:5]}"
         assert blocks.all(), f"{name} reads the null block in group {g}"
@@ -472,7 +508,7 @@ class Simulation:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def run(self, act: Callable[[], None] = lambda: None, most: int = 3000) -> None:
+    def run(self, act: Callable[[], None] = lambda: None, most: int = 30_000) -> None:
         for _ in range(most):
             act()
             if not self.scheduler.has_requests():
@@ -489,8 +525,8 @@ class Simulation:
         raise AssertionError("the connector has work for ever")
 
     def close(self) -> None:
-        self.connector.shutdown()
-        self.worker.shutdown()
+        for side in (self.connector, *self.workers):
+            side.shutdown()
 
 
 def _per_state(spec: Any) -> int:

@@ -189,49 +189,6 @@ def test_keep_seconds_and_its_bound(server, prompt):
     assert server.figure("kvferry_pinned_slots") == 0
 
 
-def test_over_goes_first(server, prompt):
-    server.fill()
-    over = server.ask(prompt, {"ended": True})
-    server.rest()
-    assert server.order("lookup", request_id=over.id)["host_tokens"] == TOKENS
-    # The youngest of all, and yet the next one takes its place.
-    after = server.ask(make_prompts(next(SEEDS), 200)[0])
-    server.rest()
-    assert server.order("lookup", request_id=over.id)["host_tokens"] == 0
-    assert server.order("lookup", request_id=after.id)["host_tokens"] == TOKENS
-    server.forget_device()
-    assert server.ask(prompt).text == over.text
-
-
-@pytest.mark.parametrize(
-    "hints",
-    [
-        {"continues": True},
-        {"continues": "10min"},
-        {"priorities": [{"token_start": 0, "token_end": 192, "priority": 80}]},
-        {"priorities": [{"priority": 90, "duration_ms": 3_600_000}]},
-    ],
-    ids=["goes on", "goes on within", "priority of a range", "priority for a time"],
-)
-def test_what_stays_softly(server, prompt, hints):
-    asked = server.ask(prompt, hints)
-    server.rest()
-    server.fill()
-    assert server.order("lookup", request_id=asked.id)["host_tokens"] == TOKENS
-    server.forget_device()
-    assert server.ask(prompt).text == asked.text
-    server.order("unpin", request_id=asked.id)
-
-
-def test_a_low_priority_goes_first(server, prompt):
-    server.fill()
-    low = server.ask(prompt, {"priorities": [{"priority": 5}]})
-    server.rest()
-    server.ask(make_prompts(next(SEEDS), 200)[0])
-    server.rest()
-    assert server.order("lookup", request_id=low.id)["host_tokens"] == 0
-
-
 def test_hints_that_are_not_understood_cost_no_answer(server, prompt):
     first = server.ask(prompt)
     for params in ({"kvferry": {"pin_second": 3}}, {"kvferry": "keep"}, {"kvferry": {"ended": 1}}):

@@ -190,7 +190,7 @@ def test_other_weights_under_the_same_name_find_nothing(start, expect, llama, tm
     trained = models.make_llama(tmp_path / "trained", seed=7)
     shutil.rmtree(model)
     shutil.copytree(trained, model)
-    engine = start(model, ferry=ferry(tmp_path / "disk"))
+    engine = start(model, is_fresh=True, ferry=ferry(tmp_path / "disk"))
     assert engine.stats.restored == {"disk": 0}
     assert engine.generate(prompts) == expect(trained, prompts)
     assert engine.stats.hit_tokens == 0
@@ -205,6 +205,7 @@ def test_weights_that_change_while_serving_are_forgotten_on_disk(start, expect, 
     engine.generate(prompts)
     await_disk(engine, BLOCKS)
     engine.forget_device()
+    engine.is_spoiled = True
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(trained)})
     for _ in range(2):
         assert engine.generate(prompts) == expect(trained, prompts)

@@ -136,7 +136,7 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
 
     monkeypatch.setattr(LLM, "__init__", among_others)
     prompts = make_prompts(64, 300, 200)
-    engine = start(llama, ferry=FERRY)
+    engine = start(llama, is_fresh=True, ferry=FERRY)
     expected = expect(llama, prompts)
     engine.check_round_trip(prompts, expected)
     first, second = [part._session for part in engine.connector._connectors]

@@ -74,6 +74,8 @@ def _shapes() -> list[Shape]:
         Shape("full", (full(16),), 16),
         Shape("full, drafts", (full(16),), 16, num_drafts=3, draft_groups=(0,)),
         Shape("full, drafts of its own text", (full(16),), 16, num_drafts=3),
+        Shape("context parallel", (full(16),), 16, dcp=2),
+        Shape("context parallel, drafts", (full(16),), 16, 3, (0,), dcp=4),
         Shape("gpt-oss", (full(16), window(16, 64)), 16),
         Shape("gpt-oss, EAGLE", (full(16), window(16, 64), full(16)), 16, 3, (2,)),
         Shape(

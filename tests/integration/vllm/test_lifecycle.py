@@ -8,7 +8,6 @@ from tests.integration.vllm.engine import FERRY as COPIES
 
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.stores import Stores
 
 FERRY = {
     **COPIES,
@@ -156,12 +155,8 @@ def test_no_request_is_preempted_for_blocks_that_a_store_gives_back(
 @pytest.mark.parametrize(
     ("owner", "verb"),
     [
-        (Request, "match"),
         (Request, "load"),
-        (Stores, "computed"),
-        (Scheduler, "plan"),
         (Scheduler, "settle"),
-        (Request, "leave"),
     ],
 )
 def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypatch, owner, verb):
@@ -251,7 +246,7 @@ def test_loaded_by_module_path_too(start, llama, monkeypatch):
         real(self, *args, kv_transfer_config=kv_transfer_config, **kwargs)
 
     monkeypatch.setattr(LLM, "__init__", by_path)
-    engine = start(llama, ferry=FERRY)
+    engine = start(llama, is_fresh=True, ferry=FERRY)
     prompts = make_prompts(28, 200)
     expected = engine.generate(prompts)
     engine.forget_device()

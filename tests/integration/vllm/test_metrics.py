@@ -104,7 +104,7 @@ def snapshot_of(stats: SchedulerStats, traffic: TrafficCounts) -> Snapshot:
 
 def test_both_endpoints_say_the_same(start, llama):
     """Every metric, every label, every bucket, after several intervals of two engines."""
-    engine = start(llama, ferry=FERRY)
+    engine = start(llama, is_fresh=True, ferry=FERRY)
     engine.generate(make_prompts(71, 200))
     stats = engine.stats
     exported, traffics = Exported(2), (TrafficCounts(), TrafficCounts())
@@ -122,7 +122,7 @@ def test_both_endpoints_say_the_same(start, llama):
 
 
 def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeypatch):
-    engine = start(llama, ferry=FERRY)
+    engine = start(llama, is_fresh=True, ferry=FERRY)
     reports, told = engine.side.serving.reports, []
     monkeypatch.setattr("kvferry.connectors.common.reports._STATS_SECONDS", 0.0)
     real = reports.take_stats
@@ -165,7 +165,7 @@ def test_the_planners_reason_reaches_the_explanation(start, llama, monkeypatch):
 
     monkeypatch.setattr(worker_side, "open_rank", open_rank)
     port = free_port()
-    engine = start(llama, ferry={**FERRY, "metrics_port": port})
+    engine = start(llama, is_fresh=True, ferry={**FERRY, "metrics_port": port})
     prompts = make_prompts(72, 300)
     engine.generate(prompts)
     engine.forget_device()

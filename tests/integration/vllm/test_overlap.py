@@ -127,43 +127,6 @@ def test_a_load_that_fails_is_computed(start, expect, llama, slow_parts, monkeyp
     engine.check_idle()
 
 
-def test_others_go_on_though_it_is_aborted_in_mid_flight(
-    start, expect, llama, late_parts, monkeypatch
-):
-    """Its blocks go to others only when nothing lands in them any more."""
-    prompts = make_prompts(12, 300, 290)
-    others = make_prompts(13, 300, 280, 270)
-    expected = expect(llama, others)
-    engine = start(llama, ferry=FERRY, num_gpu_blocks_override=34)
-    engine.generate(prompts)
-    for _ in range(3):
-        engine.forget_device()
-        told = told_early(engine, monkeypatch)
-        names = [engine.add(prompt) for prompt in prompts]
-        while not told:
-            engine.step()
-        for name in names:
-            engine.abort(name)
-        assert engine.side.serving.engine.num_held > 0
-        assert engine.generate(others) == expected
-    engine.check_idle()
-
-
-def test_preempted_while_it_lands(start, expect, llama, slow_parts, monkeypatch):
-    prompts = make_prompts(14, 60, 70, 80, 90)
-    expected = expect(llama, prompts, 120)
-    engine = start(llama, ferry=FERRY, num_gpu_blocks_override=18, max_model_len=256)
-    preempted = engine.note_preemptions(monkeypatch)
-    told = told_early(engine, monkeypatch)
-    assert engine.generate(prompts, max_tokens=120) == expected
-    for seed in (84, 85):
-        engine.generate(make_prompts(seed, 200, 200), max_tokens=2)
-        assert engine.generate(prompts, max_tokens=120) == expected
-    assert preempted
-    assert told
-    engine.check_idle()
-
-
 def test_with_asynchronous_scheduling(expect, llama):
     prompts = make_prompts(15, 100, 200, 300, 33)
     answers, num_failed, num_told = in_a_process(asynchronously, llama, prompts)

@@ -21,6 +21,7 @@ def trained(tmp_path_factory):
 
 
 def replace_weights(engine, model):
+    engine.is_spoiled = True
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
 
 
@@ -70,6 +71,7 @@ def test_the_same_weights_again_are_no_update(start, llama):
 
 
 def sleep(engine):
+    engine.is_spoiled = True
     engine.llm.sleep(level=1)
     engine.llm.wake_up()
 
