@@ -206,7 +206,7 @@ def _plain(summary: StoreSummary) -> dict[str, Any]:
 
 def _show(found: Sequence[StoreSummary]) -> None:
     console = unbroken()
-    names = ("For", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State")
+    names = ("Model", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State")
     left = [name for name in names if name not in ("Size", "Blocks")]
     for root, here in groupby(found, lambda summary: summary.folder.path.parent):
         console.print(Text(clean(root), style="bold"))
@@ -227,8 +227,8 @@ def _cells(summary: StoreSummary) -> tuple[str, ...]:
     if block is not None:
         mine = block.identity
         label = mine.label or "(no name)"
-        rank = f"{mine.rank} of {mine.num_ranks}"
-        drive = f"{mine.stripe} of {mine.num_stripes}"
+        rank = f"{mine.rank + 1} of {mine.num_ranks}"
+        drive = f"{mine.stripe + 1} of {mine.num_stripes}"
         blocks += f" of {block.num_places:,}"
         state += ", encrypted" * mine.is_sealed
     if folder.trouble:
