@@ -51,7 +51,7 @@ NUMBERS = (
 )
 
 
-@pytest.mark.parametrize("width", [20, 24, 30, 40, 50, 60, 66, 67, 80, 100, 120, 149, 150, 200])
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 66, 67, 80, 149, 150])
 def test_every_number_is_whole_at_every_width(width):
     shown = lines(look(), width)
     assert max(map(cell_len, shown)) <= width

@@ -253,7 +253,6 @@ GIVEN = {
     "metrics_port": "none",
     "block_tokens": "32",
     "pin_share": "0.5",
-    "host_growth": "true",
 }
 
 
