@@ -29,6 +29,11 @@ VLLM_NEWEST := 0.32.0
 VLLM_OLDEST := 0.27.1
 VLLM_TESTS  := tests/integration/vllm tests/connector
 
+# The storage back end for SGLang is tested behind SGLang's own HiCache on the CPU, in an environment
+# of its own (2 GB). auto, required, off: as above.
+SGLANG ?= auto
+SGLANG_VERSION := 0.5.23
+
 # Mooncake's wheel needs libraries of Debian's: the system's, or fetched into build. auto, required,
 # off: as above.
 MOONCAKE ?= auto
@@ -37,11 +42,12 @@ CLI_READY := $(VENV)/.ready-cli
 DEV_READY := $(VENV)/.ready-dev
 VLLM_READY  := .venv-vllm/.ready-$(VLLM_NEWEST)
 VLLM_OLDEST_READY := .venv-vllm-oldest/.ready-$(VLLM_OLDEST)
+SGLANG_READY := .venv-sglang/.ready-$(SGLANG_VERSION)
 SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo fleet mooncake-libs test test-vllm test-vllm-matrix check docs format dist soak bench env gpu-sim vllm-mooncake hooks clean
+.PHONY: help demo fleet mooncake-libs test test-vllm test-sglang test-vllm-matrix check docs format dist soak bench env gpu-sim vllm-mooncake hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,10 +61,11 @@ fleet: mooncake-libs ## show three servers share a Mooncake store, and one of th
 	    $(BIN)/kvferry demo --servers 3 --kill $(ARGS)
 
 test: $(DEV_READY) gpu-sim mooncake-libs ## run every test that needs no GPU
-	@status=0; MOONCAKE=$(MOONCAKE) $(BIN)/python $(PYTEST) --ignore tests/connector --durations=10 $(ARGS) \
+	@status=0; MOONCAKE=$(MOONCAKE) $(BIN)/python $(PYTEST) --ignore tests/connector --ignore tests/sglang --durations=10 $(ARGS) \
 	    || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
 	@$(MAKE) --no-print-directory test-vllm
+	@$(MAKE) --no-print-directory test-sglang
 
 # Status 5 is "no test selected": fine where ARGS select tests of the other part.
 test-vllm: $(DEV_READY) ## run the connector's tests, inside a real vLLM too (part of make test)
@@ -79,6 +86,15 @@ test-vllm: $(DEV_READY) ## run the connector's tests, inside a real vLLM too (pa
 	fi; \
 	status=0; MOONCAKE=$(MOONCAKE) $$python $(PYTEST) $$tests --durations=10 $(ARGS) || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
+
+test-sglang: $(DEV_READY) ## run the tests of the SGLang back end (part of make test)
+	@if [ "$(SGLANG)" != off ] && $(MAKE) --no-print-directory $(SGLANG_READY); then \
+	    status=0; .venv-sglang/bin/python $(PYTEST) tests/sglang $(ARGS) || status=$$?; \
+	    [ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]; \
+	else \
+	    echo "SGLang $(SGLANG_VERSION) is not installed (SGLANG=$(SGLANG)): its tests are skipped" >&2; \
+	    [ "$(SGLANG)" != required ]; \
+	fi
 
 test-vllm-matrix: .venv-vllm/.ready-kvferry $(VLLM_OLDEST_READY) ## the same with the oldest vLLM that runs on a CPU, and the newest
 	@.venv-vllm-oldest/bin/python -m pip install -qq --disable-pip-version-check -e '.[s3]'
@@ -106,7 +122,7 @@ format: $(DEV_READY) ## fix formatting and whatever lint can fix
 
 soak: $(DEV_READY) gpu-sim mooncake-libs .venv-vllm/.ready-kvferry ## a million random operations, then every sweep and search whole: hours
 	@$(BIN)/python tests/soak.py $(ARGS)
-	@KVFERRY_TEST_PROFILE=soak $(BIN)/python $(PYTEST) --ignore tests/connector
+	@KVFERRY_TEST_PROFILE=soak $(BIN)/python $(PYTEST) --ignore tests/connector --ignore tests/sglang
 	@KVFERRY_TEST_PROFILE=soak .venv-vllm/bin/python $(PYTEST) $(VLLM_TESTS)
 
 # A benchmark that needs what this machine lacks (a GPU, a disk) exits with 77: skipped, not failed.
@@ -123,7 +139,7 @@ hooks: $(DEV_READY) ## run the checks before every git commit
 	@$(BIN)/pre-commit install
 
 clean: ## remove the environment, caches and reports
-	rm -rf $(VENV) .venv-vllm .venv-vllm-oldest build dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-oldest .venv-sglang build dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvferry-demo.html kvferry-demo.json
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -207,6 +223,19 @@ define install-vllm
 	@$(1)/bin/python -c 'import vllm, vllm.platforms; assert vllm.platforms.current_platform.is_cpu()'
 	@touch $@
 endef
+
+$(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt
+	@echo "installing SGLang $(SGLANG_VERSION) (its Python part) into .venv-sglang"
+	@rm -rf .venv-sglang
+	@$(PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	    || .venv-sglang/bin/python -m pip install -qq --disable-pip-version-check --retries 1 --timeout 20 \
+	        --index-url $(TORCH_INDEX) 'torch==$(TORCH_VERSION)'
+	@.venv-sglang/bin/python -m pip install -qq --disable-pip-version-check 'triton==$(TRITON_VERSION)' \
+	    pytest pytest-timeout pytest-xdist hypothesis -e '.[disk,s3]'
+	@.venv-sglang/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
+	@.venv-sglang/bin/python -c 'import tests.sglang.cpu'
+	@touch $@
 
 $(VLLM_READY):
 	$(call install-vllm,.venv-vllm,$(VLLM_NEWEST))

@@ -1,0 +1,4 @@
+"""kvferry's disk and shared stores as a storage back end of SGLang's HiCache.
+
+Owns the translation of HiCache's interface; the tiers are those of every other engine.
+"""

@@ -1,0 +1,188 @@
+"""SGLang's HiCache on a machine without a GPU: its own controller, host pool and threads.
+
+Import this module before sglang. It puts empty stand-ins in the place of libraries that need CUDA
+or are not used here, so that SGLang's modules can be imported. All that runs is SGLang's own.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import types
+from typing import Any
+
+ABSENT = ("sgl_kernel", "torchvision", "soundfile", "IPython")
+LONG = 60.0
+PAGE = 16
+
+
+class _Name(type):
+    """A class whose every attribute is another one: enough for a module that only names things."""
+
+    def __getattr__(cls, name: str) -> _Name:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
+
+
+class _Absent(types.ModuleType):
+    __version__ = "0.0"
+
+    def __getattr__(self, name: str) -> _Name:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+sys.meta_path.insert(0, _Finder())
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.runtime_context import get_parallel
+
+
+def start_distributed(rank: int = 0, num_ranks: int = 1, port: int | None = None) -> None:
+    """The process groups and ranks that SGLang's scheduler has when HiCache starts."""
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    get_parallel().override_permanently(
+        tp_rank=rank, tp_size=num_ranks, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
+    )
+
+
+class Server:
+    """One rank's HiCache with kvferry behind it. Pages are whatever bytes a test puts there."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        *,
+        layout: str = "page_first",
+        dtype: torch.dtype = torch.bfloat16,
+        layers: int = 3,
+        model: str = "a/model",
+        tokens: int = 1024,
+    ) -> None:
+        start_distributed(
+            *(() if not dist.is_initialized() else (dist.get_rank(), dist.get_world_size()))
+        )
+        pool = MHATokenToKVPool(
+            size=tokens,
+            page_size=PAGE,
+            dtype=dtype,
+            head_num=2,
+            head_dim=8,
+            layer_num=layers,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        (described,) = pool.get_device_pool_infos()
+        self.host = MHATokenToKVPoolHost(
+            described.buffer_info,
+            2.0,
+            0,
+            PAGE,
+            layout,
+            pin_memory=False,
+            device="cpu",
+            device_capacity_tokens=pool.size,
+            start_layer=0,
+            end_layer=layers,
+        )
+        self.bytes = self.host.kv_buffer.view(torch.uint8)
+        self.controller = HiCacheController(
+            PagedTokenToKVPoolAllocator(tokens, PAGE, dtype, "cpu", pool, False),
+            self.host,
+            PAGE,
+            dist.group.WORLD,
+            threading.Event(),
+            write_policy="write_through",
+            io_backend="direct",
+            storage_backend="dynamic",
+            prefetch_threshold=PAGE,
+            model_name=model,
+            storage_backend_extra_config={
+                "backend_name": "kvferry",
+                "module_path": "kvferry.connectors.sglang.storage",
+                "class_name": "KvferryStorage",
+                "interface_v1": 1,
+                **settings,
+            },
+        )
+        self.storage = self.controller.storage_backend
+
+    def page(self, index: int) -> bytes:
+        """The bytes of the page at a host index."""
+        return self.host.get_data_page(index).view(torch.uint8).numpy().tobytes()
+
+    def backup(self, tokens: list[int]) -> list[bytes]:
+        """Fill host pages for these tokens with random bytes and back them up; returns them."""
+        count = len(tokens) // PAGE
+        indices = self.host.alloc(count * PAGE)
+        for at in range(count):
+            page = self.host.get_dummy_flat_data_page()
+            random = bytearray(secrets.token_bytes(page.nbytes))
+            page.view(torch.uint8).copy_(torch.frombuffer(random, dtype=torch.uint8))
+            self.host.set_from_flat_data_page(indices[at * PAGE], page)
+        return self.write(tokens, indices)
+
+    def write(self, tokens: list[int], indices: torch.Tensor) -> list[bytes]:
+        hashes = get_hash_str(tokens[: len(indices)], None, page_size=PAGE)
+        pages = [self.page(index) for index in indices[::PAGE]]
+        self.controller.write_storage(indices, tokens[: len(indices)], hash_value=hashes)
+        self.controller.ack_backup_queue.get(timeout=LONG)
+        self.host.free(indices)
+        return pages
+
+    def prefetch(self, tokens: list[int]) -> list[bytes]:
+        """The leading pages that come back for these tokens, into memory full of other bytes."""
+        self.controller.prefetch(secrets.token_hex(4), tokens)
+        operation = self.controller.prefetch_hit_queue.get(timeout=LONG)
+        if not operation.storage_hit_count:
+            return []
+        indices = self.host.alloc(operation.storage_hit_count)
+        self.bytes.fill_(0xEE)
+        operation.host_indices = indices
+        self.controller.prefetch_buffer.put(operation)
+        completed, end = 0, time.monotonic() + LONG
+        while time.monotonic() < end:
+            ack = self.controller.ack_prefetch_queue.get(timeout=LONG)
+            if ack.completed_req:
+                break
+            completed = ack.completed_tokens
+        pages = [self.page(index) for index in indices[:completed:PAGE]]
+        self.host.free(indices)
+        return pages
+
+    def close(self) -> None:
+        self.controller.detach_storage_backend()

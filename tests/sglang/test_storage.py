@@ -1,0 +1,242 @@
+"""The storage back end behind SGLang's own HiCache controller and host pools, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+
+import torch
+from tests.sglang.cpu import LONG, PAGE, Server
+
+from kvferry.connectors.sglang.storage import weights_of
+
+LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts servers on one disk, one after the other, and ends them."""
+    servers: list[Server] = []
+
+    def start(settings: dict | None = None, **options) -> Server:
+        while servers:
+            servers.pop().close()
+        disk = {"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_keep_free": "0"}
+        given = {**disk, "revision": "1"} if settings is None else settings
+        servers.append(Server(given, **options))
+        return servers[0]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    chooser = random.Random(seed)
+    return [chooser.randrange(30_000) for _ in range(count * PAGE)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_come_back_also_after_a_restart(serve, layout):
+    server, prompt = serve(layout=layout), tokens(20)
+    pages = server.backup(prompt)
+    assert server.prefetch(prompt + tokens(2, seed=1)) == pages
+    assert server.prefetch(tokens(3, seed=2)) == []
+    server = serve(layout=layout)
+    assert server.prefetch(prompt) == pages
+    assert server.prefetch(prompt[: 5 * PAGE] + tokens(4, seed=3)) == pages[:5]
+
+
+@pytest.mark.parametrize(
+    ("other", "settings"),
+    [
+        ({"dtype": torch.float16}, {}),
+        ({"layers": 4}, {}),
+        ({"model": "another/model"}, {}),
+        ({"layout": "layer_first"}, {}),
+        ({}, {"revision": "2"}),
+    ],
+    ids=str,
+)
+def test_pages_of_another_kind_are_never_read(serve, tmp_path, other, settings):
+    server, prompt = serve(), tokens(4)
+    pages = server.backup(prompt)
+    disk = {"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_keep_free": "0"}
+    assert serve({**disk, "revision": "1", **settings}, **other).prefetch(prompt) == []
+    assert serve().prefetch(prompt) == pages
+
+
+def test_without_known_weights_nothing_is_shared(serve, tmp_path, caplog):
+    server = serve({"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_keep_free": "0"})
+    assert "which weights" in server.storage.idle_reason
+    assert "kvferry is idle" in caplog.text
+    server.backup(tokens(4))
+    assert server.prefetch(tokens(4)) == []
+
+
+def test_weights_are_told_by_commit_or_by_their_files(tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    args = SimpleNamespace(model_path="m", revision=commit, load_format="auto")
+    assert weights_of(args) == commit
+    folder = tmp_path / "snapshots" / commit
+    folder.mkdir(parents=True)
+    local = SimpleNamespace(model_path=str(folder), revision=None, load_format="auto")
+    assert weights_of(local) == commit
+    plain = tmp_path / "model"
+    plain.mkdir()
+    local.model_path = str(plain)
+    assert weights_of(local) == ""
+    (plain / "config.json").write_text("{}")
+    (plain / "model.safetensors").write_bytes(b"1234")
+    first = weights_of(local)
+    assert first
+    assert weights_of(local) == first
+    (plain / "model.safetensors").write_bytes(b"12345")
+    assert weights_of(local) not in ("", first)
+    local.load_format = "dummy"
+    assert weights_of(local) == ""
+    assert weights_of(None) == ""
+
+
+def test_settings_are_checked(serve, tmp_path):
+    with pytest.raises(ValueError, match="needs disk or remote"):
+        serve({})
+    with pytest.raises(ValueError, match=r"extra-config.*dsk.*disk"):
+        serve({"dsk": str(tmp_path)})
+    with pytest.raises(ValueError, match="interface_v1"):
+        serve({"disk": str(tmp_path), "interface_v1": 0})
+
+
+def test_random_lives(serve):
+    """Prompts that share beginnings: what comes back is the longest stored beginning, unchanged."""
+    chooser = random.Random(os.urandom(8))
+    stems = [tokens(4, seed) for seed in range(6)]
+    truth: dict[tuple[int, ...], bytes] = {}
+    server, hits = serve(), 0
+    for _ in range(150):
+        prompt = chooser.choice(stems)[: chooser.randrange(1, 5) * PAGE]
+        prompt = prompt + tokens(chooser.randrange(0, 4), chooser.randrange(100, 112))
+        names = [tuple(prompt[:end]) for end in range(PAGE, len(prompt) + 1, PAGE)]
+        action = chooser.random()
+        if action < 0.4:
+            fresh = [name for name in names if name not in truth]
+            pages = server.backup(prompt)
+            made = dict(zip(names, pages, strict=True))
+            truth |= {name: made[name] for name in fresh}
+        elif action < 0.97:
+            stored = [truth[name] for name in names if name in truth]
+            assert server.prefetch(prompt) == stored
+            hits += len(stored)
+        else:
+            server = serve()
+    assert hits > 100
+
+
+def test_the_disk_is_bounded(serve, tmp_path):
+    server = serve(tokens=2048)
+    for seed in range(250):
+        server.backup(tokens(30, seed))  # 23 MB in all
+    used = sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*") if file.is_file())
+    assert used <= 16 << 20
+    assert server.prefetch(tokens(30, 0)) == []
+    assert len(server.prefetch(tokens(30, 249))) == 30
+
+
+def test_a_damaged_page_ends_the_hit(serve, tmp_path):
+    server, prompt = serve(), tokens(10)
+    pages = server.backup(prompt)
+    server.close()
+    (file,) = (tmp_path / "disk").rglob("blocks*")
+    content = bytearray(file.read_bytes())
+    at = content.find(pages[6])
+    assert at >= 0
+    content[at + 9] ^= 1
+    file.write_bytes(content)
+    server = Server(
+        {
+            "disk": str(tmp_path / "disk"),
+            "disk_size": "16MiB",
+            "disk_keep_free": "0",
+            "revision": "1",
+        }
+    )
+    try:
+        assert server.prefetch(prompt) == pages[:6]
+        assert server.prefetch(prompt) == pages[:6]
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+def test_a_drive_that_dies_or_hangs_is_a_miss_within_its_deadline(serve, tmp_path, fault):
+    disk = {"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_keep_free": "0"}
+    server = serve({**disk, "revision": "1", "disk_deadline": "1s", "promote_deadline": "1s"})
+    prompt = tokens(12)
+    pages = server.backup(prompt)
+    for child in _children():
+        os.kill(child, fault)
+    came = server.prefetch(prompt)
+    assert came == pages[: len(came)]
+    end = time.monotonic() + LONG
+    while server.prefetch(prompt) != pages:  # the drive's process is started again
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _children() -> list[int]:
+    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return [int(child) for child in found.split()]
+
+
+RANK = """
+import sys
+from pathlib import Path
+from tests.sglang.cpu import PAGE, Server, start_distributed
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+start_distributed(rank, 2, port)
+settings = {"disk": folder, "disk_size": "32MiB", "disk_keep_free": "0", "revision": "1"}
+prompt = list(range(8 * PAGE))
+server = Server(settings)
+pages = server.backup(prompt)
+server.close()
+server = Server(settings)
+came = server.prefetch(prompt)
+server.close()
+assert came == pages, (rank, len(came))
+Path(folder).with_name(f"rank-{rank}").write_bytes(b"".join(came))
+"""
+
+
+def test_two_ranks_have_their_own_parts_and_agree(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(port), str(tmp_path / "disk")],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=280)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    one, two = ((tmp_path / f"rank-{rank}").read_bytes() for rank in range(2))
+    assert len(one) == len(two) > 0
+    assert one != two
