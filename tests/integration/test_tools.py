@@ -72,6 +72,19 @@ def test_top_says_where_no_endpoint_answers(endpoint):
     assert invoke("top", "file:///etc/passwd", "--once").exit_code == 1
 
 
+def test_a_running_kvferry_is_found(endpoint, monkeypatch):
+    vllms, urls = "http://127.0.0.1:8000", [endpoint.url, "http://127.0.0.1:8000"]
+    monkeypatch.setattr("kvferry.tools.cli.output.find_endpoints", lambda: urls)
+    result = invoke("top", "--once", "--interval", "0.1")
+    assert "hit rate 75%" in result.stdout
+    assert result.stderr == f"Found {endpoint.url}, {vllms}. Using {endpoint.url}.\n"
+    assert "There is no request yet." in invoke("explain").stdout
+    monkeypatch.setattr("kvferry.tools.cli.output.find_endpoints", lambda: [vllms])
+    refused = invoke("explain")
+    assert refused.exit_code == 1
+    assert f"{vllms} has kvferry's metrics but does not explain requests" in refused.stderr
+
+
 EVIL = "a\x1b[2J\x1b]0;pwned\x07[red]b\n\u202e"
 
 
