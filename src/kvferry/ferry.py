@@ -336,6 +336,7 @@ class Ferry(Closing):
             self._recover()
         self._is_inside = True
         request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
+        request.progress.begin_at(first * self.namespace.block_tokens)
         try:
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
             reason = ""

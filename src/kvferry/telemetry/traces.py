@@ -143,7 +143,11 @@ def read_request(found: dict[str, Any], header: TraceHeader) -> TraceRequest:
         if not isinstance(ids, list):
             raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
         at, numbers = _seconds(found, "timestamp") / 1000, _numbers(ids)
-        lengths = _count(found, "input_length"), _count(found, "output_length", default=0)
+        whole = len(ids) * block_tokens  # where the length is missing: all blocks are full
+        lengths = (
+            _count(found, "input_length", default=whole),
+            _count(found, "output_length", default=0),
+        )
         return _request(at, numbers, *lengths, block_tokens)
     text = found.get("keys")
     if not isinstance(text, str):

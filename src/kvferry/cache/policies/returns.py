@@ -43,13 +43,14 @@ _SAMPLES = 64
 _VICTIMS = 4  # at least, of one look; then others are looked at
 _PART = 8  # of those looked at, one in so many may go
 _LOOK_EVERY = 8  # requests, where those that were looked at last have not gone meanwhile
+_MOST_DUE = 1 << 14  # hints that wait to be judged
 _MOST_AHEAD = 64  # nodes in use that are passed over to find the oldest
 
 
 class Senders:
     """How often the hints of each sender came true. Owns the counts, of the latest ``_MOST``."""
 
-    _MOST, _FEW, _FULL, _WRONG = 4096, 4.0, 32.0, 0.3
+    _MOST, _FEW, _FULL, _WRONG = 4096, 4.0, 32.0, 0.5
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -138,7 +139,7 @@ class Returns:
         self._queue: dict[Node, float] = {}  # nodes that go next, and their values
         self._chance = np.random.default_rng(seed)
         self._now = self._taught = 0.0
-        self._num_asked = self._look_again = 0
+        self._num_asked = self._num_told = self._look_again = 0
         self._asked_by: Arriving | None = None
         self._bids: list[tuple[float, int]] = []
         self._lacking = 0
@@ -230,6 +231,8 @@ class Returns:
             goes_on = not node.children and 2 * num_last * WORD >= len(node.words)
             left, node = node, tree.split(node, num_last)
             path[-1] = node
+            if goes_on:  # what was said of it was said of all of it
+                node.told, left.told = left.told, None
             if not left.children:
                 left.is_left = True
                 self._describe(left)
@@ -285,7 +288,10 @@ class Returns:
         trust = self._senders.trust(evidence.sender)
         node.hint = hint_bin(evidence.ended, evidence.within, trust)
         node.told = told = Told(evidence, now)
-        heappush(self._due, (told.due, self._num_asked, node, told))
+        self._num_told += 1
+        heappush(self._due, (told.due, self._num_told, node, told))
+        if len(self._due) > _MOST_DUE:
+            heappop(self._due)
         self._asked_by = None
         self._describe(node)
 

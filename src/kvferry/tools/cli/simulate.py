@@ -17,6 +17,8 @@ from kvferry.errors import ConfigError
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY, POLICIES, read_policy
 from kvferry.sim.simulation import (
     ALL_KNOWING,
+    LOAD_SECONDS,
+    PREFILL_SECONDS,
     Score,
     Simulated,
     Simulation,
@@ -346,8 +348,9 @@ def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
         table.add_row(*row, style="dim" if row[1] == ALL_KNOWING else None)
     console.print(table)
     console.print(
-        "Hit ratio: share of all looked up blocks that hit. us: processor time of a request. Took "
-        f"{data['seconds']:g} s.",
+        "Hit ratio: share of all looked up blocks that hit. Seconds saved: prefill at "
+        f"{1 / PREFILL_SECONDS:,.0f} tokens a second, less loads at {1 / LOAD_SECONDS:,.0f}. "
+        f"us: processor time of a request. Took {data['seconds']:g} s.",
         style="dim",
     )
 
@@ -357,7 +360,18 @@ def _rows(simulated: Simulated, names: Names) -> Rows:
     tiers = max(len(score.trial.capacity) for score in simulated.scores)
     halves = simulated.scores[0].parts
     columns = ["Hit ratio", *halves, *(f"tier {at}" for at in range(1, tiers))]
-    rows = [["Capacity", "Policy", *columns, "Of best", "Tokens saved", "Evicted", "us"]]
+    rows = [
+        [
+            "Capacity",
+            "Policy",
+            *columns,
+            "Of best",
+            "Tokens saved",
+            "Seconds saved",
+            "Evicted",
+            "us",
+        ]
+    ]
     bounds = {score.trial.capacity[0]: score for score in simulated.bounds}
     shown: set[tuple[int, ...]] = set()
     for score in simulated.scores:
@@ -379,6 +393,7 @@ def _row(score: Score, bound: Score | None, tiers: int, *, is_bound: bool = Fals
     row = [f"{part.hit_ratio:.4f}" for part in (whole, *score.parts.values())]
     row += ["" if is_bound else f"{found / whole.blocks:.4f}" for found in hits]
     row += [f"{whole.hit_ratio / best:.0%}" if best else "", f"{whole.token_ratio:.1%}"]
+    row.append(f"{whole.seconds_saved:,.0f}")
     if is_bound:
         return [*row, "", ""]
     micros = score.seconds / max(1, whole.requests) * 1e6
