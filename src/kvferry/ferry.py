@@ -347,8 +347,7 @@ class Ferry(Closing):
             ticket = self._tickets.send(ordered, reason)
             self._send(starts_here=True)
         except BaseException:
-            # The caller has no ticket to wait for and may write to those blocks: whatever was
-            # copied of them, or will be, must never be found.
+            # The caller may write to those blocks now: no copy of them must ever be found.
             if ticket is not None:
                 self._tickets.drop(ticket)
             self._scheduler.disown(request)
