@@ -97,7 +97,12 @@ class StoreError(KvferryError, RuntimeError):
 
 
 class StoreInUseError(StoreError):
-    """A store on disk that another process has open; the message names both."""
+    """A store on disk that another process has open; the message names both.
+
+    ``is_ending`` unless the engine of that process is known to run.
+    """
+
+    is_ending = True
 
 
 class UnreachableError(KvferryError, ConnectionError):

@@ -153,8 +153,11 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
     assert other.stdout is not None
     assert other.stdout.readline() == b"open\n"
     try:
-        with pytest.raises(StoreInUseError, match=rf"{identity().folder_name}.*{other.pid}.*disk"):
-            Store.open(tmp_path, identity(), BOUND)
+        words = rf"{identity().folder_name}.*{other.pid}.*disk"
+        for us, is_ending in ((os.getpid(), False), (other.pid, True)):
+            with pytest.raises(StoreInUseError, match=words) as refused:
+                Store.open(tmp_path, identity(), BOUND, on_behalf_of=us)
+            assert refused.value.is_ending is is_ending, "an engine that runs is not waited for"
         (listed,) = list_stores(tmp_path)
         assert f"process {other.pid}" in listed.folder.holder
         with pytest.raises(StoreInUseError, match="stop that one first"):

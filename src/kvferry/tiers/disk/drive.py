@@ -184,6 +184,7 @@ class DriveServer:
         self._status.add(HEARTBEAT, 1)
         self._status.put(Count.DIRECT, self._file.is_direct)
         hung = self._queue.sweep()
+        self._status.put(Count.LATE, self._queue.num_late)
         began, deadline = self._commits.began, self._queue.deadline
         if began and time.monotonic() - began > deadline:
             hung = hung or f"no answer for {deadline:g} s"
@@ -254,7 +255,7 @@ def open_store(setup: DriveSetup) -> Store:
 
 
 def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
-    """Open the store; wait a while for a process that has it open.
+    """Open the store; wait a while for a process that has it open and whose engine is gone.
 
     The drive process of an engine that was just killed may have its last commit still to do. If our
     engine hangs up meanwhile, because it was interrupted, it need not wait for us.
@@ -264,10 +265,10 @@ def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
     while True:
         try:
             return open_store(setup)
-        except StoreInUseError:
+        except StoreInUseError as error:
             waited = time.monotonic() - began
             channel.receive(0)  # finds out whether the engine is there; takes no frame
-            if waited > patience or channel.is_ended:
+            if not error.is_ending or waited > patience or channel.is_ended:
                 raise
             time.sleep(0.05)
 

@@ -39,6 +39,7 @@ MAX_ERRORS = 16
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _MAX_RETRY_SECONDS = 60.0
+_LATE = _NOT_BEGUN, _NO_ANSWER = "not begun in time", "no answer"
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class Order:
         """Why no further job of it should begin; empty while they should."""
         if self.is_cancelled:
             return "cancelled"
-        return "not begun in time" if now >= self.message.deadline else ""
+        return _NOT_BEGUN if now >= self.message.deadline else ""
 
 
 @dataclass(eq=False)
@@ -100,6 +101,8 @@ class IoQueue:
         self._waiting: dict[Way, deque[Job]] = {Way.READ: deque(), Way.WRITE: deque()}
         self._in_flight: dict[Way, set[Job]] = {Way.READ: set(), Way.WRITE: set()}
         self._orders: dict[int, Order] = {}
+        self.num_late = 0
+        """Blocks whose time was up before the drive answered."""
         self._ailment = ""
         self._write_refusal = ""
         self._is_closed = False
@@ -208,7 +211,7 @@ class IoQueue:
                 for job in jobs
                 if now - job.began > self.deadline
             ]
-            reason = f"no answer for {self.deadline:g} s" if hung else ""
+            reason = f"{_NO_ANSWER} for {self.deadline:g} s" if hung else ""
             for job in hung:
                 if not job.order.is_over and not job.order.num_delivering:
                     self._end_order(job.order, reason)
@@ -268,6 +271,7 @@ class IoQueue:
         """Send the result; ``reason`` is for blocks that have not ended by themselves."""
         for position in np.flatnonzero(~order.ok).tolist():
             order.reasons.setdefault(position, reason)
+        self.num_late += sum(why.startswith(_LATE) for why in order.reasons.values())
         order.is_over = True
         message = order.message
         del self._orders[message.id]

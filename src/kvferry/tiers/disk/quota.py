@@ -77,10 +77,12 @@ class StoreLock:
         """
         lock = cls.try_once(folder)
         if lock is None:
-            raise StoreInUseError(
+            error = StoreInUseError(
                 f"{folder} is open in {holder(folder) or 'another process'}; two servers cannot "
                 "share a store: stop that one, or give this one another directory (setting disk)"
             )
+            error.is_ending = not _is_held_by_another(folder, on_behalf_of or os.getpid())
+            raise error
         try:
             require_plain(folder, lock._fds[0])
             lock._sign(on_behalf_of or os.getpid())
@@ -166,6 +168,18 @@ def holder(folder: Path) -> str:
         return ""
     finally:
         _close(fds)
+
+
+def _is_held_by_another(folder: Path, pid: int) -> bool:
+    """Whether an engine of this host that still runs, other than ``pid``, has the store open."""
+    try:
+        words = json.loads((folder / LOCK_NAME).read_bytes()[:_LOCK_BYTES])
+        other = int(words["pid"])
+        state = Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0]
+        is_it = words["command"] == _command(other)  # and no later process of that number
+        return other != pid and words["host"] == socket.gethostname() and state != "Z" and is_it
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return False
 
 
 def _command(pid: int) -> str:
