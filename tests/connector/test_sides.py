@@ -326,3 +326,29 @@ def test_kv_tensors_lose_their_memory_for_a_while(make, moves):
     places = sides.promise(again)
     sides.step()
     assert_same(sides.bytes_at(places), wanted)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_what_is_given_back_before_it_was_copied_is_not_found(make, is_sent):
+    """vLLM takes every device block back at once, and another request writes it meanwhile."""
+    sides = make()
+    request = sides.compute("writer", HASHES)
+    sides.end(request)
+    engine = sides.side.serving.engine
+    orders = sides.orders() if is_sent else None
+    assert engine.num_held == (4 if is_sent else 0)
+    sides.side.give_back()
+    assert engine.num_held == 0
+    sides.write(slice(None))
+    if orders is not None:
+        sides.run(orders)
+        sides.answer(0, 1)
+    sides.rest()
+    assert sides.side.match(request_of("reader", HASHES), 0) == (0, False)
+    assert not engine._released_before
+    assert engine.num_held == 0
+    sides.side.serving.scheduler.check_integrity()
+    wanted = sides.converse("again", hashes_of(3))
+    places = sides.promise(request_of("later", hashes_of(3)))
+    sides.step()
+    assert_same(sides.bytes_at(places), wanted)

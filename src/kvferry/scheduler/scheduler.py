@@ -401,6 +401,21 @@ class Scheduler:
         """
         request.num_storing -= self.transfers.disown(request)
 
+    def take_back(self) -> tuple[list[DeviceBlocks], list[DeviceBlocks]]:
+        """Let nothing be found of any store: the engine takes their device blocks back at once.
+
+        Returns those to release now and never again, and those to release now that
+        :meth:`settle` will name once more.
+        """
+        dropped, queued, flying = self.transfers.take_back()
+        for order in dropped:
+            if order.request is not None:
+                order.request.num_storing -= 1
+        for rest in self.deferred.take_all() if self.deferred is not None else ():
+            rest.request.end_left()
+            queued += rest.held
+        return queued, flying
+
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
         """A rank is gone for good and touches no memory: what waits for it fails now."""
         if self._closed:

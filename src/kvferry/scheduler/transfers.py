@@ -304,6 +304,30 @@ class Transfers:
                     lease.disown()
         return num_dropped
 
+    def take_back(self) -> tuple[list[StoreOrder], list[DeviceBlocks], list[DeviceBlocks]]:
+        """Let nothing be found of any store: the engine takes the device blocks of all back.
+
+        Returns the queued stores, which are dropped, and the blocks of these and of those in
+        flight, which stay claimed until they land.
+        """
+        dropped: list[StoreOrder] = []
+        queued = []
+        for group, (_, orders) in self._stores.items():
+            for order in orders:
+                order.lease.abort()
+                self.blocks_from_device -= len(order.device_blocks)
+                self.bytes_from_device -= len(order.device_blocks) * self._block_bytes[group]
+                queued.append(DeviceBlocks(group, order.device_blocks))
+            dropped += orders
+        self._stores.clear()
+        flying = []
+        for each in self._in_flight.values():
+            if _src(each) == DEVICE and isinstance(each.transfer, Transfer):
+                flying.append(DeviceBlocks(each.transfer.group, each.transfer.src_slots))
+                for lease in each.leases:
+                    lease.disown()
+        return dropped, queued, flying
+
     # -- launch ---------------------------------------------------------------------------------
 
     def launch(self, now: float) -> Plan:

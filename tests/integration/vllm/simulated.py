@@ -516,6 +516,13 @@ class Simulation:
             self.step()
         raise AssertionError("requests wait for ever")
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have blocks, and wait for what is to be loaded into them."""
+        tables = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        running = {request.request_id for request in self.scheduler.running}
+        return len([name for name, blocks in tables.items() if blocks and name not in running])
+
     def rest(self) -> None:
         """Steps without requests, until the connector has nothing left to do."""
         for _ in range(100):

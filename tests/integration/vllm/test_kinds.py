@@ -179,6 +179,37 @@ def test_a_state_that_a_draft_ran_past_is_stored_once_it_was_put_right(
         assert sim.num_drafts_refused > 0
 
 
+@pytest.mark.parametrize("name", ["full", "gpt-oss", "Qwen3.5, MTP"])
+def test_a_forced_reset_waits_for_no_store(llama: Path, name: str) -> None:
+    """Seen red: vLLM raised wherever a store was under way, in sleep and pause as well.
+
+    Only a request that waits for a load keeps its blocks, with any connector.
+    """
+    (shape,) = (each for each in _shapes() if each.name == name)
+    num_reset = num_held = 0
+    with closing(Simulation(shape, llama, 3, tiers="memory:64MiB", tier_write="through")) as sim:
+
+        def act() -> None:
+            nonlocal num_reset, num_held
+            if sim.num_came < 60 and sim.rng.random() < 0.4:
+                sim.come()
+            if sim.rng.random() < 0.15 and not sim.num_waiting:
+                num_held += bool(sim.serving.engine.num_held)
+                assert sim.scheduler.reset_prefix_cache(reset_running_requests=True)
+                assert sim.serving.engine.num_held == 0
+                num_reset += 1
+
+        while sim.num_came < 60:
+            sim.run(act)
+        sim.rest()
+        assert num_reset > 20
+        assert num_held > 5
+        assert sim.serving.engine.num_held == 0
+        assert not sim.serving.engine._released_before
+        assert sim.scheduler.reset_prefix_cache()
+        sim.serving.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_vllms_own_specs_get_the_answers_in_the_documentation(family: Family) -> None:
     from vllm.v1 import kv_cache_interface

@@ -88,7 +88,8 @@ def test_sleep_and_pause_forget_the_host(start, llama, what):
     prompts = make_prompts(94, 200)
     engine = start(llama, ferry=FERRY)
     expected = engine.generate(prompts)
-    engine.settle()
+    engine.step()
+    assert engine.connector.has_pending_push_work(), "a store is under way, and nobody waits for it"
     what(engine)
     assert engine.stats.resets == 1
     assert engine.stats.pool.cached == 0

@@ -481,6 +481,16 @@ class Serving:
             if held := state.ours.leave(request.num_computed_tokens - late):
                 self._hold(held)
 
+    def give_back(self) -> None:
+        """The engine empties its cache by force: let go of the device blocks of every store.
+
+        They may have other bytes before they are copied, so nothing of these stores is found.
+        """
+        queued, flying = self.scheduler.take_back()
+        self.engine.release(queued)
+        self.engine.release(flying, again_later=True)
+        self._num_quiet = 0
+
     def reset(self) -> None:
         """Forget everything: the cache was reset, or the weights have changed."""
         self.scheduler.reset()

@@ -150,6 +150,7 @@ class SchedulerSession:
     expect = _hook("expect", None)
     match = _hook("match", 0)
     finished = _hook("finished", None)
+    give_back = _hook("give_back", None)
     hit_sources = _hook("hit_sources", {})
     frees_soon = _hook("frees_soon", False)
     _reset = _hook("reset", None)

@@ -25,7 +25,7 @@ from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceip
 from kvferry.connectors.common.session import SchedulerSession
 from kvferry.connectors.common.worker import WorkerSession
 from kvferry.connectors.vllm import setup
-from kvferry.connectors.vllm.control import weights_of_caller
+from kvferry.connectors.vllm.control import before_forced_resets, weights_of_caller
 from kvferry.connectors.vllm.engine import VllmEngine, step_of
 from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
@@ -173,6 +173,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._bind(kv_cache_manager.block_pool, kv_cache_manager)
+        before_forced_resets(kv_cache_manager, self._session.give_back)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._bind(gpu_block_pool)

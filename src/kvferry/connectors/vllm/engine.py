@@ -102,6 +102,7 @@ class VllmEngine:
         self.hash_tokens = int(block_pool.hash_block_size)
         self._namespace = replace(namespace, block_tokens=self.hash_tokens)
         self._held: Counter[int] = Counter()
+        self._released_before: Counter[int] = Counter()
         self._evicts: bool | None = None
 
     # -- requests -------------------------------------------------------------------------------
@@ -257,10 +258,14 @@ class VllmEngine:
             self._pool.touch(list(map(blocks.__getitem__, numbers)))
             self._held.update(numbers)
 
-    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
+    def release(self, mentions: Iterable[DeviceBlocks], *, again_later: bool = False) -> None:
         blocks, held = self._pool.blocks, self._held
         for mention in mentions:
             numbers = mention.blocks.tolist()
+            if again_later:
+                self._released_before.update(numbers)
+            elif self._released_before:
+                numbers = [number for number in numbers if not self._was_released(number)]
             # Backwards: the end of a conversation is the first to be given away.
             self._pool.free_blocks(list(map(blocks.__getitem__, reversed(numbers))))
             # Mostly each is held once. By hand else: a load has a thousand blocks, and subtracting
@@ -277,6 +282,14 @@ class VllmEngine:
                     held[number] = count
                 else:
                     held.pop(number)  # not del, which a Counter does in Python
+
+    def _was_released(self, number: int) -> bool:
+        """Whether a hold of this block was ended before its time; true once for each."""
+        was = self._released_before[number] > 0
+        self._released_before.subtract([number] if was else ())
+        if was and not self._released_before[number]:
+            del self._released_before[number]
+        return was
 
     def release_all(self) -> None:
         blocks = self._pool.blocks
