@@ -74,7 +74,7 @@ class Watched:
     def close(self) -> None:
         """The client is others' too; only its threads are this test's."""
         for executor in self._inner._executors.values():  # type: ignore[attr-defined]
-            executor.close()
+            executor.shutdown(wait=False)
 
     async def _say(self, way: Way, name: str) -> Fault | None:
         if self.fault is None:

@@ -140,7 +140,7 @@ class Door:
     ``fault`` is called with what is asked for which block; what it raises is the server's error.
     ``refuses`` are methods that it answers with a status of its own, and ``says`` in the body.
     ``garble`` may change what the server answers with. ``clock`` is the server's: it refuses those
-    with quite another time, as S3 does; ``dates`` is when it says that all objects were made.
+    with quite another time, as S3 does.
     """
 
     def __init__(self, behind: S3Server) -> None:
@@ -150,7 +150,6 @@ class Door:
         self.says = "<Error><Code>Refused</Code><Message>Not today.</Message></Error>"
         self.garble: Callable[[bytes], bytes] | None = None
         self.clock: Callable[[], datetime] | None = None
-        self.dates: str | None = None
         self.num_requests = 0
         door = self
 
@@ -179,8 +178,6 @@ class Door:
                 if door.garble is not None and self.command == "GET" and found:
                     content = door.garble(content)
                 headers = dict(answer.getheaders())
-                if door.dates is not None:
-                    headers |= dict.fromkeys(("Date", "Last-Modified"), door.dates)
                 self._answer(answer.status, headers, content)
                 line.close()
 

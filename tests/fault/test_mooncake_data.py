@@ -57,14 +57,6 @@ def line(fleet: Fleet) -> Line:
     return Line(fleet)
 
 
-def test_a_slow_line_is_only_slow(line: Line) -> None:
-    line.wire.delay = 0.02
-    line.store.write(ALL)
-    before = line.passed
-    assert line.store.reads(ALL) == [True] * 8
-    assert line.passed - before >= 8 * IN_PLACE_SIZE, "the blocks went another way"
-
-
 def test_a_line_that_is_held_up_costs_one_deadline(patient: None, line: Line) -> None:
     """And what was on its way, and comes when its slots are others', touches nothing."""
     line.store.write(ALL)

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from tests.fakes import mooncake_store, s3_servers
+from tests.fakes import mooncake_store
 from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
 from tests.fakes.mooncake_fleet import fleet as fleet  # a fixture
 from tests.fakes.remote import LONG, Store
@@ -55,16 +55,3 @@ def test_a_server_that_loses_its_segment_gives_another(fleet: Fleet) -> None:
     giver.wait(lambda: "process" in giver.tier.ailment)
     giver.wait(lambda: is_well(giver))
     reader.wait(lambda: is_well(reader))
-
-
-def test_a_slow_way_to_the_master_is_only_slow(fleet: Fleet) -> None:
-    fleet.peer()
-    wire = s3_servers.Wire(fleet.master.port)
-    server = fleet.server(place=f"127.0.0.1:{wire.port}")
-    server.wait_healed()
-    wire.delay = 0.02
-    server.write(ALL)
-    assert server.reads(ALL) == [True] * 8
-    wire.delay = 0.0
-    server.tier.close()
-    wire.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,8 @@ def expiry(kind: str, ttl: float, turn: int = 0, **more: Any) -> Expiry:
 
 
 def names(kind: str) -> set[str]:
-    async def find() -> set[str]:
-        pages = list_ours(remote.bucket(kind), FOLDER)
-        return {each.path async for page in pages for each in page}
-
-    return asyncio.run(find())
+    pages = list_ours(remote.bucket(kind), FOLDER)
+    return {each.path for page in pages for each in page}
 
 
 @every_server
@@ -66,14 +63,14 @@ def test_what_is_old_goes_and_what_is_young_stays(kind: str, store: Store) -> No
     store.write(ALL[4:])
     other = "tests/not-ours"
     obstore.put(remote.bucket(kind), other, b"stays")
-    assert asyncio.run(expiry(kind, 2.0).take_turn()) == 4
+    assert expiry(kind, 2.0).take_turn() == 4
     assert store.reads(ALL) == [False] * 4 + [True] * 4
     assert not store.tier.ailment
     left = {name.rpartition("/")[2] for name in names(kind)}
     assert "probe" in left, "it says whose the other objects are"
     assert obstore.head(remote.bucket(kind), other)["size"] == 5
     time.sleep(3.0)
-    assert asyncio.run(expiry(kind, 2.0, turn=1).take_turn()) == 5
+    assert expiry(kind, 2.0, turn=1).take_turn() == 5
     assert not names(kind), "with its last block goes the object beside them"
     store.write(ALL)
     assert store.reads(ALL) == [True] * 8, "what was removed is written again"
@@ -84,15 +81,16 @@ def test_one_server_at_a_time(kind: str, store: Store) -> None:
     store.write(ALL)
     time.sleep(1.5)
 
-    async def race(turn: int) -> list[int]:
+    def race(turn: int) -> list[int]:
         rivals = [expiry(kind, 0.5, turn) for _ in range(8)]
-        return await asyncio.gather(*(each.take_turn() for each in rivals))
+        with ThreadPoolExecutor(8) as threads:
+            return sorted(threads.map(lambda rival: rival.take_turn(), rivals))
 
-    assert sorted(asyncio.run(race(1))) == [0] * 7 + [9]
-    assert asyncio.run(race(1)) == [0] * 8, "this turn was taken"
+    assert race(1) == [0] * 7 + [9]
+    assert race(1) == [0] * 8, "this turn was taken"
     store.write(ALL)
     time.sleep(1.5)
-    assert sorted(asyncio.run(race(2))) == [0] * 7 + [8]
+    assert race(2) == [0] * 7 + [8]
     turns = [
         each["path"]
         for page in obstore.list(remote.bucket(kind))
@@ -112,18 +110,16 @@ def test_readers_meet_misses_and_nothing_else(kind: str, store: Store) -> None:
         store.objects.namespace,
     )
     reader.rows[:] = store.rows
-    came = []
+    came: list[bool] = []
     for turn in range(6):
         store.write(ALL)
         remover = expiry(kind, -60.0, turn, settle=0.0)  # everything is old
 
-        async def both(remover: Expiry = remover) -> None:
-            task = asyncio.create_task(remover.take_turn())
-            while not task.done():
-                came.extend(await asyncio.to_thread(reader.reads, ALL))  # verifies what comes
-            await task
-
-        asyncio.run(both())
+        with ThreadPoolExecutor(1) as threads:
+            removing = threads.submit(remover.take_turn)
+            while not removing.done():
+                came += reader.reads(ALL)  # verifies what comes
+            removing.result()
     assert not reader.tier.ailment
     assert True in came
     assert False in came

@@ -11,7 +11,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import obstore
 import pytest
 from tests.fakes import remote, s3_servers
@@ -102,14 +101,6 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(kind: str, open_store: Open)
     assert found.ok.tolist() == [number not in damages for number in range(8)]
     store.write(list(range(8)))
     assert store.reads(list(range(8))) == [True] * 8, "what was known to be bad is written anew"
-
-
-@every_server
-def test_each_of_many_look_ups_has_its_own_answer(kind: str, open_store: Open) -> None:
-    store = open_store(s3_servers.server(kind).endpoint)
-    store.write([1, 4, 6])
-    found = store.do(Way.FIND, list(range(300)))
-    assert np.flatnonzero(found.ok).tolist() == [1, 4, 6]
 
 
 def test_a_store_that_answers_with_garbage_costs_a_miss(
@@ -212,17 +203,6 @@ def test_a_clock_gone_wrong_costs_one_batch_and_heals_with_it(
     door.clock = _ahead(0)
     store.wait_healed()
     assert store.reads([0, 1]) == [True, True]
-
-
-@pytest.mark.parametrize("date", ["Thu, 01 Jan 1970 00:00:00 GMT", "Fri, 31 Dec 2100 23:59:59 GMT"])
-def test_when_objects_were_made_does_not_matter(
-    date: str, open_store: Open, door: s3_servers.Door
-) -> None:
-    door.dates = date
-    store = open_store(door.endpoint)
-    store.write([0, 1])
-    assert store.do(Way.FIND, [0, 1, 2]).ok.tolist() == [True, True, False]
-    assert store.reads([0, 1, 2]) == [True, True, False]
 
 
 @pytest.fixture
@@ -342,21 +322,6 @@ def test_lines_cut_in_the_middle_of_answers(open_store: Open, wire: s3_servers.W
     assert store.reads([0, 1, 2]) == [True] * 3
 
 
-def test_a_slow_network_is_only_slow(open_store: Open, wire: s3_servers.Wire) -> None:
-    store = open_store(wire.endpoint)
-    wire.delay = 0.05
-    store.write([0, 1])
-    assert store.reads([0, 1]) == [True, True]
-
-
-def test_a_cap_on_bytes_is_kept_both_ways(open_store: Open) -> None:
-    store = open_store(s3_servers.server("rclone").endpoint, bandwidth=4 * SIZE)
-    for way in (Way.WRITE, Way.READ):
-        result = store.do(way, [0, 1, 2, 3])
-        assert result.ok.all()
-        assert result.seconds > 0.5, "three of four blocks had to wait, a quarter second each"
-
-
 def test_a_killed_process_is_started_again(open_store: Open, door: s3_servers.Door) -> None:
     store = open_store(door.endpoint)
     store.write([0, 1])
@@ -390,14 +355,6 @@ def test_a_process_that_hangs_is_ended_and_touches_nothing_later(
     assert (store.into == 0xEE).all()
     store.wait_healed()
     assert store.reads([0, 1]) == [True, True]
-
-
-def test_the_process_ends_with_the_engine(open_store: Open) -> None:
-    store = open_store(s3_servers.server("rclone").endpoint)
-    pid = _pid(store.tier)
-    store.tier.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def _hang(

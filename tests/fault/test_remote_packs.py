@@ -112,38 +112,6 @@ def test_a_chain_goes_into_few_objects_and_another_server_reads_them(fleet: Flee
     assert read(theirs, [7, 0, 4, 1]) == [7, 0, 4, 1]
 
 
-@pytest.mark.parametrize("kind", ["rclone"])
-def test_blocks_that_do_not_follow_each_other_are_objects_of_their_own(fleet: Fleet) -> None:
-    ours = fleet.join(8)
-    ours.write([0, 2, 3, 5])
-    assert fleet.objects() == {0: 1, 3: 2, 5: 1}
-    ours.is_chain = False
-    ours.write([6, 7])
-    assert fleet.objects() == {0: 1, 3: 2, 5: 1, 6: 1, 7: 1}
-
-
-@pytest.mark.parametrize("kind", ["rclone"])
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 8), (8, 1), (2, 4)])
-def test_any_setting_reads_what_any_other_wrote(fleet: Fleet, ours: int, theirs: int) -> None:
-    writer = fleet.join(ours)
-    writer.write([0, 1, 2, 3, 4])
-    reader = fleet.join(theirs, like=writer)
-    assert found(reader, ALL) == [0, 1, 2, 3, 4]
-    assert read(reader, [0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4]
-
-
-@every_server
-def test_a_chain_that_leaves_a_pack_in_its_midst_finds_what_comes_before(fleet: Fleet) -> None:
-    ours = fleet.join(4)
-    ours.write(ALL)
-    theirs = fleet.join(4, like=ours)
-    assert found(theirs, [0, 1, 2, 3, 4, 5]) == [0, 1, 2, 3], "the name of 4 to 7 is 7's"
-    theirs.write([4, 5])
-    assert found(theirs, [0, 1, 2, 3, 4, 5]) == [0, 1, 2, 3, 4, 5]
-    assert read(theirs, ALL[:6]) == ALL[:6]
-    assert found(ours, ALL) == ALL
-
-
 @pytest.mark.parametrize("kind", ["moto"])
 @pytest.mark.parametrize("pack", [None, 1, 16])
 def test_a_lookup_says_how_long_objects_may_be(fleet: Fleet, pack: int | None) -> None:
@@ -151,18 +119,6 @@ def test_a_lookup_says_how_long_objects_may_be(fleet: Fleet, pack: int | None) -
     tier = fleet.join(pack).tier
     host = HostTier(1, SIZE)
     assert TierMover(host, tier).most_in_one == 16
-
-
-@pytest.mark.parametrize("kind", ["moto"])
-def test_each_rank_has_packs_of_its_own(fleet: Fleet) -> None:
-    ranks = [fleet.join(4, rank=rank, num_ranks=2) for rank in range(2)]
-    ranks[0].write([0, 1, 2, 3])
-    assert found(ranks[1], ALL) == []
-    ranks[1].write([1, 2, 3])
-    assert found(ranks[0], ALL) == [0, 1, 2, 3]
-    assert found(ranks[1], ALL) == [1, 2, 3]
-    for rank, numbers in zip(ranks, ([0, 1, 2, 3], [1, 2, 3]), strict=True):
-        assert read(rank, numbers) == numbers
 
 
 @every_server
@@ -187,20 +143,6 @@ def test_encrypted_blocks_are_packed_and_proven_one_by_one(fleet: Fleet) -> None
     assert found(theirs, ALL) == ALL
     assert read(theirs, ALL) == ALL
     assert found(fleet.join(8), ALL) == []
-
-
-@every_server
-def test_the_longer_of_two_objects_of_one_name_holds_both(fleet: Fleet) -> None:
-    short, long = fleet.join(8), fleet.join(8)
-    long.rows[:] = short.rows
-    short.write([5, 6, 7])
-    theirs = fleet.join(like=long)
-    assert found(theirs, ALL) == [5, 6, 7]
-    long.write(ALL)
-    assert fleet.objects() == {7: 8}, "what was there had fewer blocks"
-    assert read(theirs, [5, 6, 7]) == [5, 6, 7], "they lie elsewhere in it now"
-    assert found(theirs, ALL) == ALL
-    assert read(theirs, ALL) == ALL
 
 
 def test_a_shorter_object_leaves_a_longer_where_the_server_minds_the_condition() -> None:
@@ -260,78 +202,6 @@ def test_a_damaged_block_is_missed_alone_and_written_again(fleet: Fleet) -> None
     assert fleet.objects() == {2: 1, 5: 1, 7: 8}, "the others' object stays"
     assert found(theirs, ALL) == ALL
     assert read(theirs, ALL) == ALL
-
-
-@every_server
-def test_a_pack_whose_last_block_is_damaged_is_replaced(fleet: Fleet) -> None:
-    ours = fleet.join(8)
-    ours.write(ALL)
-    theirs = fleet.join(8, like=ours)
-    fleet.damage(ours, 7, -1)
-    assert found(theirs, ALL) == ALL
-    assert read(theirs, ALL) == ALL[:7]
-    assert found(theirs, ALL) == ALL[:7]
-    theirs.write(ALL)
-    assert read(theirs, ALL) == ALL
-
-
-@pytest.mark.parametrize("kind", ["moto"])
-def test_a_shorter_pack_that_lacks_the_damaged_block_leaves_the_longer(fleet: Fleet) -> None:
-    """Where the server minds the condition: else it may be overwritten whatever we ask."""
-    ours = fleet.join(8)
-    ours.write(ALL)
-    theirs = fleet.join(8, like=ours)
-    fleet.damage(ours, 7, 2 * OBJECT + 17)
-    good = [0, 1, 3, 4, 5, 6, 7]
-    assert found(theirs, ALL) == ALL
-    assert read(theirs, ALL) == good
-    theirs.write([5, 6, 7])
-    assert fleet.objects() == {7: 8}, "its good blocks would be lost for nothing"
-    assert found(theirs, ALL) == good, "the bad one is bad still"
-    assert read(theirs, good) == good
-    theirs.write([2, 3, 4, 5, 6, 7])
-    assert fleet.objects() == {7: 6}, "this one brings it"
-    assert found(theirs, ALL) == ALL[2:]
-    assert read(theirs, ALL[2:]) == ALL[2:]
-    theirs.write([0, 1])
-    assert found(theirs, ALL) == ALL
-    assert read(theirs, ALL) == ALL
-
-
-@pytest.mark.parametrize("kind", ["rclone"])
-@pytest.mark.parametrize(
-    ("cut_to", "says"),
-    [(8 * OBJECT - 1, []), (5 * OBJECT, [3, 4, 5, 6, 7]), (0, []), (17 * OBJECT, [])],
-    ids=["torn", "of whole blocks", "empty", "too long"],
-)
-def test_a_pack_of_another_length_misses_what_it_lacks(
-    fleet: Fleet, cut_to: int, says: list[int]
-) -> None:
-    ours = fleet.join(8)
-    ours.write(ALL)
-    theirs = fleet.join(8, like=ours)
-    path = fleet.path(ours, 7)
-    assert found(theirs, ALL) == ALL
-    content = bytes(obstore.get(fleet.bucket, path).bytes())
-    obstore.put(fleet.bucket, path, (content * 3)[:cut_to])
-    assert read(theirs, ALL) == [], "what is there proves nothing of itself"
-    assert (theirs.into == 0xEE).all()
-    assert found(fleet.join(8), ALL) == says, "by its length"
-    assert found(theirs, ALL) == [], "who has read it knows better"
-    assert not theirs.tier.ailment
-    theirs.write(ALL)
-    assert read(theirs, ALL) == ALL
-
-
-@every_server
-def test_a_pack_that_is_gone_since_it_was_found_is_missed(fleet: Fleet) -> None:
-    ours = fleet.join(4)
-    ours.write(ALL)
-    theirs = fleet.join(4, like=ours)
-    assert found(theirs, ALL) == ALL
-    obstore.delete(fleet.bucket, fleet.path(ours, 3))
-    assert read(theirs, ALL) == [4, 5, 6, 7]
-    assert found(theirs, ALL) == [4, 5, 6, 7]
 
 
 @pytest.fixture

@@ -69,19 +69,6 @@ def test_a_store_that_hangs_is_left_alone_after_one_deadline(busy: Busy) -> None
     run(busy, story)
 
 
-def test_so_is_one_that_refuses_everything(busy: Busy) -> None:
-    """Seen red where any end of a call counted as an answer."""
-
-    async def story() -> None:
-        order = busy.order(NUM_CALLS, within=100.0)
-        await busy.settle()
-        await busy.answer(REFUSES)
-        await order
-        assert busy.ailment == "refused"
-
-    run(busy, story)
-
-
 def test_so_is_one_that_finds_objects_and_does_not_give_them(busy: Busy) -> None:
     """Seen red where an answer to a look-up counted for reads."""
 

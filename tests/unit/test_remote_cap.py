@@ -28,14 +28,6 @@ def test_a_cap_is_kept_over_any_stretch(moves: list[tuple[int, float]]) -> None:
             assert passed <= rate * (sent[last][0] - sent[first][0] + 0.05) + 1
 
 
-def test_a_caller_that_is_told_to_wait_has_taken_nothing() -> None:
-    cap = Bandwidth(100)
-    assert cap.take(100, 10.0) == 0.0
-    waits = [cap.take(100, 10.0) for _ in range(50)]
-    assert len(set(waits)) == 1
-    assert cap.take(100, 10.0 + waits[0]) == 0.0
-
-
 @pytest.fixture
 def capped() -> Iterator[Busy]:
     """A block a second."""
@@ -93,20 +85,5 @@ def test_one_cancelled_while_it_waits_takes_nothing(capped: Busy) -> None:
         assert (await wanted).reasons == {0: SAYS_NO.reason}
         reasons = list((await carried).reasons.values())
         assert reasons == [SAYS_NO.reason] + ["cancelled"] * 7
-
-    run(capped, story)
-
-
-def test_an_order_that_would_wait_past_its_deadline_fails_at_once(capped: Busy) -> None:
-    async def story() -> None:
-        first = capped.order(1, within=1.0, way=Way.READ)
-        await capped.settle()
-        late = capped.order(4, within=0.5, way=Way.READ)
-        await capped.settle()
-        assert late.done()
-        assert set((await late).reasons.values()) == {"not begun in time"}
-        assert not capped.ailment
-        await capped.answer(SAYS_NO)
-        await first
 
     run(capped, story)

@@ -90,16 +90,6 @@ def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
     assert breaker.probe_at - now == FIRST_WAIT
 
 
-def test_the_store_is_the_last_tier_and_its_name_is_taken() -> None:
-    config = Config.from_dict({"tiers": "memory:1MiB", "remote": "s3://bucket"})
-    assert [tier.name for tier in config.all_tiers] == ["memory", "remote"]
-    with pytest.raises(ConfigError, match="one is called remote"):
-        Config.from_dict({"tiers": "remote=memory:1MiB", "remote": "s3://bucket"})
-    with pytest.raises(ConfigError, match="remote = URL"):
-        Config.from_dict({"tiers": "s3://bucket"})
-    assert Config.from_dict({"remote": "none"}).all_tiers == ()
-
-
 def test_a_rank_that_does_not_say_what_its_blocks_are_is_refused() -> None:
     with pytest.raises(ConfigError, match="say what they are"):
         open_remote(TierSetup(TierName("remote"), 64, options="s3://bucket"))
@@ -173,13 +163,6 @@ def test_without_files_the_client_looks_for_itself(tmp_path) -> None:
     broken.write_text("not a table")
     env = {"HOME": str(tmp_path), "AWS_CONFIG_FILE": str(broken)}
     assert s3_config({}, env) == {"region": "us-east-1"}
-
-
-def test_where_no_role_may_be_asked_missing_credentials_are_said(tmp_path) -> None:
-    env = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"}
-    with pytest.raises(ConfigError, match="no credentials"):
-        s3_config({}, env)
-    assert s3_config({}, {**env, "AWS_ACCESS_KEY_ID": "a"})["access_key_id"] == "a"
 
 
 def test_a_pods_identity_is_asked_for_its_keys(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import marshal
 import os
 import select
 import socket
@@ -199,9 +200,6 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-_ORDER = struct.Struct("<qqdIIBB6x")
-_RESULT = struct.Struct("<qqdII")
-_REASON = struct.Struct("<II")
 _SAYS = struct.Struct("<I")
 _WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
@@ -240,37 +238,26 @@ class ResultMessage:
 
 def pack_order(order: OrderMessage) -> bytes:
     """Return the frame of an order."""
-    head = _ORDER.pack(
-        order.id,
-        order.generation,
-        order.deadline,
-        len(order.places),
-        len(order.sizes),
-        _WAYS.index(order.way),
-        order.runs is not None,
-    )
-    arrays = [order.sizes, order.places, order.keys, order.addresses]
-    arrays += [order.runs] if order.runs is not None else []
-    return frame(
-        FrameKind.ORDER, b"".join((head, *(np.ascontiguousarray(a).tobytes() for a in arrays)))
-    )
+    arrays = (order.sizes, order.places, order.keys, order.addresses, order.runs)
+    parts = [None if each is None else np.ascontiguousarray(each).tobytes() for each in arrays]
+    head = (order.id, _WAYS.index(order.way), order.generation, order.deadline)
+    return frame(FrameKind.ORDER, marshal.dumps((*head, *parts)))
 
 
 def unpack_order(body: bytes) -> OrderMessage:
     """Return the order in a frame's body; its arrays share the body's memory."""
-    number, generation, deadline, count, pieces, way, has_runs = _ORDER.unpack_from(body)
-    at = _ORDER.size
-    sizes = np.frombuffer(body, np.int64, pieces, at)
-    at += sizes.nbytes
-    places = np.frombuffer(body, np.int64, count, at)
-    at += places.nbytes
-    keys = np.frombuffer(body, np.uint64, 4 * count, at).reshape(count, 4)
-    at += keys.nbytes
-    addresses = np.frombuffer(body, np.int64, count * pieces, at).reshape(count, pieces)
-    at += addresses.nbytes
-    runs = np.frombuffer(body, np.int64, count, at) if has_runs else None
+    number, way, generation, deadline, sizes, places, keys, addresses, runs = marshal.loads(body)
+    count = len(places) // 8
     return OrderMessage(
-        number, _WAYS[way], generation, deadline, places, keys, sizes, addresses, runs
+        number,
+        _WAYS[way],
+        generation,
+        deadline,
+        np.frombuffer(places, np.int64),
+        np.frombuffer(keys, np.uint64).reshape(count, 4),
+        np.frombuffer(sizes, np.int64),
+        np.frombuffer(addresses, np.int64).reshape(count, len(sizes) // 8),
+        None if runs is None else np.frombuffer(runs, np.int64),
     )
 
 
@@ -278,34 +265,16 @@ def pack_result(result: ResultMessage) -> bytes:
     """Return the frame of a result. Equal reasons are sent once: most blocks share one."""
     groups: dict[str, list[int]] = {}
     for position, reason in result.reasons.items():
-        groups.setdefault(reason, []).append(position)
-    parts = [
-        _RESULT.pack(result.id, result.num_bytes, result.seconds, len(result.ok), len(groups)),
-        result.ok.tobytes(),
-    ]
-    for reason, positions in groups.items():
-        text = reason.encode(errors="replace")
-        parts += [_REASON.pack(len(positions), len(text)), text]
-        parts.append(np.array(positions, dtype=np.uint32).tobytes())
-    return frame(FrameKind.RESULT, b"".join(parts))
+        groups.setdefault(reason, []).append(int(position))
+    head = (result.id, result.num_bytes, result.seconds)
+    return frame(FrameKind.RESULT, marshal.dumps((*head, result.ok.tobytes(), groups)))
 
 
 def unpack_result(body: bytes) -> ResultMessage:
     """Return the result in a frame's body."""
-    number, num_bytes, seconds, count, groups = _RESULT.unpack_from(body)
-    at = _RESULT.size
-    ok = np.frombuffer(body, np.bool_, count, at).copy()
-    at += count
-    reasons: dict[int, str] = {}
-    for _ in range(groups):
-        num_positions, length = _REASON.unpack_from(body, at)
-        at += _REASON.size
-        text = body[at : at + length].decode(errors="replace")
-        at += length
-        for position in np.frombuffer(body, np.uint32, num_positions, at).tolist():
-            reasons[position] = text
-        at += 4 * num_positions
-    return ResultMessage(number, ok, reasons, num_bytes, seconds)
+    number, num_bytes, seconds, ok, groups = marshal.loads(body)
+    reasons = {at: reason for reason, positions in groups.items() for at in positions}
+    return ResultMessage(number, np.frombuffer(ok, bool).copy(), reasons, num_bytes, seconds)
 
 
 def pack_number(kind: FrameKind, *numbers: int) -> bytes:

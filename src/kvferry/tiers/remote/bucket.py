@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,8 @@ class BucketClient:
         The library below reads errors and lists to their end, whatever a server sends.
         """
         if self._ttl is not None:
-            keeper = asyncio.create_task(Expiry(self._store, self._prefix, self._ttl, log).run())
-            keeper.add_done_callback(lambda task: task.cancelled() or task.exception())
+            keeper = Expiry(self._store, self._prefix, self._ttl, log)
+            threading.Thread(target=keeper.run, name="kvferry-expiry", daemon=True).start()
         most = _private_bytes() + self._most_memory
         while _private_bytes() < most:
             await asyncio.sleep(0.02)

@@ -14,11 +14,10 @@ import os
 import secrets
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvferry.core.quantities import parse_size
@@ -92,9 +91,7 @@ class MooncakeClient:
         self._address = address
         self._folder = folder
         self._library = library
-        self._executors = {
-            way: SerialExecutor[Sequence[int]](f"kvferry-mooncake-{way.value}") for way in Way
-        }
+        self._executors = {way: _executor(way) for way in Way}
         self._mapping = mapping
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
@@ -272,7 +269,7 @@ class MooncakeClient:
     def close(self) -> None:
         """Take our segment out of the store. A call that hangs is left behind."""
         for executor in self._executors.values():
-            executor.close()
+            executor.shutdown(wait=False)
         if self._store is not None:
             self._store.close()
 
@@ -287,20 +284,30 @@ class MooncakeClient:
         executor = self._executors[way]
         call = executor.submit(function)
         try:
-            return await asyncio.wrap_future(call)
+            return await asyncio.shield(asyncio.wrap_future(call))
         except asyncio.CancelledError:
             loop = asyncio.get_running_loop()
 
             def over(done: Future[Sequence[int]]) -> None:
-                codes = done.result() if done.exception() is None else [_RAISED] * count
+                codes = [_NOT_FOUND if done.cancelled() else _RAISED] * count
+                if not done.cancelled() and done.exception() is None:
+                    codes = list(done.result())
                 loop.call_soon_threadsafe(late, codes)
 
+            if not call.cancel() and not call.done() and executor is self._executors[way]:
+                # It hangs: it is left behind with its thread, and what follows has another.
+                executor.shutdown(wait=False)
+                self._executors[way] = _executor(way)
             call.add_done_callback(over)
-            executor.abandon(call, never_begun=[_NOT_FOUND] * count)
             raise
         except Exception:
             late([_RAISED] * count)
             raise
+
+
+def _executor(way: Way) -> ThreadPoolExecutor:
+    """Calls one after the other, without a turn of the event loop between them."""
+    return ThreadPoolExecutor(1, f"kvferry-mooncake-{way.value}")
 
 
 def open_mooncake(
@@ -356,74 +363,3 @@ def _host_towards(place: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as sock:  # connects, and sends nothing
         sock.connect((host.strip("[]"), int(port)))
         return str(sock.getsockname()[0])
-
-
-class SerialExecutor(Generic[T]):
-    """Blocking calls one after the other in one thread, each begun when the one before returns.
-
-    The caller waits for a call in an event loop of its own; the next call does not wait for that.
-    An abandoned call is left behind with its thread: the calls after it go on in another.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._change = threading.Condition()  # guards all below
-        self._waiting: deque[tuple[Callable[[], T], Future[T]]] = deque()
-        self._under_way: Future[T] | None = None
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call it after all calls before it; the future has its exception, too."""
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # only abandon() takes it back
-        with self._change:
-            self._waiting.append((function, future))
-            self._go_on()
-        return future
-
-    def abandon(self, future: Future[T], never_begun: T) -> None:
-        """Give a call up: it ends with ``never_begun``, or whenever it returns."""
-        with self._change:
-            waiting = [each for each in self._waiting if each[1] is future]
-            for each in waiting:
-                self._waiting.remove(each)
-            if self._under_way is future:
-                self._under_way, self._thread = None, None
-                self._go_on()
-        if waiting:
-            future.set_result(never_begun)
-
-    def close(self) -> None:
-        """Let the thread end; later calls still run, in a thread of their own."""
-        with self._change:
-            self._is_closed = True
-            self._change.notify_all()
-
-    def _go_on(self) -> None:
-        if self._thread is None and self._waiting:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._change.notify_all()
-
-    def _run(self) -> None:
-        while (call := self._next()) is not None:
-            function, future = call
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def _next(self) -> tuple[Callable[[], T], Future[T]] | None:
-        """The next call of this thread; None: it was abandoned, or the executor was closed."""
-        with self._change:
-            while self._thread is threading.current_thread():
-                self._under_way = None
-                if self._waiting:
-                    function, self._under_way = self._waiting.popleft()
-                    return function, self._under_way
-                if self._is_closed:
-                    self._thread = None
-                    return None
-                self._change.wait()
-            return None

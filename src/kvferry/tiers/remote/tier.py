@@ -303,22 +303,19 @@ class RemoteTier(QueuedTier):
             if task is None:
                 return
             num_begun += 1
-            self._child.channel.send(pack_order(_order(task)))
-
-
-def _order(task: Task) -> OrderMessage:
-    batch = task.batch
-    return OrderMessage(
-        id=batch.id,
-        way=batch.way,
-        generation=task.generation,
-        deadline=batch.deadline,
-        places=np.zeros(len(batch), dtype=np.int64),
-        keys=batch.keys.array,
-        sizes=batch.sizes,
-        addresses=batch.addresses if batch.sizes.size else np.zeros((len(batch), 0), np.int64),
-        runs=batch.runs,
-    )
+            batch = task.batch
+            order = OrderMessage(
+                batch.id,
+                batch.way,
+                task.generation,
+                batch.deadline,
+                np.zeros(len(batch), dtype=np.int64),
+                batch.keys.array,
+                batch.sizes,
+                batch.addresses,
+                batch.runs,
+            )
+            self._child.channel.send(pack_order(order))
 
 
 def open_remote(setup: TierSetup) -> RemoteTier:

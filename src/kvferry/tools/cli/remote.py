@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from kvferry.tiers.remote.tier import require_packages
 from kvferry.tools.cli.output import as_json_option, grid, unbroken
 from kvferry.tools.words import clean, counted
 
+_BATCH = 1000
 _SHOWN = 12
 """So many digits tell namespaces apart."""
 
@@ -127,7 +127,7 @@ def purge(
     found = [each for each in found if each.namespace.startswith(namespace)]
     paths = [path for each in found for path in each.paths]
     size = rounded_size(sum(each.num_bytes for each in found))
-    what = f"{counted(len(paths), 'object')}, {size}"
+    what = f"{counted(len(paths), 'object')} ({size})"
     if paths and not yes:
         _show(found, Console(stderr=True, highlight=False))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
@@ -161,10 +161,11 @@ def _find(
     from kvferry.tiers.remote.expiry import label_in, list_ours
     from kvferry.tiers.remote.stores import open_bucket
 
-    async def find(follow: Callable[[int], None]) -> list[NamespaceUse]:
-        store, found = open_bucket(where, os.environ), dict[str, NamespaceUse]()
-        num_listed = 0
-        async for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
+    found = dict[str, NamespaceUse]()
+    num_listed = 0
+    with _failing(where), _progress("Listing objects", is_hidden=is_quiet) as follow:
+        store = open_bucket(where, os.environ)
+        for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
             num_listed += len(page)
             follow(num_listed)
             for each in filter(lambda each: wants(each.modified), page):
@@ -173,11 +174,8 @@ def _find(
                 here.ranks.add(each.rank)
                 here.num_ranks = each.num_ranks
                 if each.name == "probe" and not here.label:
-                    here.label = await label_in(store, each.path)
-        return sorted(found.values(), key=lambda each: -each.num_bytes)
-
-    with _progress("Listing objects", is_hidden=is_quiet) as follow:
-        return _run(where, find(follow))
+                    here.label = label_in(store, each.path)
+    return sorted(found.values(), key=lambda each: -each.num_bytes)
 
 
 def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> int:
@@ -185,30 +183,27 @@ def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> int:
     from kvferry.tiers.remote.stores import open_bucket
 
     num_removed = 0
-
-    async def go(follow: Callable[[int], None]) -> None:
-        nonlocal num_removed
-        store = open_bucket(where, os.environ)
-        for at in range(0, len(paths), 1000):
-            await remove(store, paths[at : at + 1000])
-            num_removed = min(at + 1000, len(paths))
-            follow(num_removed)
-
+    words = f"Removing {len(paths):,} objects"
     try:
-        with _progress(f"Removing {len(paths):,} objects", is_hidden=is_quiet) as follow:
-            _run(where, go(follow))
+        with _failing(where), _progress(words, is_hidden=is_quiet) as follow:
+            store = open_bucket(where, os.environ)
+            for at in range(0, len(paths), _BATCH):
+                remove(store, paths[at : at + _BATCH])
+                num_removed = min(at + _BATCH, len(paths))
+                follow(num_removed)
     finally:
         if num_removed < len(paths):
             click.echo(f"{num_removed:,} of {len(paths):,} objects were removed.", err=True)
     return num_removed
 
 
-def _run(where: RemoteAddress, work: Any) -> Any:
+@contextmanager
+def _failing(where: RemoteAddress) -> Iterator[None]:
     from kvferry.tiers.remote.stores import reason_of
 
     try:
-        return asyncio.run(work)
-    except (ConfigError, KeyboardInterrupt):
+        yield
+    except ConfigError:
         raise
     except Exception as error:  # the library below has many kinds
         raise StoreError(f"{where}: {reason_of(error)}") from error
