@@ -15,6 +15,7 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import Channel
 from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.remote import mooncake
 from kvferry.tiers.remote.client import Fault, Fetched, Log, SlotMapping, StoreClient, Unavailable
 from kvferry.tiers.remote.process import StoreProcess
 
@@ -73,8 +74,10 @@ class Watched:
 
     def close(self) -> None:
         """The client is others' too; only its threads are this test's."""
-        for executor in self._inner._executors.values():  # type: ignore[attr-defined]
-            executor.shutdown(wait=False)
+        executors = self._inner._executors  # type: ignore[attr-defined]
+        for way in Way:
+            executors[way].shutdown(wait=False)
+            executors[way] = mooncake._executor(way)
 
     async def _say(self, way: Way, name: str) -> Fault | None:
         if self.fault is None:

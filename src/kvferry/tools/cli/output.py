@@ -107,10 +107,12 @@ def show(line: str) -> None:
         click.echo(line, err=True)
 
 
-def unbroken() -> Console:
+def unbroken(*, stderr: bool = False) -> Console:
     """A console that breaks lines between words in a terminal, and never in a file or a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    console = Console(highlight=False, stderr=stderr)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def grid(

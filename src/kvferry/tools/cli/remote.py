@@ -90,7 +90,7 @@ def list_command(address: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"address": str(where), "namespaces": [f.plain() for f in found]}))
     elif found:
-        _show(found)
+        _show(found, unbroken())
     else:
         click.echo(f"Nothing of kvferry's in {where}.")
 
@@ -129,7 +129,7 @@ def purge(
     size = rounded_size(sum(each.num_bytes for each in found))
     what = f"{counted(len(paths), 'object')} ({size})"
     if paths and not yes:
-        _show(found, Console(stderr=True, highlight=False))
+        _show(found, unbroken(stderr=True))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
     removed = _remove(where, paths, is_quiet=as_json)
     if as_json:
@@ -209,8 +209,7 @@ def _failing(where: RemoteAddress) -> Iterator[None]:
         raise StoreError(f"{where}: {reason_of(error)}") from error
 
 
-def _show(found: list[NamespaceUse], console: Console | None = None) -> None:
-    console = console or unbroken()
+def _show(found: list[NamespaceUse], console: Console) -> None:
     names = ("For", "Namespace", "Ranks", "Objects", "Size", "Oldest", "Newest")
     left = [name for name in names if name not in ("Objects", "Size")]
     table = grid(*names, left=left, style="bold dim", no_wrap=False)
