@@ -1,8 +1,8 @@
 """Reuse prompt prefixes across ``generate()`` calls of a Hugging Face model.
 
     pip install '.[gpu]' transformers
-    python examples/transformers_generate.py            # a tiny model with random weights
-    python examples/transformers_generate.py MODEL      # a model from a hub, on the GPU if there is one
+    python examples/transformers_generate.py        # a tiny model with random weights
+    python examples/transformers_generate.py MODEL  # a model from a hub, on the GPU if there is one
 
 Each call loads the longest prefix that an earlier call has stored, computes the rest, and stores
 what is new. The answers are the same as without it.
