@@ -87,6 +87,7 @@ class Serving:
         )
         self.config = Config.from_dict(
             {
+                **({"max_storing_blocks": max(1, setup.num_blocks // 4)} if setup.bounded else {}),
                 "load_deadline": 5.0,
                 "store_deadline": 5.0,
                 "promote_deadline": 3.0,

@@ -112,6 +112,7 @@ class Simulation:
                 promote_deadline=COPY_DEADLINE,
                 match_deadline=MATCH_DEADLINE,
                 load_policy="always",
+                max_storing_blocks=max(1, shape.num_device_blocks // 4) if shape.bounded else None,
             ),
             num_ranks=shape.num_ranks,
             hash_block_tokens=shape.hash_tokens,

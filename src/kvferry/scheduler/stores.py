@@ -218,9 +218,10 @@ _Part = tuple[int, range, npt.NDArray[np.int64]]
 
 _NO_BOUND = 1 << 40
 
-_SHARE = 1 / 4
-_LEAST_BLOCKS = 64  # a quarter of a small device would leave most of a request unstored
-"""Of the device's blocks: so many may be in the hands of stores, where no setting says how many."""
+_SHARE, _LEAST_BLOCKS = 1 / 4, 64
+"""Of the device's blocks: so many may be in the hands of stores, where no setting says how many.
+
+A quarter of a small device would leave most of a request unstored."""
 
 
 NEVER = 1 << 60
