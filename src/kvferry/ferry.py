@@ -383,7 +383,7 @@ class Ferry(Closing):
         if self._layouts[0].block_bytes > config.max_bytes_in_flight:
             size = self._layouts[0].block_bytes
             return f"{where}: one has {size} bytes, more than max_bytes_in_flight"
-        if self._scheduler.stores_wait:
+        if self._scheduler.stores.is_full:
             return f"{where}: max_bytes_in_flight are being copied; store them later"
         if config.store_threshold > 1:
             least = config.store_threshold
@@ -479,7 +479,7 @@ class Ferry(Closing):
         if self._has_tiers:
             self._serve_tiers(has_landed=has_landed)
         if not has_landed:  # while copies run, there is time for it
-            num_bytes = self._scheduler.bytes_in_flight
+            num_bytes = self._scheduler.transfers.num_bytes
             if not num_bytes or num_bytes >= _LONG_BYTES:
                 self._scheduler.drain_events()
         elif not self._scheduler.transfers.num_in_flight:  # counters of an idle ferry

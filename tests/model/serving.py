@@ -414,9 +414,9 @@ class Serving:
     def dispatch(self) -> int:
         """End of a step: offer what goes next, then hand the plan to every rank."""
         allocated = sum(pool.num_allocated for pool in self.devices)
-        self.scheduler.note_allocated(allocated - self._allocated)
+        self.scheduler.stores.demand(allocated - self._allocated)
         self._allocated = allocated
-        depth = self.scheduler.offer_depth
+        depth = self.scheduler.stores.depth
         if depth:
             for g, pool in enumerate(self.devices):
                 head = [block for block, _ in zip(pool.free, range(depth), strict=False)]

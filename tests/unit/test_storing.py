@@ -143,12 +143,12 @@ def test_lazy_stores_nothing_that_is_only_computed() -> None:
 
 def test_lazy_looks_as_far_as_blocks_are_taken() -> None:
     desk = lazy()
-    assert desk.scheduler.offer_depth == 0
-    desk.scheduler.note_allocated(3)
-    assert desk.scheduler.offer_depth == 12
+    assert desk.scheduler.stores.depth == 0
+    desk.scheduler.stores.demand(3)
+    assert desk.scheduler.stores.depth == 12
     for _ in range(60):
-        desk.scheduler.note_allocated(0)
-    assert desk.scheduler.offer_depth == 0
+        desk.scheduler.stores.demand(0)
+    assert desk.scheduler.stores.depth == 0
 
 
 def test_each_offered_block_goes_under_its_own_key() -> None:

@@ -16,11 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from kvferry.cache import reach
 from kvferry.cache.events import MANY_EVENTS, EventKind
-from kvferry.cache.policies.load_or_compute import LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
@@ -147,11 +145,10 @@ class Scheduler:
         block). ``num_device_blocks`` lets the bounds on loads and stores follow the device's size,
         ``block_bytes`` (of one device block, per group) lets bytes in flight and load times be
         known. A hit ends ``spare_tokens`` early: the last block of a draft model's layers depends
-        on the token behind it. ``tiers`` lie below the host. ``joins_loads``
-        says that the engine shares device blocks between requests: a block that one request loads
-        then serves the others once it has landed, so a second request that wants it waits and loads
-        nothing. With ``loads_early`` a hit's last blocks may still come up when it is answered; see
-        ``Settled.ordered``. ``engine`` lets requests that end be stored late (``Request.leave``).
+        on the token behind it. ``tiers`` lie below the host. ``joins_loads`` says that the engine
+        shares device blocks between requests: a second request that wants a block being loaded
+        waits and loads nothing. With ``loads_early`` a hit's last blocks may still come up when it
+        is answered: see ``Settled.ordered``. ``engine`` lets requests that end be stored late.
         """
         shape = EngineShape(
             groups=tuple(groups),
@@ -187,10 +184,27 @@ class Scheduler:
         self.book = Bookkeeper(
             pool.log, matcher, pool, self.stores.admission, lower, self.writeback, self._tenants
         )
-        self.deferred = None
+        self.deferred: DeferredStores | None = None
+        self._requests = requests = self._wired(shape, engine, clock)
+        self.control = Control(pool, matcher, lower, requests.promoter, requests.live, clock)
+        """Acts on blocks by their keys."""
+        self.onlooker = Onlooker(self._snapshot, self.book.journal)
+        """What other threads may read."""
+
+    def _wired(
+        self, shape: EngineShape, engine: EngineBlocks | None, clock: Callable[[], float]
+    ) -> Requests:
+        """The requests, with all that they match, load and store with."""
+        pool, matcher, lower, transfers = self.pool, self.matcher, self.lower, self.transfers
         if engine is not None:
-            self.deferred = _deferred(engine, shape, matcher, clock)
-        self._requests = requests = Requests(
+            self.deferred = DeferredStores(
+                engine,
+                least_tokens=min(shape.sizes),
+                is_full=matcher.is_full,
+                num_device_blocks=shape.num_device_blocks or 0,
+                clock=clock,
+            )
+        requests = Requests(
             pool=pool,
             log=pool.log,
             matcher=matcher,
@@ -206,14 +220,12 @@ class Scheduler:
             deferred=self.deferred,
             clock=clock,
         )
-        requests.promoter = promoter = Promoter(matcher, lower, requests.waits, self.hits.worth)
+        config, hits = self._config, self.hits
+        requests.promoter = promoter = Promoter(matcher, lower, requests.waits, hits.worth)
         requests.pipelined = PipelinedLoads(
-            promoter, pool, matcher, lower, self.hits, transfers, shape, config, clock
+            promoter, pool, matcher, lower, hits, transfers, shape, config, clock
         )
-        self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
-        """Acts on blocks by their keys."""
-        self.onlooker = Onlooker(self._snapshot, self.book.journal)
-        """What other threads may read."""
+        return requests
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -274,11 +286,6 @@ class Scheduler:
 
     # -- stores that no running request orders --------------------------------------------------
 
-    @property
-    def stores_wait(self) -> bool:
-        """Whether as much is being stored as may be at a time: a store would leave more."""
-        return self.stores.is_full
-
     def store_left(self, *, is_idle: bool = False) -> list[Ordered]:
         """Order what ended requests left and what is due by now; all of it if nothing else runs.
 
@@ -301,11 +308,6 @@ class Scheduler:
             request.end_left()
         return ordered
 
-    @property
-    def offer_depth(self) -> int:
-        """How many blocks from the head of its free queue the engine should offer now."""
-        return self.stores.depth
-
     def offer(self, group: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
         """With lazy stores: these device blocks are the next to be dropped, soonest first.
 
@@ -319,10 +321,6 @@ class Scheduler:
         return self.stores.offered(group, keys, blocks)
 
     # -- what the engine tells ------------------------------------------------------------------
-
-    def note_allocated(self, num_blocks: int) -> None:
-        """The engine took this many device blocks in this step; lazy stores look ahead by it."""
-        self.stores.demand(num_blocks)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
@@ -568,16 +566,6 @@ class Scheduler:
         """Transfers handed out whose receipts are not all here yet."""
         return self.transfers.num_in_flight
 
-    @property
-    def num_awaited(self) -> int:
-        """Those of them that are not overdue."""
-        return self.transfers.num_awaited
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes queued and in flight between device and host, overdue transfers excepted."""
-        return self.transfers.num_bytes
-
     def take_released(self) -> tuple[DeviceBlocks, ...]:
         """Device blocks that no transfer touches any more, without waiting for ``settle``."""
         released = self._requests.released
@@ -606,11 +594,6 @@ class Scheduler:
         self.book.drain()
         return self.book.journal.request_ids()
 
-    @property
-    def costs(self) -> LoadOrCompute:
-        """What loading and computing cost, as measured so far."""
-        return self.hits.worth
-
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
         self.book.drain()
@@ -624,7 +607,7 @@ class Scheduler:
         placed = [tier for tier in tiers if isinstance(tier, SlotTier)]
         return SchedulerStats(
             pool=pool.counts,
-            tiers=MappingProxyType({name: each.counts for name, each in below.items()}),
+            tiers={name: each.counts for name, each in below.items()},
             queries=matches.queries,
             asked_tokens=matches.asked_tokens,
             hit_tokens=matches.hit_tokens,
@@ -632,41 +615,35 @@ class Scheduler:
             expired_hits=matches.expired_hits,
             pipelined_loads=self._requests.pipelined.num_begun,
             unheeded_hints=matches.unheeded_hints,
-            tier_hit_tokens=MappingProxyType(
-                {
-                    name: matches.tier_hit_tokens[name]
-                    for name in (DEVICE, HOST, *[tier.name for tier in tiers])
-                }
-            ),
+            tier_hit_tokens={
+                name: matches.tier_hit_tokens[name]
+                for name in (DEVICE, HOST, *[tier.name for tier in tiers])
+            },
             shed_stores=self.stores.num_shed,
-            verdicts=MappingProxyType(dict(matches.verdicts)),
-            missed=MappingProxyType(dict(matches.missed)),
-            overlaps=MappingProxyType(dict(matches.overlaps)),
+            verdicts=dict(matches.verdicts),
+            missed=dict(matches.missed),
+            overlaps=dict(matches.overlaps),
             in_flight=self.num_in_flight,
             landed=moved.landed,
             failed=moved.failed,
             overdue=moved.overdue,
             stale_receipts=moved.stale_receipts,
-            bytes_moved=MappingProxyType(dict(moved.bytes_moved)),
-            seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
+            bytes_moved=dict(moved.bytes_moved),
+            seconds_moved=dict(moved.seconds_moved),
             traffic=moved.traffic.snapshot(),
             queued=self.num_queued,
             bytes_in_flight=self.transfers.num_bytes,
-            leases=MappingProxyType(
-                {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
-            ),
+            leases={name: each.num_leases for name, each in ({HOST: pool} | below).items()},
             resets=self._num_resets,
-            tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
+            tenants=tenants.snapshot() if tenants is not None else {},
             lost_blocks=moved.lost_blocks,
-            ailments=MappingProxyType({tier.name: tier.ailment for tier in tiers}),
-            asked=MappingProxyType({t.name: (t.num_asked, t.num_found) for t in keyed}),
-            refused=MappingProxyType({t.name: t.num_refused for t in keyed}),
-            restored=MappingProxyType({tier.name: tier.num_restored for tier in placed}),
+            ailments={tier.name: tier.ailment for tier in tiers},
+            asked={t.name: (t.num_asked, t.num_found) for t in keyed},
+            refused={t.name: t.num_refused for t in keyed},
+            restored={tier.name: tier.num_restored for tier in placed},
             bandwidth=worth.bandwidth,
             prefill_rate=worth.prefill_rate,
-            tier_bandwidth=MappingProxyType(
-                {tier.name: worth.bandwidth_of(tier.name) for tier in tiers}
-            ),
+            tier_bandwidth={tier.name: worth.bandwidth_of(tier.name) for tier in tiers},
         )
 
     def check_integrity(self) -> None:
@@ -742,18 +719,6 @@ def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTie
                 " and ".join(pools),
             )
     return tenants
-
-
-def _deferred(
-    engine: EngineBlocks, shape: EngineShape, matcher: Matcher, clock: Callable[[], float]
-) -> DeferredStores:
-    return DeferredStores(
-        engine,
-        least_tokens=min(shape.sizes),
-        is_full=matcher.is_full,
-        num_device_blocks=shape.num_device_blocks or 0,
-        clock=clock,
-    )
 
 
 def _on_device(shape: EngineShape) -> OnDevice:

@@ -145,7 +145,7 @@ class Serving:
         self._overlap = OverlapDecider(
             setup,
             shapes[0],
-            self.scheduler.costs,
+            self.scheduler.hits.worth,
             self._has_others,
             hash_tokens=engine.hash_tokens,
         )
@@ -411,8 +411,8 @@ class Serving:
     def _offer(self, step: Step) -> None:
         """With lazy stores: show what the engine will give away next."""
         scheduler = self.scheduler
-        scheduler.note_allocated(step.num_allocated())
-        for offer in self.engine.next_evicted(scheduler.offer_depth):
+        scheduler.stores.demand(step.num_allocated())
+        for offer in self.engine.next_evicted(scheduler.stores.depth):
             self.engine.hold(scheduler.offer(*offer))
 
     # -- receipts -------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ class Serving:
     def has_work(self) -> bool:
         """Whether the engine should keep stepping, so that copies under way can be reported."""
         scheduler = self.scheduler
-        is_moving = self._rests or scheduler.num_queued or scheduler.num_awaited
+        is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
         promises = self._promises
         is_promised = promises.whole or promises.pieces or promises.ended
@@ -517,7 +517,7 @@ class Serving:
         That is cheaper than to preempt a request.
         """
         self._rests.is_wanted = bool(self._rests)
-        is_under_way = bool(self._rests) or self.scheduler.num_awaited > 0
+        is_under_way = bool(self._rests) or self.scheduler.transfers.num_awaited > 0
         return is_under_way and self.engine.keeps_free_blocks
 
     def take_stats(self) -> dict[str, float] | None:

@@ -282,7 +282,7 @@ class Engine:
         tokens = result()
         if self.offloader:
             scheduler = self.offloader.scheduler
-            scheduler.note_allocated(self.memory.num_allocated - num_allocated)
+            scheduler.stores.demand(self.memory.num_allocated - num_allocated)
             num_prefilled = self.counts.num_prefill_tokens - num_prefilled
             if num_prefilled:
                 scheduler.note_prefill(num_prefilled, self.clock() - start)
@@ -414,9 +414,9 @@ class Engine:
 
     def _offer(self, scheduler: Scheduler) -> None:
         """Offer the blocks that the device drops next. Blocks that are stored stay until then."""
-        if scheduler.offer_depth:
+        if scheduler.stores.depth:
             for group, pool in enumerate(self.memory.pools):
-                soonest = pool.next_to_go(scheduler.offer_depth)
+                soonest = pool.next_to_go(scheduler.stores.depth)
                 keys = Keys.from_bytes(key for key, _ in soonest)
                 self._hold(scheduler.offer(group, keys, [block for _, block in soonest]))
 
