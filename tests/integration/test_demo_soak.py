@@ -233,7 +233,6 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     for pool in (scheduler.pool, *(tier.pool for tier in scheduler.lower.tiers)):
         assert pool is None or pool.num_leases == 0
     assert not scheduler.requests
-    assert not scheduler._requests.waits._waiting
     assert not scheduler.hits._being_loaded.any()
 
 

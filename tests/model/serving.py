@@ -738,7 +738,6 @@ class Serving:
             assert not any(device.holders), "a device block is still held"
         assert not scheduler._requests.pipelined
         assert not scheduler.transfers.blocks_to_device
-        assert not scheduler._requests.waits._waiting
         assert not scheduler.requests
         assert not scheduler.hits._being_loaded.any()
         assert not scheduler.lower.moves

@@ -385,7 +385,6 @@ class Simulation:
         assert self.scheduler.num_in_flight == 0
         assert self.scheduler.num_queued == 0
         assert not self.scheduler.hits._being_loaded.any(), "a slot is still said to be loading"
-        assert not self.scheduler._requests.waits._waiting, "a request is still waited for"
 
     # -- the parts ------------------------------------------------------------------------------
 

@@ -125,11 +125,6 @@ class Pool:
         slot = self.table.index.find_few(key)[0]
         return SlotState(self.table.state.item(slot)) if slot != NO_SLOT else SlotState.FREE
 
-    def is_cached(self, key: Key) -> bool:
-        """Whether one key's block can be read now."""
-        slot = self.table.index.find_few(key)[0]
-        return slot != NO_SLOT and self.table.state.item(slot) == CACHED
-
     def keys_of(self, lease: Lease) -> Keys:
         """The keys of a lease's slots that can be matched."""
         slots = lease.slots
@@ -161,14 +156,6 @@ class Pool:
             slots.append(slot)
             slot = self.table.chains.parent_of(slot)
         return self.table.index.keys_of(np.array(slots[::-1], dtype=np.int64))
-
-    def num_shared(self, slots: SlotArray) -> int:
-        """How many slots of a chain, from the first on, others continue from."""
-        return len(slots) - len(self.table.chains.own_end(slots))
-
-    def all_distinct(self, slots: SlotArray) -> bool:
-        """Whether none of these slots is named twice."""
-        return self.table.chains.all_distinct(slots)
 
     # -- claiming -------------------------------------------------------------------------------
 

@@ -214,6 +214,11 @@ class Control:
         return any(each.request is None for each in self._prefetches.values())
 
     @property
+    def prefetches(self) -> Collection[Prefetch]:
+        """Those under way."""
+        return self._prefetches.values()
+
+    @property
     def has_prefetches(self) -> bool:
         """Whether there is something to :meth:`advance` with every plan."""
         return bool(self._prefetches or self._queued)

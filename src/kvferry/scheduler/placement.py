@@ -40,7 +40,7 @@ class TierBlocks:
         blocks = (found != NO_SLOT).nonzero()[0]
         slots = found if len(blocks) == len(found) else found[blocks]
         cached = cached[blocks]
-        if not pool.all_distinct(slots):
+        if not pool.table.chains.all_distinct(slots):
             # Whatever an engine calls a chain: to be held twice would be to be let go twice.
             blocks = slots = NO_SLOTS
             cached = cached[:0]
@@ -60,7 +60,7 @@ class TierBlocks:
     @property
     def num_shared(self) -> int:
         """Up to which block of the chain this pool knows others to go on from it."""
-        shared = self.pool.num_shared(self.slots)
+        shared = len(self.slots) - len(self.pool.table.chains.own_end(self.slots))
         return int(self.blocks[shared - 1]) + 1 if shared else 0
 
 

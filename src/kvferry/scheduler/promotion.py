@@ -35,7 +35,6 @@ from kvferry.scheduler.transfers import (
     InFlight,
     Ordered,
     Transfers,
-    Waits,
     checked_blocks,
 )
 from kvferry.types import Match, MatchState, SlotArray, TierName, TransferId
@@ -84,16 +83,13 @@ class Promoter:
     """Asks lower tiers and brings up blocks. Owns the count of promoted tokens.
 
     Its callers are requests and prefetches, which have a ``promotion`` and a ``tenant``. They are
-    told by :class:`Waits` when a transfer they wait for has ended.
+    told by the scheduler when a transfer they wait for has ended.
     """
 
-    def __init__(
-        self, matcher: Matcher, lower: LowerTiers, waits: Waits, worth: LoadOrCompute
-    ) -> None:
+    def __init__(self, matcher: Matcher, lower: LowerTiers, worth: LoadOrCompute) -> None:
         self.promoted_tokens = 0
         self._matcher = matcher
         self._lower = lower
-        self._waits = waits
         self._worth = worth
 
     def fetch(self, caller: Any, found: Lookup, most_slots: int | None = None) -> bool:
@@ -110,7 +106,6 @@ class Promoter:
             if promotion.waits:
                 promotion.has_asked = True
                 promotion.num_asked = wanted.num_needed if wanted is not None else 0
-                self._waits.add(caller, promotion.waits)
                 return True
             promotion.num_asked = 0
         if found.all_tokens <= found.host_tokens or promotion.has_promoted:
@@ -135,13 +130,11 @@ class Promoter:
         if promotion.has_promoted:
             promotion.promised_tokens = found.all_tokens
             self.promoted_tokens += num_tokens
-            self._waits.add(caller, promotion.waits)
         return promotion.has_promoted
 
     def stop_waiting(self, caller: Any) -> None:
         """The caller waits for nothing any more."""
         promotion: Promotion = caller.promotion
-        self._waits.remove(caller, promotion.waits)
         promotion.waits = set()
         promotion.promised_tokens = 0
         promotion.foreseen = None

@@ -31,7 +31,6 @@ from kvferry.scheduler.transfers import (
     InFlight,
     Ordered,
     Transfers,
-    Waits,
     held_blocks,
     wrong_tables,
 )
@@ -97,7 +96,6 @@ class Requests:
     stores: Stores
     transfers: Transfers
     lower: LowerTiers
-    waits: Waits
     book: Bookkeeper
     sizes: tuple[int, ...]
     clock: Callable[[], float]

@@ -26,7 +26,7 @@ from kvferry.core.identity import new_epoch
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import ClosedError, InputError, IntegrityError
 from kvferry.hints import Hints
-from kvferry.scheduler.control import Control
+from kvferry.scheduler.control import Control, Prefetch
 from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
 from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter
@@ -41,7 +41,6 @@ from kvferry.scheduler.transfers import (
     InFlight,
     Ordered,
     Transfers,
-    Waits,
 )
 from kvferry.scheduler.writeback import Writeback, admission_of, times_requested
 from kvferry.settings.eviction import TenantShare
@@ -212,7 +211,6 @@ class Scheduler:
             stores=self.stores,
             transfers=transfers,
             lower=lower,
-            waits=Waits(),
             book=self.book,
             sizes=shape.sizes,
             spare_tokens=shape.spare_tokens,
@@ -221,7 +219,7 @@ class Scheduler:
             clock=clock,
         )
         config, hits = self._config, self.hits
-        requests.promoter = promoter = Promoter(matcher, lower, requests.waits, hits.worth)
+        requests.promoter = promoter = Promoter(matcher, lower, hits.worth)
         requests.pipelined = PipelinedLoads(
             promoter, pool, matcher, lower, hits, transfers, shape, config, clock
         )
@@ -487,8 +485,17 @@ class Scheduler:
             self.hits.worth.note_load(landed.num_bytes, landed.seconds, landed.tier)
         elif landed is not None:
             self.writeback.wrote(landed.tier, ok=landed.ok)
-        for request in self._requests.waits.take(flight.transfer.id):
-            request.came(flight)
+        self._came(flight)
+
+    def _came(self, flight: InFlight) -> None:
+        """What comes from below has come, or will not in time: tell all that wait for it."""
+        callers: tuple[Request | Prefetch, ...] = (
+            *self._requests.live,
+            *self.control.prefetches,
+        )
+        for caller in callers:
+            if caller.promotion is not None and flight.transfer.id in caller.promotion.waits:
+                caller.came(flight)
 
     def _give_up(self, flight: InFlight, done: Completion) -> None:
         """It is overdue: no request waits for it any longer. What it claims stays claimed."""
@@ -499,8 +506,7 @@ class Scheduler:
             self._loaded(flight, done)
         elif transfer.src != DEVICE:
             self.lower.overdue(flight)
-            for request in self._requests.waits.take(transfer.id):
-                request.came(flight)
+            self._came(flight)
         for lease in flight.in_doubt:
             lease.disown()
 
