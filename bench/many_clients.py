@@ -30,9 +30,9 @@ import numpy as np
 import kvferry
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.http import MAX_CONNECTIONS
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.demo.workload import Chat
 
 LIMIT = 0.001
 NUM_SLOTS = 262_144

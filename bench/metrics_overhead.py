@@ -34,9 +34,9 @@ from kvferry.scheduler.journal import Bookkeeper
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import TrafficCounts
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.demo.workload import Chat
 
 LIMIT = 0.01
 PAUSES = (1.0, 5.0, 15.0)

@@ -12,9 +12,9 @@ from tests.fakes import remote, s3_servers
 
 from kvferry.config import Config
 from kvferry.errors import TransferError
-from kvferry.tools.demo.engine import Engine, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape
-from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.demo.workload import Chat
 from kvferry.types import HOST, TierName
 
 SHAPE = ModelShape(

@@ -18,9 +18,9 @@ from kvferry.core.keys import KEY_BYTES, Key
 from kvferry.errors import InputError, StateError
 from kvferry.tools.demo import engine as engine_module
 from kvferry.tools.demo.blocks import BlockPool, ServedRequest, ServedState
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape
-from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.demo.workload import Chat
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Transfer
 

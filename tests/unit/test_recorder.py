@@ -22,9 +22,9 @@ from kvferry.hints import Hints
 from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.telemetry.recorder import RecordedRequest, Recorder, TraceWriter
 from kvferry.telemetry.traces import TraceReader, keys_of_numbers
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape
-from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.demo.workload import Chat
 
 
 def observed(numbers: list[int], at: float = 0.0, found: int = 0) -> RecordedRequest:

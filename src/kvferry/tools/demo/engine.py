@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span
+from kvferry.tools.demo.workload import Chat, Dialogue
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.job import CopyEngine
 from kvferry.transfer.layout import describe
@@ -490,3 +491,33 @@ class Engine:
 
 def _turn(request: ServedRequest) -> tuple[float, str]:
     return (request.arrival, request.id)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The requests of a workload in the order they finished."""
+
+    requests: list[ServedRequest] = field(repr=False)
+    seconds: float
+
+    def answers(self) -> dict[str, list[int]]:
+        """The generated tokens by request id."""
+        return {request.id: request.generated for request in self.requests}
+
+
+def serve(
+    engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
+) -> Served:
+    """Serve all turns of a chat with one engine."""
+    dialogue = Dialogue(chat)
+    done: list[ServedRequest] = []
+    start = engine.clock()
+    while not dialogue.is_over:
+        while (question := dialogue.ask()) is not None:
+            engine.submit(ServedRequest(**question, arrival=engine.clock()))
+        for request in engine.step():
+            dialogue.answered(request.id, request.generated)
+            done.append(request)
+            if on_finish:
+                on_finish(request)
+    return Served(done, engine.clock() - start)

@@ -14,9 +14,9 @@ import time
 
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.endpoint import Endpoint
-from kvferry.tools.demo.engine import Engine, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.demo.workload import Chat, serve
+from kvferry.tools.demo.workload import Chat
 
 
 def main() -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-
-from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -129,33 +125,3 @@ class Dialogue:
     def answered(self, name: str, answer: list[int]) -> None:
         """Append an answer to its conversation."""
         self.histories[self._under_way.pop(name)] += answer
-
-
-@dataclass(frozen=True)
-class Served:
-    """The requests of a workload in the order they finished."""
-
-    requests: list[ServedRequest] = field(repr=False)
-    seconds: float
-
-    def answers(self) -> dict[str, list[int]]:
-        """The generated tokens by request id."""
-        return {request.id: request.generated for request in self.requests}
-
-
-def serve(
-    engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
-) -> Served:
-    """Serve all turns of a chat with one engine."""
-    dialogue = Dialogue(chat)
-    done: list[ServedRequest] = []
-    start = engine.clock()
-    while not dialogue.is_over:
-        while (question := dialogue.ask()) is not None:
-            engine.submit(ServedRequest(**question, arrival=engine.clock()))
-        for request in engine.step():
-            dialogue.answered(request.id, request.generated)
-            done.append(request)
-            if on_finish:
-                on_finish(request)
-    return Served(done, engine.clock() - start)
