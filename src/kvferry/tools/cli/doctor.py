@@ -73,8 +73,9 @@ def _running(url: str) -> Finding:
     if view.idle:
         remedy = "see the log line that begins with 'kvferry is idle', or the error before it"
         return fail(name, f"kvferry is idle at {view.url}: {clip(view.idle, 300)}", remedy)
-    requests = counted(view.queries, "request") if view.queries else "no request yet"
-    return ok(name, f"kvferry serves at {view.url}, {requests}")
+    if not view.queries:
+        return ok(name, f"kvferry is loaded at {view.url}, no request yet")
+    return ok(name, f"kvferry serves at {view.url}, {counted(view.queries, 'request')}")
 
 
 def _show(findings: list[Finding]) -> None:

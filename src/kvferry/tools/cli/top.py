@@ -60,6 +60,8 @@ class Screen:
             ("Decisions", view.decisions),
             ("Problems", {word: n for word, n in view.problems.items() if n}),
         ):
+            if not view.queries and not counts:
+                continue
             told = [f"{n:,} {_name(name).replace('_', ' ')}" for name, n in counts.items()]
             yield Text.assemble((f"{title}: ", "bold dim"), ", ".join(told) or "none")
         rates = []

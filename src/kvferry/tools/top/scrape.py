@@ -519,7 +519,7 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
         if error.code == HTTPStatus.NOT_FOUND and not error.is_ours:
             raise UnexplainedError(
                 f"{target} does not exist: only kvferry's own endpoint explains requests. vLLM's "
-                "log has its address, unless metrics_port is none"
+                "log has its address, unless metrics_port is none or kvferry is idle"
             ) from error
         raise
     except ValueError as error:
