@@ -49,8 +49,8 @@ def found(url: str | None, *, explains: bool = False) -> str:
         if not urls:
             raise UnreachableError(
                 f"{vllms} has kvferry's metrics but does not explain requests. kvferry's own "
-                "endpoint does: vLLM's log has its address, unless metrics_port is none or kvferry is "
-                "idle"
+                "endpoint does: vLLM's log has its address, unless metrics_port is none or "
+                "kvferry is idle"
             )
     if len(urls) > 1:
         click.echo(f"Found {', '.join(urls)}. Using {urls[0]}.", err=True)
