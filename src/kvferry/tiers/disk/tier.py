@@ -69,7 +69,8 @@ _TICK_SECONDS = 0.25
 _MIN_PAUSE, _MAX_PAUSE = 0.1, 30.0
 _PATIENCE = 3600.0
 """Recovery of the largest store takes seconds; a drive that is silent for so long is killed."""
-_GRACE_SECONDS = 2.0
+_CLOSE_SECONDS, _GRACE_SECONDS = 3.0, 2.0
+"""How long closing waits for what is under way, and then for the last commit."""
 
 Launch = Callable[[DriveSetup], ChildProcess]
 
@@ -638,6 +639,7 @@ class DiskTier:
             if self._is_closed:
                 return self._abandoned
             self._is_closing = True
+            timeout = min(timeout, _CLOSE_SECONDS)
             end = time.monotonic() + timeout
             self._changed.wait_for(lambda: not self._batches, timeout)
             self._is_closed = True
@@ -646,7 +648,11 @@ class DiskTier:
         # The last commit has some time even if the bound is short, unless something hangs.
         grace = 0.0 if self._batches else _GRACE_SECONDS
         end = max(end, time.monotonic() + grace)
-        left = [number for drive in self._drives for number in drive.join(end - time.monotonic())]
+        left = [
+            number
+            for drive in self._drives
+            for number in drive.join(1.0 if drive.ailment else end - time.monotonic())
+        ]
         with self._changed:
             self._abandoned = tuple({self._orders[number][0].batch.id: None for number in left})
             return self._abandoned
