@@ -128,7 +128,7 @@ def test_a_full_drive_is_served_reset_and_found_again(place: Path) -> None:
 def test_an_engine_keeps_its_places_while_the_floor_is_crossed(place: Path) -> None:
     """Its drive process dies and comes back; as many places, nothing out of range, a fast end."""
     with DiskLife(place / "kvferry") as life:
-        last = life.tier.num_places - 1
+        last = life.tier.stripes.num_places - 1
         rows = life.write([0, last])
         life.wait_durable()
         fill_up(place)

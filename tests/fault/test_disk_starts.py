@@ -26,6 +26,7 @@ from kvferry.tiers.disk.quota import DiskBound, StoreLock
 from kvferry.tiers.disk.store import Store, list_stores, purge_store
 from kvferry.tiers.disk.tier import start_drive
 from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.types import TierName
 
 __all__ = ["attach"]  # a fixture
 
@@ -252,9 +253,9 @@ def test_the_bytes_of_a_day_are_counted_across_restarts(attach: Open, tmp_path: 
     wait_until(lambda: durable(tier))
     written = tier.figures().written_bytes
     assert written
-    left = ferry._scheduler.writeback._admissions["disk"]._left
+    left = ferry._scheduler.writeback._admissions[TierName("disk")]._left
     ferry.close()
     ferry, tier = attach_disk(attach, tmp_path, disk_write_per_day=size)
-    again = ferry._scheduler.writeback._admissions["disk"]._left
+    again = ferry._scheduler.writeback._admissions[TierName("disk")]._left
     assert again <= left + size / 1000, "a restart gives nothing back"
     assert tier.spent > written - size / 1000
