@@ -43,9 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _model_of(item: pytest.Item) -> str:
-    names = {*getattr(item, "fixturenames", ())}
+    if Path(__file__).parent not in item.path.parents:
+        return ""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return next((m for m in _MODELS if m in names or m in parameters.values()), "")
+    given = [value for value in parameters.values() if isinstance(value, str)]
+    named = {*getattr(item, "fixturenames", ()), *given}
+    return next((model for model in _MODELS if model in named), "")
 
 
 @pytest.fixture(autouse=True)
