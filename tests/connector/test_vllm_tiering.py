@@ -33,6 +33,9 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvferry.errors import ConfigError
 
+if len(OffloadingGroupConfig.__dataclass_fields__) < 3:
+    pytest.skip("this vLLM's secondary tiers are of another form", allow_module_level=True)
+
 CHUNK, CHUNKS = 8192, 6
 """Bytes of a chunk, and chunks of the primary tier: far fewer than the disk has."""
 LONG = 30.0

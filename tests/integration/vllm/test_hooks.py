@@ -34,7 +34,6 @@ LEFT_TO_VLLM = {
     # every rank answers for every request, and loads every group with a hash
     "get_finished_count",
     "get_loaded_kv_cache_group_ids",
-    "get_external_cache_hit_sources",
     # events come from the scheduler's side
     "get_kv_connector_kv_cache_events",
     # whole blocks and the states at their ends only
