@@ -43,15 +43,6 @@ ALLOWED: dict[str, int] = {
     "docs/traces.md": 9,
     "docs/tuning.md": 1,
     "docs/vllm.md": 41,
-    "docs/benchmarks/call-host-time.md": 25,
-    "docs/benchmarks/call-to-done-h200.md": 15,
-    "docs/benchmarks/copy-h200.md": 8,
-    "docs/benchmarks/disk-h200.md": 6,
-    "docs/benchmarks/host-cost.md": 19,
-    "docs/benchmarks/host-memory-h200.md": 4,
-    "docs/benchmarks/overlap-h200.md": 15,
-    "docs/benchmarks/vllm-h200.md": 23,
-    "docs/benchmarks/vllm-rounds-h200.md": 16,
 }
 
 WORDS = re.compile(r"\b(?:who|whoever|whom|nobody|somebody|anybody)\b", re.IGNORECASE)

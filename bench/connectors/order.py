@@ -245,7 +245,7 @@ class Run:
         A first round of each is not counted. Both forget before either serves, so that a round of
         the one comes right behind a round of the other: on a card that another process has just
         used, decode steps take 3 to 4% less than on one that only served their own (one NVIDIA
-        H200, docs/benchmarks/vllm-h200.md). A connector that stores something in between would
+        H200, docs/benchmarks/first-token.md). A connector that stores something in between would
         lose that.
         """
         pairs = seat.result.setdefault("fits", {"own": [], "none": []})

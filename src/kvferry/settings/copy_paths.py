@@ -107,7 +107,7 @@ COPY_PATHS = (
         needs_kernels=True,
     ),
 )
-"""All of them. The costs are one NVIDIA H200's (docs/benchmarks/copy-h200.md), rounded. Their
+"""All of them. The costs are one NVIDIA H200's (docs/benchmarks/copies.md), rounded. Their
 relations matter; calibration measures the start, the rate and the runs on each machine."""
 
 BY_NAME = {path.name: path for path in COPY_PATHS}
