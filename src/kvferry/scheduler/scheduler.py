@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvferry.cache import reach
 from kvferry.cache.events import MANY_EVENTS, EventKind
+from kvferry.cache.policies import learned
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
@@ -68,6 +69,8 @@ _MOST_ON_DEVICE = 1 << 20
 _MANY_EVENTS = 64
 """Records that may wait for the bookkeeper while the engine is busy: about a millisecond."""
 
+LEARNED_FILE = "learned-policy"
+"""In the first directory of the disk tier."""
 _CLOSED = "this scheduler is closed"
 
 
@@ -166,6 +169,7 @@ class Scheduler:
         self.epoch = 0
         """0 until everything is forgotten, then another number that no other life ever had."""
         self._num_resets = 0
+        self._learned: Path | None = None
         self._clock = clock
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
@@ -557,11 +561,16 @@ class Scheduler:
             self.transfers.close()
             for pool in self._pools:
                 pool.catch_up()
+            if self._learned is not None:
+                learned.save(self.pool.eviction.policy, self._learned)
             self.book.close()
             self._closed = True
 
     def watch_requests(self) -> None:
-        """Record requests, if the settings say so."""
+        """Record requests, and know what was learned before, if the settings say so."""
+        for folder in self._config.disk[:1]:
+            self._learned = Path(folder) / LEARNED_FILE
+            learned.restore(self.pool.eviction.policy, self._learned)
         if self._config.record is not None:
             self.book.record(Path(self._config.record), self._config.record_size, self._clock())
 

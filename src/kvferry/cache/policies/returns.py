@@ -144,6 +144,12 @@ class Returns:
         self._bids: list[tuple[float, int]] = []
         self._lacking = 0
 
+    @property
+    def learned(self) -> tuple[npt.NDArray[np.float64], ...]:
+        """All that it knows of returns; see ``learned.py``."""
+        self.table.forget_values()  # they may be filled
+        return self.table.hazards.learned
+
     # -- the slots ------------------------------------------------------------------------------
 
     def insert(self, slots: SlotArray) -> None:

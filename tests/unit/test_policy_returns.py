@@ -1,0 +1,362 @@
+"""The policy that learns when conversations return: what it learns, keeps and believes."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+from tests.fakes.published_trace import PUBLISHED, needs_published
+
+import kvferry
+from kvferry.cache.policies import learned, policy_named
+from kvferry.cache.policies.contract import Evidence
+from kvferry.cache.policies.returns import Duel, Returns, Senders
+from kvferry.cache.policies.returns_model import Records, Trust, ValueTable, bins
+from kvferry.cache.pool import Pool
+from kvferry.cache.replay import PoolReplay
+from kvferry.sim.simulation import Simulation, Trial, simulate
+from kvferry.telemetry.traces import keys_of_numbers
+
+NEW = bins(1, 0, None, (0.0, 0.0), 1000)
+OTHERS = ("lru", "arc", "s3fifo", "wtinylfu")
+
+
+@pytest.mark.parametrize(("age", "chance"), [(5.0, 0.3), (100.0, 0.5), (20.0, 0.9)])
+def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
+    """A block is worth most a little before most of them return, and little after that."""
+    table, records, rng = ValueTable(), Records(), Random(1)
+    row, now, waiting = table.row(NEW), 0.0, list[tuple[float, int]]()
+    for _ in range(3000):
+        now += 1.0
+        number = records.add(now, row)
+        if rng.random() < chance:
+            waiting.append((now + age * rng.uniform(0.9, 1.1), number))
+        while waiting and waiting[0][0] <= now:
+            at, returning = waiting.pop(0)
+            records.close(returning, at)
+        records.teach(table, now)
+    ages = np.array([age / 16, 0.8 * age, 4 * age])
+    early, soon, late = table.values(np.array([row] * 3), ages).tolist()
+    assert soon > early > late
+
+
+def test_what_it_learned_fades() -> None:
+    table = ValueTable()
+    hazards = table.hazards
+    row = np.array([table.row(NEW)] * 50)
+    table.learn(row, np.zeros(50, dtype=np.int64), np.ones(50, dtype=bool))
+    seen = hazards.base_seen.max()
+    hazards.fade(1800.0)
+    assert hazards.base_seen.max() == pytest.approx(seen / 2)
+    hazards.fade(1e9)
+    assert hazards.base_seen.max() == 1.0
+
+
+def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
+    table, records = ValueTable(), Records()
+    for at in range(4000):
+        records.add(float(at), table.row(NEW))
+    steps = 0
+    while records.teach(table, 1e9):
+        steps += 1
+    assert 4000 / 256 <= steps < 40
+
+
+def test_records_are_bounded_and_the_last_are_remembered() -> None:
+    records = Records()
+    first = records.add(0.0, 1)
+    last = [records.add(float(at), 1) for at in range(100_000)][-1]
+    assert first < records.first <= last - (1 << 15) + 1
+    for record in (first, last):
+        records.close(record, 2e5)
+        records.change(record, 2)
+    assert len(records._time) <= 1 << 16
+
+
+def test_a_newcomer_that_is_worth_less_than_all_is_refused_unless_it_must_stay() -> None:
+    now = [0.0]
+    pool = Pool(8, Returns, clock=lambda: now[0])
+    for turn in range(300):  # one that returns every ten seconds, others that never do
+        now[0] += 5.0
+        one_shot = keys([1000 + turn, 5000 + turn])
+        for chat in (keys(range(6)), one_shot) if turn % 2 else (one_shot,):
+            pool.asked(chat, 512 * len(chat), pool.lookup(chat))
+            lease = pool.reserve(chat)
+            if lease is not None:
+                lease.commit()
+    assert pool.match(keys(range(6))) == 6
+    big = keys(range(9000, 9002))
+    pool.asked(big, 1024, pool.lookup(big))
+    assert pool.reserve(big) is None
+    assert pool.match(keys(range(6))) == 6
+    lease = pool.reserve(big, must_stay=True)
+    assert lease is not None
+    assert len(lease) == 2
+    too_many = pool.reserve(keys(range(9200, 9208)), must_stay=True)
+    assert too_many is None or len(too_many) < 8, "no more than fits into the bound on pins"
+
+
+def test_a_sender_that_is_often_wrong_is_believed_less_and_forgiven() -> None:
+    senders = Senders()
+    for _ in range(3):
+        senders.judge("liar", right=False)
+    assert senders.trust("liar") is Trust.UNKNOWN
+    for _ in range(9):
+        senders.judge("liar", right=False)
+        senders.judge("honest", right=True)
+    assert senders.trust("liar") is Trust.LOW
+    assert senders.trust("honest") is Trust.HIGH
+    assert senders.trust("") is Trust.UNKNOWN
+    for _ in range(60):
+        senders.judge("liar", right=True)
+    assert senders.trust("liar") is Trust.HIGH
+    for number in range(5000):
+        senders.judge(f"other {number}", right=True)
+    assert senders.trust("honest") is Trust.UNKNOWN, "the table is bounded"
+
+
+def chats(seed: int, count: int) -> list[tuple[float, list[int], bool, float]]:
+    """Requests of chats that grow: when, their blocks, whether it was the last, until the next."""
+    rng, found, base = Random(seed), [], 0
+    at = 0.0
+    for _ in range(count):
+        at += rng.expovariate(0.5)
+        base += 1000
+        then, length = at, rng.randint(4, 12)
+        while True:
+            goes_on = rng.random() < 0.5
+            gap = rng.uniform(40, 160)
+            found.append((then, list(range(base, base + length)), not goes_on, gap))
+            if not goes_on:
+                break
+            then, length = then + gap, length + rng.randint(1, 4)
+    return sorted(found)
+
+
+def told(liars: float, *, silent: bool = False) -> dict[str, float]:
+    """Hit ratios by kind of sender, where this share of 16 senders says the opposite."""
+    replay, counts = PoolReplay(300, Returns), dict[str, list[int]]()
+    for at, blocks, is_over, gap in chats(3, 1500):
+        number = blocks[0] // 1000
+        evidence, kind = None, "silent"
+        if number % 2 and not silent:
+            sender = number // 2 % 16
+            lies = sender < 16 * liars
+            kind = "liar" if lies else "honest"
+            over = is_over != lies
+            within = None if over else gap + 1 if not is_over else 60.0
+            evidence = Evidence(over, not over, within, f"sender {sender}")
+        (hit,) = replay.serve(keys(blocks), len(blocks), at, evidence, 512 * len(blocks))
+        count = counts.setdefault(kind, [0, 0])
+        count[0] += hit
+        count[1] += len(blocks)
+    return {kind: hits / asked for kind, (hits, asked) in counts.items()}
+
+
+def test_hints_help_those_that_give_them_and_lies_hurt_hardly_any_other() -> None:
+    without, honest, lied_to = told(0.0, silent=True), told(0.0), told(0.25)
+    assert honest["honest"] > 1.3 * without["silent"]
+    assert lied_to["honest"] > 0.97 * honest["honest"]
+    assert lied_to["silent"] > 0.98 * honest["silent"]
+    assert lied_to["liar"] < honest["honest"]
+
+
+def test_many_hints_at_one_moment_and_for_what_is_unknown_do_no_harm() -> None:
+    pool = Pool(16, Returns, clock=lambda: 5.0)
+    for number in range(200):
+        chat = keys([number % 7, 100 + number % 7])
+        evidence = Evidence(ended=bool(number % 2), continues=not number % 2, sender="s")
+        pool.asked(chat, 64, pool.lookup(chat), evidence)
+        pool.hint(keys([999]), evidence)
+        lease = pool.reserve(chat)
+        if lease is not None:
+            lease.commit()
+        pool.hint(chat, evidence)
+        pool.raise_failure()
+
+
+def test_lru_takes_over_where_it_hits_more_and_the_other_is_tried_again() -> None:
+    duel, rng = Duel(), Random(2)
+    for _ in range(3000):  # as good as LRU, by chance now better and now worse
+        hits = rng.randrange(5, 20)
+        duel.count(hits, hits + rng.choice((-5, 5)))
+        assert not duel.is_lru
+    turns = []
+    for _ in range(3000):
+        duel.count(rng.randrange(5), rng.randrange(20))
+        turns.append(duel.is_lru)
+    assert 0.5 < sum(turns) / len(turns) < 1.0
+    changes = [at for at in range(1, 3000) if turns[at] != turns[at - 1]]
+    assert len(changes) >= 3, "the other is tried again"
+    assert changes[2] - changes[1] < changes[1] - changes[0], "and not for long"
+
+
+def test_a_clock_that_jumps_harms_nothing() -> None:
+    now = [0.0]
+    pool = Pool(40, Returns, clock=lambda: now[0])
+    rng = Random(5)
+    for _ in range(600):
+        now[0] += rng.choice((0.0, 1.0, 1e6, -1e6, 1e-9))
+        chat = keys([0, *range(10 * rng.randrange(30) + 1, 10 * rng.randrange(30) + 9)])
+        pool.asked(chat, 10**9, pool.lookup(chat))
+        lease = pool.reserve(chat)
+        if lease is not None:
+            lease.commit()
+        pool.raise_failure()
+        pool.check_integrity()
+
+
+# -- floors: traces that are made, of which some were never looked at while it was designed --------
+
+
+@cache
+def trace(kind: str) -> list[Any]:
+    bench = str(Path(__file__).parents[2] / "bench")
+    sys.path.insert(0, bench)
+    try:
+        from made_traces import made
+    finally:
+        sys.path.remove(bench)
+    return made(kind, scale=SCALES.get(kind, 0.25))[: 3700 if kind == "regime" else 2500]
+
+
+SCALES = {"agents": 0.1, "regime": 0.15, "diurnal": 0.1, "load": 0.15}
+SIZES = {
+    "agents": 150,
+    "api": 150,
+    "batch": 150,
+    "chance": 1000,
+    "diurnal": 100,
+    "load": 100,
+    "rag": 300,
+    "regime": 150,
+    "scans": 150,
+    "tenants": 100,
+}
+
+
+def hit_ratio(policy: str, lines: list[Any], num_slots: int) -> float:
+    replay, hits, blocks = PoolReplay(num_slots, policy_named(policy)), 0, 0
+    for line in lines:
+        asked = keys_of_numbers(np.array(line["hash_ids"], dtype=np.uint64))
+        whole = line["input_length"] // 512
+        hits += replay.serve(asked, whole, line["timestamp"] / 1000, None, line["input_length"])[0]
+        blocks += len(asked)
+    return hits / blocks
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_it_is_never_far_below_the_best_of_the_others(kind: str) -> None:
+    lines, num_slots = trace(kind), SIZES[kind]
+    best = max(hit_ratio(policy, lines, num_slots) for policy in OTHERS)
+    assert hit_ratio("returns", lines, num_slots) >= 0.98 * best
+
+
+def test_after_a_change_it_is_as_good_as_a_fresh_one() -> None:
+    """Minutes 10 to 30 behind the moment at which what foretells a return is the opposite."""
+    lines, num_slots = trace("regime"), 150
+    change = 3600.0
+
+    def late(policy: PoolReplay, start: float) -> int:
+        hits = 0
+        for line in lines:
+            at = line["timestamp"] / 1000
+            if at >= start:
+                asked = keys_of_numbers(np.array(line["hash_ids"], dtype=np.uint64))
+                whole, tokens = line["input_length"] // 512, line["input_length"]
+                (hit,) = policy.serve(asked, whole, at, None, tokens)
+                hits += hit * (change + 600 <= at < change + 1800)
+        return hits
+
+    assert lines[-1]["timestamp"] / 1000 > change + 1800
+    learned, fresh = PoolReplay(num_slots, Returns), PoolReplay(num_slots, Returns)
+    assert late(learned, 0.0) >= 0.95 * late(fresh, change)
+
+
+@needs_published
+def test_on_the_public_trace_it_is_as_far_ahead_as_it_is_said_to_be() -> None:
+    trials = (Trial("returns", (1000,)), Trial("returns", (3000,)))
+    asked = Simulation(paths=(PUBLISHED,), trials=trials, bound=False, jobs=1)
+    small, large = simulate(asked).scores
+    assert small.whole.hit_ratio >= 0.083
+    assert large.whole.hit_ratio >= 0.139
+
+
+# -- across restarts ------------------------------------------------------------------------------
+
+
+def taught() -> Returns:
+    pool = Pool(64, Returns, clock=iter(np.arange(1e5).tolist()).__next__)
+    for number in range(200):
+        asked = keys([number % 20, 100 + number])
+        pool.asked(asked, 64, pool.lookup(asked))
+        pool.catch_up()
+    policy = pool.eviction.policy
+    assert isinstance(policy, Returns)
+    return policy
+
+
+def test_what_was_learned_outlives_the_process(tmp_path: Path) -> None:
+    path, policy, other = tmp_path / "learned", taught(), Pool(8, Returns).eviction.policy
+    assert isinstance(other, Returns)
+    row = other.table.row(NEW)
+    before = other.table.first(row)
+    learned.save(policy, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size < 1 << 16
+    assert learned.restore(other, path)
+    for one, two in zip(policy.learned, other.learned, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6)
+    assert other.table.first(row) != before
+    assert [each.name for each in tmp_path.iterdir()] == ["learned"]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "version", "empty", "nan", "missing", "folder"])
+def test_what_is_damaged_is_discarded(tmp_path: Path, harm: str) -> None:
+    path, policy = tmp_path / "learned", Pool(8, Returns).eviction.policy
+    assert isinstance(policy, Returns)
+    bad = taught()
+    if harm == "nan":
+        bad.learned[0][3] = np.nan
+    learned.save(bad, path)
+    found = bytearray(path.read_bytes())
+    if harm == "flip":
+        found[len(found) // 2] ^= 1
+    elif harm == "version":
+        found[15] ^= 3
+    path.write_bytes({"cut": bytes(found[:-4]), "empty": b""}.get(harm, bytes(found)))
+    if harm in ("missing", "folder"):
+        path.unlink()
+        if harm == "folder":
+            path.mkdir()
+    before = [array.copy() for array in policy.learned]
+    assert not learned.restore(policy, path)
+    assert all(map(np.array_equal, policy.learned, before))
+
+
+def test_a_policy_that_learns_nothing_and_a_folder_that_is_gone(tmp_path: Path) -> None:
+    learned.save(Pool(8).eviction.policy, tmp_path / "learned")
+    assert not list(tmp_path.iterdir())
+    learned.save(taught(), tmp_path / "gone" / "learned")
+    assert not learned.restore(Pool(8).eviction.policy, tmp_path / "gone" / "learned")
+
+
+def test_a_library_with_a_disk_goes_on_with_what_it_learned(tmp_path: Path) -> None:
+    def life() -> float:
+        kv = [np.zeros((16, 16, 4), np.uint8)]
+        with kvferry.attach(
+            kv, model="m", block_tokens=16, host="64KiB", disk=str(tmp_path), disk_size="64MiB"
+        ) as ferry:
+            policy: Any = ferry._scheduler.pool.eviction.policy
+            start = float(policy.learned[0][0])
+            policy.learned[0][0] = 1.5
+            return start
+
+    assert life() != 1.5
+    assert life() == 1.5
