@@ -107,6 +107,7 @@ def test_servers_share_and_one_that_is_killed_harms_no_other(mark: str, tmp_path
     assert "Big device" not in found.output, "a fleet is shown alone"
     page = html.read_text()
     assert "3 servers, one store" in page
+    assert "Each server&#x27;s device has 14" in page
     assert "(†) was killed at half of the turns" in page
 
 

@@ -103,7 +103,8 @@ def demo(ctx: click.Context, /, html: Path | None, json_file: Path | None, **giv
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
-    page = render(f"kvferry {name}", scenario.describe(), list(parts.values()))
+    setting = scenario.describe(is_fleet=bool(given["servers"]))
+    page = render(f"kvferry {name}", setting, list(parts.values()))
     html.write_text(page, encoding="utf-8")
     console.print(f"Report: {html}", soft_wrap=True)
     figures = {name: part.to_dict() for name, part in parts.items()}

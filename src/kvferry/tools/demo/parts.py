@@ -95,9 +95,10 @@ class Scenario:
             self.shape, self.device_blocks, self.host_bytes, self.block_tokens, settings
         )
 
-    def describe(self) -> str:
+    def describe(self, *, is_fleet: bool = False) -> str:
         """The setting in words."""
-        chat, shape = self.chat, self.shape
+        chat, shape = self.short_chat if is_fleet else self.chat, self.shape
+        device = "Each server's device" if is_fleet else "The small device"
         windows = [window for window in shape.windows if window is not None]
         layers = f"{shape.num_layers} layers"
         if windows:
@@ -106,8 +107,9 @@ class Scenario:
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
             f"at a time. Each starts with about {chat.opening_tokens} tokens. Each turn adds about "
             f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. "
-            f"Together they need {self.working_set:,} blocks of {self.block_tokens} tokens. The "
-            f"small device has {self.device_blocks:,}. The model is a numpy decoder "
+            f"Together they need {chat.num_blocks(self.block_tokens):,} blocks of "
+            f"{self.block_tokens} tokens. {device} has {self.device_blocks:,}. The model is a numpy "
+            "decoder "
             f"({layers}, width {shape.width}) with fixed random weights on this machine's CPU."
         )
 
