@@ -108,9 +108,9 @@ class Scenario:
             f"at a time. Each starts with about {chat.opening_tokens} tokens. Each turn adds about "
             f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. "
             f"Together they need {chat.num_blocks(self.block_tokens):,} blocks of "
-            f"{self.block_tokens} tokens. {device} has {self.device_blocks:,}. The model is a numpy "
-            "decoder "
-            f"({layers}, width {shape.width}) with fixed random weights on this machine's CPU."
+            f"{self.block_tokens} tokens. {device} has {self.device_blocks:,}. The model is a "
+            f"numpy decoder ({layers}, width {shape.width}) with fixed random weights on this "
+            "machine's CPU."
         )
 
     def to_dict(self) -> dict[str, Any]:
