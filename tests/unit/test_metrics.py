@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,9 +248,9 @@ def choices() -> PathChoices:
     )
 
 
-def copy_of(path: str, **changes: object) -> Copy:
+def copy_of(path: str, **changes: Any) -> Copy:
     made = Copy(1, "host", "device", 0, 16, 16 << 19, 0.001, (path,))
-    return replace(made, **changes)  # type: ignore[arg-type]
+    return made._replace(**changes)
 
 
 @pytest.mark.parametrize("busy", [False, True])

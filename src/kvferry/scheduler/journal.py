@@ -154,8 +154,7 @@ MOST_COPIES = 32
 """Of one request; a long one stores a little in many steps, and its last copies tell enough."""
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One transfer that ended for a request (a store may have carried others' blocks too).
 
     Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took,

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -393,5 +393,5 @@ def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, A
         "hints": entry.hints.as_dict() if entry.hints is not None else None,
         "refused": list(entry.refused),
         "overlap": entry.overlap,
-        "copies": [{**asdict(copy), "why": why_path(copy)} for copy in entry.copies],
+        "copies": [{**copy._asdict(), "why": why_path(copy)} for copy in entry.copies],
     }
