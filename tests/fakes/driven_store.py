@@ -37,7 +37,7 @@ class DrivenLoop(asyncio.SelectorEventLoop):
 class TellableStore:
     """A client with look-ups only. Owns the calls that wait for an answer."""
 
-    staging = SimpleNamespace(give_back=lambda room: None)
+    staging = SimpleNamespace(give_back=lambda *rooms: None)
     num_calls = NUM_CALLS
     blocks_per_object = 1
 

@@ -131,14 +131,11 @@ class BucketClient:
             ends = await asyncio.gather(*map(self._put_one, names, objects, replace))
         except asyncio.CancelledError:
             # The request may go on reading them below, for as long as a request may take.
-            asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._give_back, objects)
+            loop = asyncio.get_running_loop()
+            loop.call_later(REQUEST_SECONDS, self.staging.give_back, *objects)
             raise
-        self._give_back(objects)
+        self.staging.give_back(*objects)
         return list(ends)
-
-    def _give_back(self, objects: Sequence[memoryview]) -> None:
-        for each in objects:
-            self.staging.give_back(each)
 
     async def _put_one(
         self, name: str, stored: memoryview, replace: bool

@@ -71,11 +71,10 @@ class Staging:
             return []
         return [self._rooms[self._free.pop()] for _ in range(count)]
 
-    def give_back(self, memory: memoryview) -> None:
-        """Take a room back; memory that was never lent is ignored."""
-        offset = address_of(memory) - self.address
-        if 0 <= offset < self.num_bytes:
-            self._free.append(offset // self.pitch)
+    def give_back(self, *rooms: memoryview) -> None:
+        """Take rooms back; memory that was never lent is ignored."""
+        offsets = (address_of(each) - self.address for each in rooms)
+        self._free += [at // self.pitch for at in offsets if 0 <= at < self.num_bytes]
 
 
 class SlotMapping:

@@ -242,7 +242,7 @@ class MooncakeClient:
 
         late = partial(self._late, names, objects)
         codes = await self._codes(Way.WRITE, write, len(names), late)
-        self._give_back(objects)
+        self.staging.give_back(*objects)
         return [_fault(code) if code else None for code in codes]
 
     def _late(
@@ -252,11 +252,7 @@ class MooncakeClient:
         stored = [name for name, code in zip(names, codes, strict=True) if not code]
         if self._mapping is not None and self._mapping.holds(objects[0]) and stored:
             _in_thread(lambda: self._store.batch_remove(stored, True))
-        self._give_back(objects)
-
-    def _give_back(self, objects: Sequence[memoryview]) -> None:
-        for each in objects:
-            self.staging.give_back(each)
+        self.staging.give_back(*objects)
 
     async def tend(self, log: Log) -> None:
         """The master evicts by itself."""
