@@ -69,6 +69,22 @@ def test_an_answer_is_said_in_its_words(status: int, body: str, says: str) -> No
         assert reason(f"http://127.0.0.1:{port}") == says
 
 
+@pytest.mark.parametrize(
+    ("said", "shown_"),
+    [
+        ("ExpiredToken: The token has expired.", "ExpiredToken: The token has expired."),
+        ("Authorization: Bearer a b", "Authorization (hidden)"),
+        ("x-amz-security-token: a\x1b[31m b", "x-amz-security-token (hidden)"),
+        ("AWS4 Credential=A/b, SignedHeaders=host", "AWS4 Credential (hidden) SignedHeaders=host"),
+        (f"it was {'k' * 40}.", "it was (hidden)."),
+        ("one\r\n\ttwo \x00three", "one two three"),
+        ("long " * 200, ("long " * 60).strip()),
+    ],
+)
+def test_credentials_and_control_characters_are_not_shown(said: str, shown_: str) -> None:
+    assert Fault(said).reason.strip() == shown_
+
+
 def test_https_to_a_port_of_http_is_named() -> None:
     with standing_open(Refusing) as port:
         said = reason(f"https://127.0.0.1:{port}")

@@ -159,8 +159,10 @@ Log = Callable[[int, str], None]
 
 READ_ONLY = "remote_mode is read-only"
 _MOST_WORDS = 300
-_NAMES = "authorization|cookie|token|signature|credential|key"
-_HEADER = re.compile(rf"(?i)\b([\w-]*(?:{_NAMES}))\s*[:=].*")
+_HEADER = re.compile(
+    r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie|x-amz-[\w-]*token)\s*[:=].*"
+    r"|\b(credential|signature|[\w-]*(?:token|key|secret))\s*=\s*\S*"
+)
 _LONG_WORD = re.compile(r"[\w+/=%-]{40,}")  # a key, a token, a signature, an object's name
 _secrets: set[str] = set()
 
@@ -175,7 +177,7 @@ def shown(words: str) -> str:
     text = "".join(each if each.isprintable() else " " for each in words[: 100 * _MOST_WORDS])
     for secret in _secrets:
         text = text.replace(secret, "(hidden)")
-    text = _LONG_WORD.sub("(hidden)", _HEADER.sub(r"\1 (hidden)", text))
+    text = _LONG_WORD.sub("(hidden)", _HEADER.sub(r"\1\2 (hidden)", text))
     return " ".join(text.split())[:_MOST_WORDS]
 
 

@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from kvferry.errors import ConfigError
 from kvferry.settings.tiers import PACK, RemoteAddress
-from kvferry.tiers.remote.client import hide
+from kvferry.tiers.remote.client import hide, shown
 
 REQUEST_SECONDS = 60.0
 _NOWHERE = "http://127.0.0.1:1"
@@ -61,7 +61,6 @@ Identity; without the token's file obstore 0.12 does not ask there."""
 
 DEFAULT_REGION = "us-east-1"
 
-_LONGEST = 300
 _SAID = re.compile(r"Error performing (\w+) \S+ in .*? - (.*)")
 _STATUS = re.compile(r"Server returned non-2xx status code: ([^<]*?):? ?(<.*)?")
 _CODE, _MESSAGE = (re.compile(rf"<{tag}>(.*?)</{tag}>") for tag in ("Code", "Message"))
@@ -215,7 +214,7 @@ def reason_of(error: Exception) -> str:
         text = "it sends us on to another host, which is not followed; name that in the address"
     elif system and system[1] not in text:
         text = f"{text}: {system[1]}"
-    return text[:_LONGEST] or type(error).__name__
+    return shown(text) or type(error).__name__
 
 
 def _answer(said: str) -> str:
