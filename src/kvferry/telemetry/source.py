@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvferry.core.quantities import quoted
 from kvferry.errors import DeadlineError, InputError, StateError
@@ -235,8 +235,8 @@ _FORMS = tuple(
 _SERVERS = re.compile(r"^(?:chat)?cmpl-")
 
 
-class RequestName(NamedTuple):
-    """The id in vLLM's answer, and which of that answer's requests it is.
+def read_name(request_id: RequestId) -> tuple[str, str]:
+    """The id in vLLM's answer, and which of that answer's requests this is.
 
     A client knows ``cmpl-5f2c``, the engine ``cmpl-5f2c-0-8b2677e5``: the prompt's number and eight
     random digits more::
@@ -248,24 +248,17 @@ class RequestName(NamedTuple):
         resp_5f2c_1-8b2677e5                            the second turn of one response
         cmpl-5f2c-0f1e2d3c4b5a6978-beam-0-8b2677e5      a beam, of any answer
     """
-
-    answer: str
-    part: str
-
-
-def read_name(request_id: RequestId) -> RequestName:
-    """What an engine's name of a request says."""
     for form in _FORMS:
         if found := form.fullmatch(request_id):
-            return RequestName(found["answer"], found["sample"] + found["part"])
-    return RequestName(request_id, "")
+            return found["answer"], found["sample"] + found["part"]
+    return request_id, ""
 
 
 def is_of_client(name: str, request_id: RequestId) -> bool:
     """Whether a client knows it so: by its answer's id, or by the X-Request-Id it sent itself."""
     if name not in request_id:  # far cheaper, and there are a thousand
         return False
-    answer = read_name(request_id).answer
+    answer, _ = read_name(request_id)
     return bool(name) and name in (answer, _SERVERS.sub("", answer))
 
 
@@ -277,8 +270,9 @@ def requests_of(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId
     """
     found: dict[RequestId, str] = {}
     for request_id in request_ids:
-        if answer in request_id and (name := read_name(request_id)).answer == answer:
-            found[request_id] = name.part
+        its_answer, part = read_name(request_id) if answer in request_id else ("", "")
+        if answer and its_answer == answer:
+            found[request_id] = part
     if len(set(found.values())) < len(found):
         raise InputError(f"several answers have the id {quoted(answer)}; {_one_of(found)}")
     if len(found) > MOST_REQUESTS:
