@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -19,28 +17,12 @@ def layouts(*num_blocks: int) -> list[GroupLayout]:
     return [describe({"a": np.zeros((count, 8), np.uint8)}, block_axis=0) for count in num_blocks]
 
 
-@pytest.mark.parametrize("wrong", [-1, -2, 7, 8, MOST, -MOST - 1])
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_block_that_does_not_exist_is_refused(wrong: int, at: int) -> None:
-    blocks = [0, 6, 3]
-    blocks[at] = wrong
-    with pytest.raises(InputError, match=f"block {wrong} does not exist"):
-        BlockTables(layouts(7)).whole(blocks, before=0)
-
-
 @pytest.mark.parametrize("wrong", [-2, 7, MOST, -MOST - 1])
 def test_with_several_groups_one_may_be_missing_but_not_wrong(wrong: int) -> None:
     tables = BlockTables(layouts(7, 9)).whole([[NO_BLOCK, 6], [8, 0]], before=0)
     assert [each.tolist() for each in tables] == [[NO_BLOCK, 6], [8, 0]]
     with pytest.raises(InputError, match=f"block {wrong} does not exist"):
         BlockTables(layouts(7, 9)).whole([[NO_BLOCK, wrong], [8, 0]], before=0)
-
-
-@pytest.mark.parametrize("kind", [np.int32, np.uint64, np.dtype(">i8"), np.int64])
-def test_numbers_of_any_kind_are_taken(kind: Any) -> None:
-    given = np.array([5, 0, 6, 1, 4, 2], dtype=kind)[::2]
-    (table,) = BlockTables(layouts(7)).whole(given, before=1)
-    assert table.tolist() == [NO_BLOCK, 5, 6, 4]
 
 
 def test_what_is_named_twice_is_found_among_all() -> None:
