@@ -345,3 +345,68 @@ def test_the_build_sees_what_the_dockerfile_copies_and_nothing_else():
     seen = {line[1:] for line in ignored if line.startswith("!")}
     assert seen == {name for names in copied for name in names.split()}
     assert all((ROOT / name).exists() for name in seen)
+
+
+CHART = DEPLOY / "helm" / "kvferry"
+
+
+def rendered(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The chart's documents by Go's own template engine, for a release called ``demo``."""
+    go = pytest.importorskip("go_template")
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name, value in changes.items():
+        values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    data = folder / "values.json"
+    data.write_text(json.dumps({"Values": values, "Release": {"Name": "demo"}}))
+    documents: list[dict[str, Any]] = []
+    for template in sorted((CHART / "templates").iterdir()):
+        out = folder / template.name
+        go.render_template(str(template), str(data), str(out))
+        documents += [each for each in yaml.safe_load_all(out.read_text()) if each]
+    return documents
+
+
+def manifests(name: str, *renamed: tuple[str, str]) -> list[dict[str, Any]]:
+    text = (DEPLOY / "kubernetes" / name).read_text()
+    for before, after in renamed:
+        assert before in text
+        text = text.replace(before, after)
+    return list(yaml.safe_load_all(text))
+
+
+def test_the_chart_makes_the_manifests(tmp_path):
+    """So every check of the manifests is one of the chart."""
+    name = ("vllm-kvferry", "demo")
+    image = ("registry.example/demo", "registry.example/vllm-kvferry")
+    monitor = manifests("podmonitor.yaml", name)
+    server = manifests("vllm-kvferry.yaml", name, image)
+    assert rendered(tmp_path, podMonitor={"enabled": True}) == monitor + server
+    fleet_names = (
+        ("vllm-kvferry-fleet", "demo"),
+        ("kvferry-mooncake", "demo-store"),
+        ("kvferry-fleet: one", "kvferry-fleet: demo"),
+        ("name: kvferry-fleet", "name: demo"),
+    )
+    assert rendered(tmp_path, fleet={"enabled": True}) == manifests("fleet.yaml", *fleet_names)
+
+
+def test_the_charts_values_reach_the_server(tmp_path):
+    changes: dict[str, Any] = {
+        "disk": {"enabled": False},
+        "args": ["--tensor-parallel-size=2"],
+        "gpus": 2,
+        "settings": {"KVFERRY_LOG_LEVEL": "info"},
+    }
+    documents = rendered(tmp_path, **changes)
+    for document in documents:
+        kubernetes_validate.validate(document, "1.32", strict=True)
+    (deployment,) = [each for each in documents if each["kind"] == "Deployment"]
+    spec = deployment["spec"]["template"]["spec"]
+    (server,) = spec["containers"]
+    assert server["args"][2:] == changes["args"]
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    env = {item["name"]: item.get("value") for item in server["env"]}
+    assert env["KVFERRY_LOG_LEVEL"] == "info"
+    assert "KVFERRY_DISK" not in env
+    assert [volume["name"] for volume in spec["volumes"]] == ["shm", "kept"]
+    assert sum(each["kind"] == "PersistentVolumeClaim" for each in documents) == 1
