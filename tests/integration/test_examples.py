@@ -9,16 +9,17 @@ import pytest
 ELSEWHERE = {"transformers_generate.py"}  # needs transformers: tests/connector runs it
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in ELSEWHERE)
+WATCHED = ("-m", "kvferry.tools.demo.watched", "--port", "0", "--seconds", "1")
 
 
-def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 3
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [*((str(path),) for path in EXAMPLES), WATCHED],
+    ids=[*(path.stem for path in EXAMPLES), "watched"],
+)
+def test_it_runs(command: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *command], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
