@@ -14,10 +14,9 @@ from tests.fakes.rig import INTERPRETED, PATHS, Rig
 
 ALL = {**PATHS, **INTERPRETED}
 
-# Elements per page; in bytes odd, below, at and above the widths kernels like.
-PAGES = [1, 3, 16, 17, 513, 2048]
+# Bytes per page: odd and even, below, at and above the words and rows of a kernel.
+PAGES = [1, 6, 17, 513, 2048, 2053]
 MAP_32BIT = 0x40  # not among mmap's names on every Python
-DTYPES: list[Any] = [np.int8, np.float16, np.float32]
 
 
 def check_store(rig: Rig) -> None:
@@ -47,12 +46,11 @@ def check_load(rig: Rig) -> None:
     assert np.array_equal(rig.host, host)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", ALL)
-def test_bytes_arrive_exactly(path: str, layout: str, page: int, dtype: Any) -> None:
-    rig = Rig(make_kv(layout, page=page, dtype=dtype, seed=page), path=path, paths=ALL, seed=page)
+def test_bytes_arrive_exactly(path: str, layout: str, page: int) -> None:
+    rig = Rig(make_kv(layout, page=page, seed=page), path=path, paths=ALL, seed=page)
     check_store(rig)
     check_load(rig)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from tests.fakes.driver import FakeDriver
 
-from kvferry.transfer.kernels.launch import ARGUMENTS, LANES, CopyArguments, Launch, Variant
+from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, Launch, RowShape, Variant
 from kvferry.transfer.layout import Int64s
 
 
@@ -63,7 +63,7 @@ def _rows(
 ) -> Iterator[tuple[int, int, int]]:
     """Paged address, packed address and length of every row."""
     assert null_address == 0
-    row_bytes = variant.width * variant.vector * LANES * variant.steps
+    row_bytes = RowShape(variant.wide, variant.steps).row_bytes
     bases, strides, sizes, offsets = _words(tables, 4 * num_segments).reshape(4, -1)
     # Read when the kernel runs, not when it is launched: ids that come too late are wrong ones.
     blocks = np.array([ids]) if variant.single else _words(ids, num_blocks)

@@ -135,6 +135,7 @@ LAYOUTS: dict[str, tuple[int, Make]] = {
     "16 B": layers(16, 3, gap=16),
     "8 B aligned": layers(4104, 4, gap=8),
     "odd": layers(4097, 3, gap=3, offset=1),
+    "1,234 B": layers(1234, 8),
     "1 B": layers(1, 2, gap=1),
     "mixed pages": mixed(),
     "one run": one_run(),

@@ -25,27 +25,31 @@ from kvferry.transfer.kernels.launch import ARGUMENTS, Variant
 from kvferry.transfer.kernels.launch import compile_for, compile_kernel
 
 found = []
-for capability, to_packed, (linear, single), uniform, (width, vector, steps, warps) in product(
+for capability, to_packed, (linear, single), uniform, (wide, steps, warps) in product(
     map(int, sys.argv[1:]),
     (False, True),
     ((False, False), (True, False), (True, True)),
     (False, True),
-    ((8, 2, 8, 32), (8, 2, 8, 8), (1, 1, 8, 8)),
+    ((True, 8, 32), (True, 8, 8), (False, 8, 32)),
 ):
-    variant = Variant(to_packed, linear, uniform, width, vector, steps, warps, single)
+    variant = Variant(to_packed, linear, uniform, wide, steps, warps, single)
     compiled = compile_kernel(variant, capability)
     image, name = compile_for(variant, capability)
-    kind = "v2.b64" if vector == 2 else "b8"
     ptx = compiled.asm["ptx"]
+    kinds = {"wide": "v2.b64", "word": "b64", "byte": "b8"}
+    count = {
+        name: [len(re.findall(rf"{verb}\\.global\\.{kind}\\b", ptx)) for verb in ("ld", "st")]
+        for name, kind in kinds.items()
+    }
     found.append({
         "capability": capability,
         "variant": str(variant),
         "image": image[:4].hex(),
         "name": name.decode(),
-        "loads": len(re.findall(rf"ld\\.global\\.{kind}\\b", ptx)),
-        "stores": len(re.findall(rf"st\\.global\\.{kind}\\b", ptx)),
+        "count": count,
         "shared": compiled.metadata.shared,
         "steps": steps,
+        "is_wide": wide,
     })
 names = list(inspect.signature(triton_copy.copy_rows.fn).parameters)
 print(json.dumps({"found": found, "names": names, "arguments": list(ARGUMENTS)}))
@@ -70,6 +74,12 @@ def test_every_variant_compiles_to_wide_accesses() -> None:
         assert kernel["image"] == b"\x7fELF".hex(), kernel
         assert kernel["name"] == "copy_rows"
         # One row per warp: each thread has its steps in flight, and not one access more.
-        assert kernel["loads"] == kernel["stores"] == kernel["steps"], kernel
+        count, steps = kernel["count"], kernel["steps"]
+        if kernel["is_wide"]:
+            assert count["wide"] == [steps, steps], kernel
+            assert count["word"][1] == count["byte"][1] == 0, kernel
+        else:  # each word from two, and the bytes at both ends by one access
+            assert count["word"][0] >= 2 * steps, kernel
+            assert (count["word"][1], count["byte"]) == (steps, [1, 1]), kernel
         assert kernel["shared"] == 0, kernel
     assert told["names"][: len(told["arguments"])] == told["arguments"]

@@ -29,15 +29,15 @@ def layout(sizes: list[int], *, base: int = 4096, stride: int | None = None) -> 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
-        ([16384] * 4, RowShape(width=8, vector=2, steps=8)),
-        ([2048] * 4, RowShape(width=8, vector=2, steps=4)),
-        ([16] * 4, RowShape(width=8, vector=2, steps=1)),
-        ([4608] * 4, RowShape(width=8, vector=2, steps=8)),
-        ([576] * 4, RowShape(width=8, vector=2, steps=2)),
-        ([18432] * 4, RowShape(width=8, vector=2, steps=8)),
-        ([4104] * 4, RowShape(width=8, vector=1, steps=8)),
-        ([4100] * 4, RowShape(width=4, vector=1, steps=8)),
-        ([4097] * 4, RowShape(width=1, vector=1, steps=8)),
+        ([16384] * 4, RowShape(wide=True, steps=8)),
+        ([2048] * 4, RowShape(wide=True, steps=4)),
+        ([16] * 4, RowShape(wide=True, steps=1)),
+        ([4608] * 4, RowShape(wide=True, steps=8)),
+        ([576] * 4, RowShape(wide=True, steps=2)),
+        ([18432] * 4, RowShape(wide=True, steps=8)),
+        ([4104] * 4, RowShape(wide=False, steps=8)),
+        ([1234] * 4, RowShape(wide=False, steps=8)),
+        ([37] * 4, RowShape(wide=False, steps=1)),
     ],
 )
 def test_accesses_are_as_wide_as_the_alignment_allows(sizes: list[int], shape: RowShape) -> None:

@@ -158,16 +158,19 @@ MAX_STEPS = 8
 class RowShape:
     """The accesses that make up a row: what the kernel is compiled for."""
 
-    width: int
-    """Bytes of one element."""
-    vector: int
-    """Elements a thread moves in one access."""
+    wide: bool
+    """Whether all addresses and lengths are multiples of 16, else of any number of bytes."""
     steps: int
     """Accesses of one thread per row."""
 
+    @property
+    def step_bytes(self) -> int:
+        """What the threads of a row move in one access each."""
+        return (16 if self.wide else 8) * LANES
+
     @cached_property
     def row_bytes(self) -> int:
-        return self.width * self.vector * LANES * self.steps
+        return self.step_bytes * self.steps
 
 
 def common_alignment(layout: GroupLayout) -> int:
@@ -178,20 +181,9 @@ def common_alignment(layout: GroupLayout) -> int:
 
 def row_shape(layout: GroupLayout, alignment: int) -> RowShape:
     """The widest accesses that ``alignment`` allows, in rows that fit the segments."""
-    if alignment % 16 == 0:
-        width, vector = 8, 2
-    else:
-        width, vector = min(8, alignment & -alignment), 1
-    step = width * vector * LANES
-    total = int(layout.sizes.sum())
-
-    def useful(steps: int) -> tuple[float, int]:
-        """Accesses in flight that move bytes: a row longer than its segment idles some threads."""
-        rows = -(-layout.sizes // (step * steps))
-        return total / (float(rows.sum()) * step), -steps
-
-    choices = [2**power for power in range(MAX_STEPS.bit_length())]
-    return RowShape(width, vector, max(choices, key=useful))
+    shapes = [RowShape(alignment % 16 == 0, 2**power) for power in range(MAX_STEPS.bit_length())]
+    # The fewest rows: a row's bytes are in flight together. A longer one idles some threads.
+    return min(shapes, key=lambda shape: (-(-layout.sizes // shape.row_bytes)).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,8 +296,7 @@ class Variant:
     to_packed: bool
     linear: bool
     uniform: bool
-    width: int
-    vector: int
+    wide: bool
     steps: int
     warps: int
     single: bool = False
@@ -317,8 +308,7 @@ class Variant:
             "LINEAR": self.linear,
             "SINGLE": self.single,
             "UNIFORM": self.uniform,
-            "WIDTH": self.width,
-            "VECTOR": self.vector,
+            "WIDE": self.wide,
             "ROWS": self.warps,
             "STEPS": self.steps,
         }
@@ -326,7 +316,7 @@ class Variant:
 
 def widest(*, to_packed: bool, warps: int, linear: bool = False, single: bool = False) -> Variant:
     """The variant for equal segments of multiples of 4 KiB: what most engines have."""
-    return Variant(to_packed, linear, True, width=8, vector=2, steps=8, warps=warps, single=single)
+    return Variant(to_packed, linear, True, wide=True, steps=8, warps=warps, single=single)
 
 
 Launch = Callable[[int, CopyArguments, int], None]
@@ -557,8 +547,7 @@ class Kernels:
             to_packed=job.direction is Direction.STORE,
             linear=self._linear,
             uniform=rows.is_uniform,
-            width=rows.shape.width,
-            vector=rows.shape.vector,
+            wide=rows.shape.wide,
             steps=rows.shape.steps,
             warps=self._grid.warps,
             single=self._single,

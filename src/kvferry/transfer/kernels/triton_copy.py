@@ -91,8 +91,7 @@ def copy_rows(
     LINEAR: tl.constexpr,
     SINGLE: tl.constexpr,
     UNIFORM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VECTOR: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
@@ -101,24 +100,25 @@ def copy_rows(
     ``ids`` holds ``num_blocks`` block ids and then, unless ``LINEAR``, as many slot numbers.
     Under ``LINEAR`` block ``i`` of the job is slot ``i``: the packed side is one run, no slots.
     Under ``SINGLE`` there is one block and ``ids`` is its number, which saves a read over the link.
-    ``WIDTH`` is the bytes of one element and ``VECTOR`` how many elements every address and length
-    is a multiple of: 8 and 2 make 16-byte accesses, 1 and 1 copy anything.
+    ``WIDE``: all addresses and lengths are multiples of 16 bytes, so every access moves 16.
+
+    Otherwise a row is written in words of 8 bytes from the first whole word of its target on. Each
+    is put together from two words of the source, which lie at multiples of 8 too::
+
+        source   |......01|23456789|abc.....|        two neighbours, shifted into one word
+        target   |...01234|56789abc|                 0 to 4 and what is behind the last word: bytes
+
+    A word that is read holds at least one byte of the row, so no access leaves its page.
 
     With as many ``ROWS`` as warps, the shape of the tile gives each warp one row: its threads hold
     one pair of addresses and ``STEPS`` accesses in flight. Rows shared between warps would cost a
     pair of addresses per access, and the registers run out long before the link is full.
     """
-    if WIDTH == 8:
-        element = tl.int64
-    elif WIDTH == 4:
-        element = tl.int32
-    elif WIDTH == 2:
-        element = tl.int16
-    else:
-        element = tl.int8
-    LANES: tl.constexpr = 32 * VECTOR
-    ROW_BYTES: tl.constexpr = WIDTH * LANES * STEPS
-    null = tl.multiple_of(null_address.to(tl.int64).to(tl.pointer_type(element)), 16)
+    LANES: tl.constexpr = 64 if WIDE else 32
+    ROW_BYTES: tl.constexpr = 8 * LANES * STEPS
+    null = null_address.to(tl.int64)
+    words = tl.multiple_of(null.to(tl.pointer_type(tl.uint64)), 16)
+    each = null.to(tl.pointer_type(tl.int8))
     lane = tl.arange(0, LANES)[None, :]
     stride = tl.num_programs(0) * ROWS
     first_tile = first_row + tl.program_id(0) * ROWS
@@ -128,19 +128,41 @@ def copy_rows(
         packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR, SINGLE,
     )  # fmt: skip
     for _tile in range(first_tile, last_row, stride):
-        # Counting in elements lets the compiler see how far every address is aligned.
-        paged_at = null + (tl.multiple_of(paged // WIDTH, VECTOR)[:, None] + lane)
-        packed_at = null + (tl.multiple_of(packed // WIDTH, VECTOR)[:, None] + lane)
-        end = tl.multiple_of((length // WIDTH).to(tl.int32), VECTOR)[:, None]
-        source = paged_at if TO_PACKED else packed_at
-        target = packed_at if TO_PACKED else paged_at
-        data = ()
+        source = paged if TO_PACKED else packed
+        target = packed if TO_PACKED else paged
+        if WIDE:
+            # Counting in words lets the compiler see how far every address is aligned.
+            read = words + (tl.multiple_of(source // 8, 2)[:, None] + lane)
+            write = words + (tl.multiple_of(target // 8, 2)[:, None] + lane)
+            end = tl.multiple_of((length // 8).to(tl.int32), 2)[:, None]
+        else:
+            head = tl.minimum(-target & 7, length)
+            num_words = (length - head) // 8
+            read = words + (((source + head) // 8)[:, None] + lane)
+            write = words + (((target + head) // 8)[:, None] + lane)
+            end = num_words.to(tl.int32)[:, None]
+            shift = ((source + head) % 8 * 8).to(tl.uint64)[:, None]
+            # The first lanes take the bytes before the words, the next ones those behind them.
+            at = tl.where(lane < 8, lane, (head + 8 * num_words - 8)[:, None] + lane)
+            is_edge = at < tl.where(lane < 8, head[:, None], length[:, None])
+            edge = tl.load(each + (source[:, None] + at), mask=is_edge)
+        low = ()
+        high = ()
         for step in tl.static_range(STEPS):
-            data = data + (tl.load(source + step * LANES, mask=lane + step * LANES < end),)
+            is_inside = lane + step * LANES < end
+            low = low + (tl.load(read + step * LANES, mask=is_inside),)
+            if not WIDE:
+                high = high + (tl.load(read + step * LANES + 1, mask=is_inside & (shift > 0)),)
         row += stride
         paged, packed, length = row_addresses(
             row, last_row, ids, num_blocks, tables, num_segments, segment_bytes, packed_base,
             packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR, SINGLE,
         )  # fmt: skip
         for step in tl.static_range(STEPS):
-            tl.store(target + step * LANES, data[step], mask=lane + step * LANES < end)
+            data = low[step]
+            if not WIDE:
+                # In two shifts: a shift by all 64 bits is not defined.
+                data = (data >> shift) | (high[step] << 1 << (63 - shift))
+            tl.store(write + step * LANES, data, mask=lane + step * LANES < end)
+        if not WIDE:
+            tl.store(each + (target[:, None] + at), edge, mask=is_edge)
