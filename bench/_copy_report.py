@@ -31,10 +31,10 @@ def report(data: dict[str, Any]) -> str:
     parts = [_title(data), _notes(data)]
     for direction in NAMES:
         parts += _large(data, direction)
-    parts.append(_one_copy(data))
-    for direction in NAMES:
-        parts.append(_small(data, direction))
-    parts += [_submit(data), _both_ways(data), _slowdown(data), _planner(data)]
+    if data["planner"]:
+        parts.append(_one_copy(data))
+        parts += [_small(data, direction) for direction in NAMES]
+        parts += [_submit(data), _both_ways(data), _slowdown(data), _planner(data)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -54,11 +54,15 @@ def _notes(data: dict[str, Any]) -> str:
 
 
 def size(num_bytes: int) -> str:
+    if num_bytes % KiB:
+        return f"{num_bytes:,} B"
     return f"{num_bytes // MiB} MiB" if num_bytes >= MiB else f"{num_bytes // KiB} KiB"
 
 
 def num_bytes(row: dict[str, Any]) -> int:
-    return int(row["segment_bytes"] * row["segments_per_block"] * row["num_blocks"])
+    """The transfer's size: whole blocks of odd segments make up a little more than 64 MiB."""
+    exact = row["segment_bytes"] * row["segments_per_block"] * row["num_blocks"]
+    return round(exact / (64 * MiB)) * 64 * MiB
 
 
 def _title(data: dict[str, Any]) -> str:

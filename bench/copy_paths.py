@@ -6,6 +6,7 @@ A minute or two on an otherwise idle GPU. With ``--published`` the design of
 Needs an NVIDIA GPU, torch and Triton; exits with 77 without.
 
     python bench/copy_paths.py --quick --report copy.md --plot copy.svg --json copy.json
+    python bench/copy_paths.py --segments 1234,4096
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -59,8 +60,11 @@ class Effort:
     planner_bytes: tuple[int, ...]
 
 
+ODD_SEGMENT = 1234
+"""Bytes of a segment that no wide access fits."""
+
 FULL = Effort(
-    segment_bytes=tuple(4 * KiB << power for power in range(10)),
+    segment_bytes=(ODD_SEGMENT, *(4 * KiB << power for power in range(10))),
     large_bytes=(64 * MiB, 256 * MiB),
     repeats=11,
     auto_repeats=33,
@@ -71,7 +75,7 @@ FULL = Effort(
     planner_bytes=tuple(mib * MiB for mib in (2, 3, 8, 24, 32, 128, 192)),
 )
 QUICK = Effort(
-    segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
+    segment_bytes=(ODD_SEGMENT, 4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
     large_bytes=(64 * MiB, 256 * MiB),
     repeats=3,
     auto_repeats=5,
@@ -233,12 +237,12 @@ class CopyBenchmark:
         self.driver = driver
         self.effort = effort
         self.progress = progress
-        self.rig = BenchRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
+        self.rig = BenchRig(driver, host_bytes=520 * MiB)  # room for slots that are no neighbours
         self.ours = open_paths(driver, ring_bytes=64 * MiB)
         self.paths: dict[str, CopyPath] = {**self.ours.paths, **(designs or {})}
 
-    def run(self, command: str) -> BenchResult:
-        """All sections; takes a minute or two."""
+    def run(self, command: str, *, only_large: bool = False) -> BenchResult:
+        """All sections, which takes a minute or two, or large transfers only."""
         self.progress("calibrating")
         began = time.perf_counter()
         profile = calibrate(self.driver, self.ours.paths, progress=self.progress)
@@ -256,6 +260,8 @@ class CopyBenchmark:
         seen: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         result.rows = list(self._large(seen))
         result.ceiling = {way.value: median(gbps) for way, gbps in seen.items()}
+        if only_large:
+            return result
         result.one_copy = list(self._one_copy())
         result.small = list(self._small())
         result.submit = list(self._submit())
@@ -282,16 +288,15 @@ class CopyBenchmark:
                     if num_bytes < block_bytes:
                         continue
                     self.progress(f"{direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}")
-                    job = self.rig.job(direction, segment_bytes, SEGMENTS, num_bytes // block_bytes)
-                    yield from self._time_all(job, self.effort.repeats)
+                    num_blocks = -(-num_bytes // block_bytes)
+                    job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
+                    # A call per segment of a few bytes would take a second each.
+                    only = HEED_RUNS if segment_bytes < 4 * KiB else ()
+                    yield from self._time_all(job, self.effort.repeats, only=only)
                     if block_bytes > 4 * MiB:
                         continue
                     job = self.rig.job(
-                        direction,
-                        segment_bytes,
-                        SEGMENTS,
-                        num_bytes // block_bytes,
-                        scattered=True,
+                        direction, segment_bytes, SEGMENTS, num_blocks, scattered=True
                     )
                     yield from self._time_all(
                         job, self.effort.repeats, only=HEED_RUNS, host_slots="scattered"
@@ -417,7 +422,7 @@ class CopyBenchmark:
         if len(job.device_blocks) * job.layout.num_segments > 4096 and name in PAY_PER_SEGMENT:
             repeats = 2  # up to a fifth of a second each, and no doubt about the outcome
         is_large = job.num_bytes >= LARGE
-        in_flight = max(1, IN_FLIGHT_BYTES // job.num_bytes) if is_large else 1
+        in_flight = round(IN_FLIGHT_BYTES / job.num_bytes) if is_large else 1
         calls = {"alone": self.rig.call(path, job)}
         if in_flight > 1:
             calls["queued"] = self.rig.queued(path, job, in_flight)
@@ -511,7 +516,7 @@ class CopyBenchmark:
             [job.layout],
             host_base=self.rig.host,
             host_pitch=job.host_pitch,
-            num_slots=self.rig.num_bytes // job.host_pitch,
+            num_slots=self.rig.host_bytes // job.host_pitch,
             compute_stream=lambda: compute,
             planner=self.planner if path == AUTO_PATH else pinned,
             paths=paths,
@@ -570,15 +575,17 @@ class _Borrowed(CopyPath):
 
 
 def _kib(num_bytes: int) -> str:
-    return f"{num_bytes // KiB} KiB"
+    return f"{num_bytes / KiB:.4g} KiB"
 
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MiB:.4g} MiB"
 
 
-def run(driver: Driver, effort: Effort, command: str, *, published: bool) -> BenchResult:
-    """One run of all sections, with the published design beside our paths if asked for."""
+def run(
+    driver: Driver, effort: Effort, command: str, *, published: bool, only_large: bool
+) -> BenchResult:
+    """One run, with the published design beside our paths if asked for."""
     designs: dict[str, Any] = {}
     with driver.current():
         if published:
@@ -587,7 +594,7 @@ def run(driver: Driver, effort: Effort, command: str, *, published: bool) -> Ben
             designs["published"] = PublishedPath(driver)
         benchmark = CopyBenchmark(driver, effort, show, designs=designs)
         try:
-            result = benchmark.run(command)
+            result = benchmark.run(command, only_large=only_large)
         finally:
             benchmark.close()
             for design in designs.values():
@@ -607,6 +614,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time every copy path against one large copy.")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--published", action="store_true", help="time a published design too")
+    parser.add_argument(
+        "--segments",
+        type=lambda text: tuple(map(int, text.split(","))),
+        metavar="BYTES,BYTES",
+        help="only large transfers, in segments of these sizes",
+    )
     parser.add_argument("--device", type=int, default=0, help="which GPU")
     for kind in ("json", "report", "plot"):
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the {kind}")
@@ -623,8 +636,17 @@ def main() -> int:
         return SKIPPED
     try:
         effort = QUICK if args.quick else FULL
+        if args.segments:
+            effort = replace(effort, segment_bytes=args.segments)
         command = " ".join(["python", *sys.argv])
-        data = run(driver, effort, command, published=args.published).to_json()
+        found = run(
+            driver,
+            effort,
+            command,
+            published=args.published,
+            only_large=args.segments is not None,
+        )
+        data = found.to_json()
     finally:
         driver.close()
     print(report(data))

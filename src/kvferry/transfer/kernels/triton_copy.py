@@ -159,10 +159,12 @@ def copy_rows(
             packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR, SINGLE,
         )  # fmt: skip
         for step in tl.static_range(STEPS):
-            data = low[step]
-            if not WIDE:
+            is_inside = lane + step * LANES < end
+            if WIDE:
+                tl.store(write + step * LANES, low[step], mask=is_inside)
+            else:
                 # In two shifts: a shift by all 64 bits is not defined.
-                data = (data >> shift) | (high[step] << 1 << (63 - shift))
-            tl.store(write + step * LANES, data, mask=lane + step * LANES < end)
+                word = (low[step] >> shift) | (high[step] << 1 << (63 - shift))
+                tl.store(write + step * LANES, word, mask=is_inside)
         if not WIDE:
             tl.store(each + (target[:, None] + at), edge, mask=is_edge)
