@@ -228,7 +228,7 @@ class World:
     def _record(self, record: half.Request | None, names: Names) -> tuple[object, ...] | None:
         if record is None:
             return None
-        hit, matcher = record._hit, self.sim.scheduler.matcher
+        hit = record._hit
         pinned = None
         if hit is not None:
             leases = tuple(None if le is None else names.slots(le.slots) for le in hit.leases)
@@ -236,16 +236,12 @@ class World:
             joined = None if hit.joined is None else names.slots(hit.joined)
             look = hit.found
             found = (look.computed_tokens, look.max_tokens, look.host_tokens, look.missing)
-            pinned = (found, hit.is_declined, matcher.can_grow(look), leases, joined, fresh)
+            pinned = (found, hit.is_declined, leases, joined, fresh)
         waiting = tuple(sorted(names.of_transfers[t] for t in record.loading))
-        missed = None
-        if record._missed is not None:
-            generation, *question = record._missed
-            missed = (generation == self.sim.pool.generation, *question)
         return (
             *(record.state, tuple(record.progress.stored), record.progress.is_outdated),
             *(pinned, waiting),
-            *(missed, record.progress.past),
+            *(record._missed, record.progress.past),
         )
 
 

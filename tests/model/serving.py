@@ -589,8 +589,9 @@ class Serving:
         loads = [t for t in scheduler.transfers.in_flight() if t.dst == DEVICE]
         loads += [cast(Transfer, order.transfer) for order in scheduler.transfers._loads]
         pieces = scheduler._requests.pipelined
-        assert not self.setup.bounded or pieces.num_held <= self.setup.num_blocks // 2
         coming = pieces._loads
+        held = sum(load.end - load.first for load in coming.values() if load.is_open)
+        assert not self.setup.bounded or held <= self.setup.num_blocks // 2
         kept = sum(load.last - load.sent for load in coming.values())
         assert scheduler.transfers.blocks_to_device == sum(map(len, loads)) + kept
         for request, load in coming.items():

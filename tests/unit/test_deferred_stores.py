@@ -1,8 +1,8 @@
 """What ended requests leave, against a list of what waits.
 
-Breaks seen to fail here: a twin forgotten; evictions ignored, in ``is_due`` and in ``take_due``;
-``is_wanted`` never reset; shortage not seen; too many held not seen; the newest taken first; no
-bound on how many wait; ripe ones all at once; a rest that is held only taken when idle.
+Breaks seen to fail here: a twin forgotten; evictions ignored; ``is_wanted`` never reset; shortage
+not seen; too many held not seen; the newest taken first; no bound on how many wait; ripe ones all
+at once; a rest that is held only taken when idle.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ class World:
         self.rests.hold(request or name, 16, key(name), [[0]], held)
 
     def due(self, *, is_idle: bool = False) -> list[str]:
-        """As the scheduler does: nothing is taken unless something is due."""
-        if not self.rests.is_due and not is_idle:
-            return []
         return [rest.request for rest in self.rests.take_due(is_idle=is_idle)]
 
 
@@ -160,13 +157,10 @@ class Waiting(RuleBasedStateMachine):
         self.world.blocks.evicts = evicts
         self.world.blocks.num_free = free
         before = len(self.waiting) + len(self.held)
-        if self.world.rests.is_due:
-            self.take(self.world.rests.take_due(is_idle=False))
-            assert len(self.waiting) + len(self.held) < before, "due, and nothing was taken"
-            assert not (evicts and self.waiting)
-        elif before:
+        self.take(self.world.rests.take_due(is_idle=False))
+        assert not (evicts and self.waiting)
+        if before and len(self.waiting) + len(self.held) == before:
             assert seconds <= WAIT_SECONDS, "waits for ever"
-            assert not (evicts and self.waiting)
             assert not (seconds > SOON_SECONDS and self.held)
 
     @rule()

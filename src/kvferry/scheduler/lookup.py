@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache import reach
-from kvferry.cache.index import num_leading
 from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
@@ -212,15 +211,6 @@ class Matcher:
                     return Missing(g, block * group.block_tokens, key, is_coming)
         return None
 
-    def names(self, missing: Missing, chain: KeyChain) -> bool:
-        """Whether a block that was missing is one of this chain's, at the place it was then."""
-        group = missing.group
-        block = missing.token // self.groups[group].block_tokens
-        at = (block + 1) * self._ratios[group] - 1
-        if at >= len(chain):
-            return False
-        return masked_key(chain[at], scope(self.epoch, group)) == missing.key
-
     def _follow(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Lookup:
@@ -273,7 +263,7 @@ class Matcher:
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens + len(found[g])
             if block * group.block_tokens < longer:
-                return self._missing(g, keys, block)
+                return self.missing_at(g, keys, block)
         return None
 
     def _survey(
@@ -373,10 +363,11 @@ class Matcher:
             blocks = self.needed(g, longer, found.computed_tokens)
             present = found.host[g][blocks.start : blocks.stop]
             if not present.all():
-                return self._missing(g, found.keys, blocks.start + int(present.argmin()))
+                return self.missing_at(g, found.keys, blocks.start + int(present.argmin()))
         return None
 
-    def _missing(self, g: int, keys: Keys, block: int) -> Missing:
+    def missing_at(self, g: int, keys: Keys, block: int) -> Missing:
+        """A block of a request that is not here."""
         key = self.slot_keys(g, keys, range(block, block + 1))[0]
         is_coming = self._host.state_of(key) is not SlotState.FREE
         return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
@@ -384,33 +375,16 @@ class Matcher:
     # -- whether it is worth another lookup -----------------------------------------------------
 
     def may_be_longer(self, found: Lookup) -> bool:
-        """Whether what a longer hit needs may have come since this lookup."""
-        if found.host is None:
-            key = found.missing.key if found.missing is not None else None
-            return key is not None and self._host.state_of(key) is SlotState.CACHED
-        watch = self._watch(found)
-        return not len(watch) or bool(self._host.cached(watch).all())
+        """Whether a longer hit than the host's, within what was asked for, may be there by now.
 
-    def can_grow(self, found: Lookup) -> bool:
-        """Whether a longer hit than the host's would still be within what was asked for."""
-        return self._next_length(found) <= found.max_tokens
-
-    def _watch(self, found: Lookup) -> Keys:
-        """Keys that must be cached before a hit longer than the host's is possible.
-
-        Only full attention needs one block for every longer hit, and only if it is missing at the
-        very next length: else another group stopped the hit, and may let it go on any time.
+        Every longer hit needs the missing block of full attention; a window may not need its own.
         """
-        assert found.host is not None
-        watch = Keys.empty()
-        longer = self._next_length(found)
-        for g, group in enumerate(self.groups):
-            if self._chained[g]:
-                first = found.host_tokens // group.block_tokens
-                block = first + num_leading(found.host[g][first:])
-                if block < len(found.host[g]) and block * group.block_tokens < longer:
-                    watch += self.slot_keys(g, found.keys, range(block, block + 1))
-        return watch
+        if self._next_length(found) > found.max_tokens:
+            return False
+        missing = found.missing
+        if missing is None or not self._chained[missing.group]:
+            return not self.is_full
+        return self._host.state_of(missing.key) is SlotState.CACHED
 
     def _next_length(self, found: Lookup) -> int:
         longer = found.host_tokens + self._step
@@ -523,6 +497,7 @@ is told and runs; what runs needs a new block only now and then.
 """
 
 
+@dataclass(eq=False, slots=True)
 class PinnedHit:
     """What one lookup found, claimed: the leases, by group, of the slots a load would read.
 
@@ -531,28 +506,15 @@ class PinnedHit:
     that ``must_wait`` is not to be loaded now: another loads the same, or the bounds are reached.
     """
 
-    __slots__ = (
-        "deadline",
-        "decision",
-        "found",
-        "generation",
-        "is_declined",
-        "joined",
-        "leases",
-        "must_wait",
-        "num_loads",
-    )
-
-    def __init__(self, found: Lookup, generation: int, num_loads: int, deadline: float) -> None:
-        self.found = found
-        self.generation = generation
-        self.num_loads = num_loads
-        self.deadline = deadline
-        self.leases: tuple[Lease | None, ...] = ()
-        self.joined: SlotArray | None = None
-        self.decision: Decision | None = None
-        self.is_declined = False
-        self.must_wait = False
+    found: Lookup
+    generation: int
+    num_loads: int = 0
+    deadline: float = 0.0
+    leases: tuple[Lease | None, ...] = ()
+    joined: SlotArray | None = None
+    decision: Decision | None = None
+    is_declined: bool = False
+    must_wait: bool = False
 
     def release(self) -> None:
         leases, self.leases = self.leases, ()
@@ -564,17 +526,21 @@ class PinnedHit:
         self, request_id: RequestId, tables: Sequence[BlockTable]
     ) -> list[tuple[int, Lease, SlotArray]]:
         """By group, what a load reads and the device blocks it fills; refuses tables too short."""
-        found, pieces = self.found, []
-        for g, lease in enumerate(self.leases):
-            if lease is not None:
-                blocks = found.blocks[g]
-                if len(tables[g]) < blocks.stop:
-                    raise InputError(
-                        f"request {request_id!r}: group {g}'s block table has {len(tables[g])} "
-                        f"blocks, the hit of {found.host_tokens} tokens needs {blocks.stop}"
-                    )
-                pieces.append((g, lease, checked_blocks(g, tables[g], blocks, least=0)))
-        return pieces
+        return [
+            (g, lease, self.places(request_id, g, tables[g]))
+            for g, lease in enumerate(self.leases)
+            if lease is not None
+        ]
+
+    def places(self, request_id: RequestId, g: int, table: BlockTable) -> SlotArray:
+        """The device blocks of a group that a load fills."""
+        blocks = self.found.blocks[g]
+        if len(table) < blocks.stop:
+            raise InputError(
+                f"request {request_id!r}: group {g}'s block table has {len(table)} blocks, the hit "
+                f"of {self.found.host_tokens} tokens needs {blocks.stop}"
+            )
+        return checked_blocks(g, table, blocks, least=0)
 
     def answers(self, keys: Keys, computed_tokens: int, max_tokens: int) -> bool:
         """Whether it was found for this very question: the same blocks, not only the same name."""
@@ -657,7 +623,7 @@ class Hits:
             if self.joins_loads and self._joined(hit.found) is not None:
                 return False
             hit.num_loads = self._num_loads
-        if hit.generation != self._pool.generation and self._matcher.can_grow(hit.found):
+        if hit.generation != self._pool.generation:
             if self._matcher.may_be_longer(hit.found):
                 return False
             hit.generation = self._pool.generation

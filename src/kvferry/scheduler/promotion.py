@@ -26,17 +26,9 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.errors import InputError
-from kvferry.scheduler.lookup import Hits, Lookup, Matcher, Missing, PinnedHit
+from kvferry.scheduler.lookup import Hits, Lookup, Matcher, PinnedHit
 from kvferry.scheduler.tiering import LowerTiers
-from kvferry.scheduler.transfers import (
-    BlockTable,
-    EngineShape,
-    InFlight,
-    Ordered,
-    Transfers,
-    checked_blocks,
-)
+from kvferry.scheduler.transfers import BlockTable, EngineShape, InFlight, Ordered, Transfers
 from kvferry.types import Match, MatchState, SlotArray, TierName, TransferId
 
 _SHARE = 1 / 8
@@ -216,60 +208,49 @@ class PipelinedLoads:
 
         ``request`` is one that waits for a tier and for nothing else.
         """
-        promotion: Promotion | None = request.promotion
-        if promotion is None or not self._foresees:
+        promotion: Promotion = request.promotion
+        if not self._foresees:
             return None
         promotion.foreseen = None
-        found = self._promised(request, computed_tokens, max_tokens)
+        most = len(request.chain) * self._matcher.hash_tokens
+        most = most if max_tokens is None else min(most, max_tokens)
+        blocks = self._promised(request, computed_tokens, most)
         inbound = self._lower.inbound(promotion.waits)
-        if found is None or inbound is None:
-            return None
-        if inbound.num_blocks > len(found.blocks[0]) * self._share(inbound.tiers):
+        if inbound is None or inbound.num_blocks > len(blocks) * self._share(inbound.tiers):
             return None
         if self._clock() >= inbound.heard + self._patience:
             return None  # the tier seems to hang
-        slots = self._pool.lookup(found.asked[0])
+        asked = self._matcher.slot_keys(0, request.chain.keys(), blocks)
+        slots = self._pool.lookup(asked)
         if not len(slots) or self._is_joined(request):
             return None
-        brought = inbound.brings(found.asked[0])
-        count = num_leading(self._pool.cached(found.asked[0]) | brought)
+        count = num_leading(self._pool.cached(asked) | inbound.brings(asked))
         if not (self._has_room(count) and self._hits.may_begin(slots, count)):
             return None
         decision = self._hits.worth_loading(count * self._size, 0, count)
         if not decision.load:
             return None
-        hit = self._hit(found, count)
+        hit = promotion.foreseen = self._hit(request, computed_tokens, most, blocks[:count])
         hit.decision = decision
-        promotion.foreseen = hit
         return Match(MatchState.HIT, hit.found.host_tokens, computed_tokens)
 
-    def _promised(
-        self, request: Any, computed_tokens: int, max_tokens: int | None
-    ) -> Lookup | None:
-        """All that a request was promised, as if it were in the host; None if that is nothing."""
-        size, most = self._size, len(request.chain) * self._matcher.hash_tokens
-        most = most if max_tokens is None else min(most, max_tokens)
-        tokens = min(request.promotion.promised_tokens, most)
-        blocks = range(computed_tokens // size, tokens // size)
-        if not blocks or computed_tokens % size:
-            return None
-        keys = request.chain.keys()
-        asked = self._matcher.slot_keys(0, keys, blocks)
-        end = blocks.stop * size
-        return Lookup(keys, computed_tokens, most, end, end, (None,), (blocks,), (asked,), None)
+    def _promised(self, request: Any, computed_tokens: int, most_tokens: int) -> range:
+        """The blocks that a request was promised."""
+        if computed_tokens % self._size:
+            return range(0)
+        tokens = min(request.promotion.promised_tokens, most_tokens)
+        return range(computed_tokens // self._size, tokens // self._size)
 
-    def _hit(self, found: Lookup, count: int) -> PinnedHit:
-        """The hit of so many of the promised blocks; it claims nothing."""
-        size, blocks = self._size, found.blocks[0][:count]
-        end, missing = blocks.stop * size, None
-        if end + size <= found.max_tokens:
-            behind = range(blocks.stop, blocks.stop + 1)
-            (key,) = self._matcher.slot_keys(0, found.keys, behind)
-            missing = Missing(0, end, key, self._pool.state_of(key) is not SlotState.FREE)
-        found.host_tokens = found.all_tokens = end
-        found.blocks, found.asked = (blocks,), (found.asked[0][:count],)
-        found.missing = missing
-        return PinnedHit(found, self._pool.generation, 0, 0.0)
+    def _hit(self, request: Any, computed_tokens: int, max_tokens: int, blocks: range) -> PinnedHit:
+        """The hit of these blocks, as if they were in the host; it claims nothing."""
+        keys, end = request.chain.keys(), blocks.stop * self._size
+        asked, missing = self._matcher.slot_keys(0, keys, blocks), None
+        if end + self._size <= max_tokens:
+            missing = self._matcher.missing_at(0, keys, blocks.stop)
+        found = Lookup(
+            keys, computed_tokens, max_tokens, end, end, (None,), (blocks,), (asked,), missing
+        )
+        return PinnedHit(found, self._pool.generation)
 
     def _share(self, tiers: Collection[TierName]) -> float:
         """How much of a hit may be below when its load begins, by the speeds of both links."""
@@ -279,20 +260,14 @@ class PipelinedLoads:
         return min(1.0, min(known) / link) if link and len(known) == len(speeds) else _SHARE
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether a load of so many blocks may be open beside the others."""
-        return self._max_blocks is None or self.num_held + num_blocks <= self._max_blocks
-
-    @property
-    def num_held(self) -> int:
-        """Device blocks of loads that wait for a tier."""
-        return sum([load.end - load.first for load in self._loads.values() if load.is_open])
+        """Whether a load of so many blocks may wait for a tier beside the others."""
+        held = sum([load.end - load.first for load in self._loads.values() if load.is_open])
+        return self._max_blocks is None or held + num_blocks <= self._max_blocks
 
     def _is_joined(self, request: Any) -> bool:
         """Whether another request is loading blocks that this one waits for."""
-        if not self._hits.joins_loads:
-            return False
         waits = request.promotion.waits
-        return any(
+        return self._hits.joins_loads and any(
             load.is_open and not waits.isdisjoint(other.promotion.waits)
             for other, load in self._loads.items()
         )
@@ -312,25 +287,17 @@ class PipelinedLoads:
         hit, patience = request.promotion.foreseen, self._patience
         is_foreseen = hit is not None
         request.promotion.foreseen = None
-        if hit is None:
-            found = None
-            if self._is_possible:
-                found = self._promised(request, computed_tokens, None)
-            if found is None:
-                return None
-            hit, patience = self._hit(found, len(found.blocks[0])), float("inf")
-        if not hit.is_of(request.chain, self._matcher.hash_tokens):
+        if hit is None and self._is_possible:
+            most, patience = len(request.chain) * self._matcher.hash_tokens, float("inf")
+            blocks = self._promised(request, computed_tokens, most)
+            hit = self._hit(request, computed_tokens, most, blocks) if blocks else None
+        if hit is None or not hit.is_of(request.chain, self._matcher.hash_tokens):
             return None
-        blocks = hit.found.blocks[0]
-        if len(table) < blocks.stop:
-            raise InputError(
-                f"request {request.id!r}: group 0's block table has {len(table)} blocks, the hit "
-                f"of {hit.found.host_tokens} tokens needs {blocks.stop}"
-            )
+        (blocks,), (keys,) = hit.found.blocks, hit.found.asked
+        places = hit.places(request.id, 0, table)
         if not self._has_room(len(blocks)):  # other loads have begun since it was promised
             return None
-        places = checked_blocks(0, table, blocks, least=0)
-        first, end, keys = blocks.start, blocks.stop, hit.found.asked[0]
+        first, end = blocks.start, blocks.stop
         load = PipelinedLoad(
             keys, places, first, end, self._clock(), patience, sent=first, last=end, good=end
         )
@@ -348,11 +315,9 @@ class PipelinedLoads:
     def note_landed(self, request: Any, flight: InFlight) -> bool:
         """A transfer of its load ended or is overdue; False if its load is not pipelined."""
         load = self._loads.get(request)
-        if load is None:
-            return False
-        if flight.reason:
+        if load is not None and flight.reason:
             self._lose(load, load.pieces[flight.transfer.id], flight.reason)
-        return True
+        return load is not None
 
     def advance(self) -> tuple[list[Ordered], list[tuple[Any, Match, str]]]:
         """Order what has come up since the last call; returns that, and the loads that ended.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.leases import Lease
@@ -137,29 +136,6 @@ class Request:
     ``hints`` bound what is loaded and stored; once it is over, the pools are told the rest.
     """
 
-    __slots__ = (
-        "_computed",
-        "_ended_at",
-        "_hit",
-        "_missed",
-        "_promised",
-        "_requests",
-        "_unheeded",
-        "asked_tokens",
-        "chain",
-        "hints",
-        "id",
-        "is_counted",
-        "is_explained",
-        "loading",
-        "num_storing",
-        "own_from",
-        "progress",
-        "promotion",
-        "state",
-        "tenant",
-    )
-
     def __init__(
         self,
         request_id: RequestId,
@@ -184,20 +160,21 @@ class Request:
         self.promotion = Promotion() if requests.lower.tiers else None
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
-        self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
+        self._missed: tuple[int, int, Missing] | None = None  # what was asked, and lacked
         self._computed = 0  # tokens the engine had when it last asked
         self.progress = Progress([0] * len(requests.sizes))
-        if hints is not None:
-            if hints.max_store_tokens is not None:
-                most = hints.max_store_tokens
-                self.progress.most_tokens = most - most % requests.least_tokens
-            self._unheeded = [unheeded] if unheeded else []
-            self._ended_at = 0.0
-            if requests.tenants is not None:
-                self.tenant = requests.tenants.number(hints.tenant)
-            if hints.max_store_tokens is not None and requests.stores.on_device is not None:
-                requests.stores.on_device.opened(self)
         requests.live[self] = None
+        if hints is None:
+            return
+        self._unheeded = [unheeded] if unheeded else []
+        self._ended_at = 0.0
+        if requests.tenants is not None:
+            self.tenant = requests.tenants.number(hints.tenant)
+        most = hints.max_store_tokens
+        if most is not None:
+            self.progress.most_tokens = most - most % requests.least_tokens
+            if requests.stores.on_device is not None:
+                requests.stores.on_device.opened(self)
 
     # -- match ----------------------------------------------------------------------------------
 
@@ -251,24 +228,16 @@ class Request:
             if holds and requests.hits.still_holds(hit):
                 return self._answer(hit)
             self._let_go()
-        missed, generation = self._missed, requests.pool.generation
-        if (
-            missed is not None
-            and missed[:3] == (generation, computed_tokens, max_tokens)  # nothing was stored since
-            and requests.matcher.names(missed[3], chain)
-        ):
-            return self._nothing(computed_tokens)
         missing = requests.matcher.next_missing(chain, num_keys, computed_tokens, max_tokens)
         if missing is None:
             return self._look(chain.keys(), computed_tokens, max_tokens)
-        self._missed = (generation, computed_tokens, max_tokens, missing)
-        if missed is None or missed[1:] != self._missed[1:]:  # explained once a question
+        match, missed = self._nothing(computed_tokens), (computed_tokens, max_tokens, missing)
+        if self._missed != missed:  # explained once a question
+            self._missed = missed
             self._answered(RequestAnswer.nothing(self, computed_tokens, max_tokens, missing))
             requests.answered[self] = None
-            self._nothing(computed_tokens)
             self.state = State.ANSWERED
-            return Match(MatchState.MISS, computed_tokens, computed_tokens)
-        return self._nothing(computed_tokens)
+        return match
 
     def _look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Match:
         requests = self._requests
@@ -321,7 +290,7 @@ class Request:
         matcher, log, sizes = requests.matcher, requests.log, requests.sizes
         tokens, hit = answer.max_tokens, answer.host_tokens
         num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
-        evidence = evidence_of(self.hints)
+        evidence = evidence_of(self.hints) if self.hints is not None else None
         for g in range(len(sizes)):
             keys = partial(matcher.asked_keys, g, self.chain, num_keys)
             found: SlotArray | Callable[[], SlotArray] | None = slots if not g else None
@@ -366,10 +335,9 @@ class Request:
         if not self.is_counted:
             reason = Reason.HINT
             self._answered(RequestAnswer.nothing(self, computed_tokens, asked, reason=reason))
-        if self.state is State.MATCHED:
-            self.state = State.UNKNOWN
-        self.progress.begin_at(computed_tokens)
-        return Match(MatchState.MISS, computed_tokens, computed_tokens)
+        state = State.UNKNOWN if self.state is State.MATCHED else self.state
+        match, self.state = self._nothing(computed_tokens), state
+        return match
 
     @property
     def waits_below(self) -> bool:
@@ -550,8 +518,7 @@ class Request:
                 self.state = State.RUNNING
             else:
                 self.run()
-        covered = len(self.chain) * requests.matcher.hash_tokens
-        return self._store(tables, min(num_tokens, covered, self.progress.most_tokens))
+        return self._store(tables, self.storable(num_tokens))
 
     def storable(self, num_tokens: int) -> int:
         """As many of these tokens as have keys and may be stored."""
@@ -561,32 +528,30 @@ class Request:
 
     def unstored_from(self, num_tokens: int) -> int | None:
         """From which token on something of so many storable tokens is to be stored, if it is."""
-        requests, progress = self._requests, self.progress
-        if progress.is_outdated or requests.stores.is_lazy:
+        least = self._requests.least_tokens
+        if not self._stores_on(num_tokens) or num_tokens < self.progress.tokens + least:
             return None
-        if progress.past and not progress.tokens:
-            self._skip_past(num_tokens)
-        tokens = progress.tokens
-        return tokens if num_tokens >= tokens + requests.least_tokens else None
+        return self.progress.tokens
 
     def _store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
         """Order what is new of the first ``num_tokens``, which are storable."""
-        requests, progress = self._requests, self.progress
-        if progress.is_outdated or requests.stores.is_lazy:
+        if not self._stores_on(num_tokens):
             return ()
-        if progress.past and not progress.tokens:
-            self._skip_past(num_tokens)
-        keys = self.chain.keys()
-        ordered = requests.stores.computed(self, progress.stored, keys, tables, num_tokens)
-        progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
+        requests, stored = self._requests, self.progress.stored
+        ordered = requests.stores.computed(self, stored, self.chain.keys(), tables, num_tokens)
+        self.progress.note_stored(requests.sizes)
         return ordered
 
-    def _skip_past(self, num_tokens: int) -> None:
-        """What was loaded, or never left, needs no look at its blocks."""
+    def _stores_on(self, num_tokens: int) -> bool:
+        """Whether computed blocks of it may be stored; passes by what was loaded, or never left."""
         requests, progress = self._requests, self.progress
-        past = min(progress.past, num_tokens)
-        requests.stores.skip_known(progress.stored, self.chain.keys(), past)
-        progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
+        if progress.is_outdated or requests.stores.is_lazy:
+            return False
+        if progress.past and not progress.tokens:
+            past = min(progress.past, num_tokens)
+            requests.stores.skip_known(progress.stored, self.chain.keys(), past)
+            progress.note_stored(requests.sizes)
+        return True
 
     def is_worth_storing(self, num_tokens: int) -> bool:
         """Whether enough of so many computed tokens is new for a store to be worth its cost.

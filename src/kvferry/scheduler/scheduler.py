@@ -295,10 +295,10 @@ class Scheduler:
         releases them.
         """
         deferred, requests = self.deferred, self._requests
-        if deferred is None or not (is_idle or deferred.is_due):
+        due = deferred.take_due(is_idle=is_idle) if deferred is not None else ()
+        if deferred is None or not due:
             return []
         ordered: list[Ordered] = []
-        due = deferred.take_due(is_idle=is_idle)
         for number, rest in enumerate(due):
             request: Request = rest.request
             ordered += request.store_left(rest, deferred)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -31,27 +31,21 @@ from kvferry.types import NO_SLOT, DeviceBlocks
 Bound = tuple[int, Sequence[int]]
 """How much room there is, and how much of it a block of each group takes."""
 
-_USABLE_NO_BOUND = 1 << 40
-
 
 class SharedRoom:
     """What may still be stored by all bounds together. Owns what is left of each."""
 
     def __init__(self, bounds: Sequence[Bound]) -> None:
-        self._left = [room for room, _ in bounds]
-        self._sizes = [sizes for _, sizes in bounds]
+        self._left = [(sizes, [room]) for room, sizes in bounds]
 
-    def of(self, group: int) -> int:
-        """How many blocks of a group fit."""
-        fits = _USABLE_NO_BOUND
-        for left, sizes in zip(self._left, self._sizes, strict=True):
+    def take(self, group: int, num_blocks: int) -> int:
+        """Take room for as many of these blocks of a group as fit; returns how many do."""
+        for sizes, (left,) in self._left:
             if sizes[group]:
-                fits = min(fits, max(0, left) // sizes[group])
-        return fits
-
-    def take(self, group: int, num_blocks: int) -> None:
-        for at, sizes in enumerate(self._sizes):
-            self._left[at] -= num_blocks * sizes[group]
+                num_blocks = min(num_blocks, max(0, left) // sizes[group])
+        for sizes, left_of in self._left:
+            left_of[0] -= num_blocks * sizes[group]
+        return num_blocks
 
 
 def usable(
@@ -105,15 +99,15 @@ def _clip(place: int, todo: range) -> int:
 
 def _until(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: int) -> int:
     """How far from a place on there is room; what there is room for is taken from it."""
-    found, fits = np.flatnonzero(new[first:stop]), room.of(group)
-    room.take(group, min(len(found), fits))
+    found = np.flatnonzero(new[first:stop])
+    fits = room.take(group, len(found))
     return stop if len(found) <= fits else first + int(found[fits])
 
 
 def _from(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: int) -> int:
     """The same backwards: from where on, up to ``stop``, there is room."""
-    found, fits = np.flatnonzero(new[first:stop]), room.of(group)
-    room.take(group, min(len(found), fits))
+    found = np.flatnonzero(new[first:stop])
+    fits = room.take(group, len(found))
     return first if len(found) <= fits else first + int(found[-fits - 1]) + 1
 
 
@@ -130,14 +124,12 @@ class OnDevice:
         self._most_keys = most_keys
         self._hash_tokens = hash_tokens
         self._bounded: dict[Any, int] = {}  # live, and how many keys are withheld so far
-        self._withheld: dict[Key, None] = {}  # the oldest first
-        self._heeded: OrderedDict[Any, Keys] = OrderedDict()
-        self._num_heeded = 0
-        self._last: dict[Key, Any] = {}
+        self._withheld: dict[Key, Any] = {}  # the oldest first, as in the next
+        self._hinted: dict[Key, Any] = {}
 
     def __len__(self) -> int:
         """How many keys are remembered in all."""
-        return len(self._withheld) + self._num_heeded
+        return len(self._withheld) + len(self._hinted)
 
     def opened(self, request: Any) -> None:
         """Only some of its blocks may be stored: others are withheld as soon as there are any."""
@@ -146,20 +138,20 @@ class OnDevice:
     def ended(self, request: Any) -> None:
         """What it has computed may be dropped from now on, and is stored before if it may be."""
         hints = request.hints
-        if hints is None:
-            if self._withheld:
-                self._allow(request.chain.keys())
+        if hints is None and not self._withheld:
             return
-        keys = request.chain.keys()
-        request.chain = keys  # what the engine knows of it is the engine's to forget
-        if hints.max_store_tokens is None:
-            self._allow(keys)
-        else:
-            self._allow(keys[: hints.max_store_tokens // self._hash_tokens])
-            self._bounded.pop(request, None)
+        keys = allowed = request.chain.keys()
+        if hints is not None:
+            request.chain = keys  # what the engine knows of it is the engine's to forget
+            if hints.max_store_tokens is not None:
+                allowed = keys[: hints.max_store_tokens // self._hash_tokens]
+        for key in allowed if self._withheld else ():
+            self._withheld.pop(key, None)
+        if request in self._bounded:
             self._withhold(request)
-        if hints.shapes_what_stays or request.tenant:
-            self._heed(request, keys)
+            del self._bounded[request]
+        if hints is not None and (hints.shapes_what_stays or request.tenant):
+            self._note(self._hinted, keys, request)
 
     def may_store(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key of a device block, whether its block may be stored."""
@@ -173,44 +165,27 @@ class OnDevice:
         self, keys: Keys, chosen: npt.NDArray[np.int64]
     ) -> list[tuple[Any, npt.NDArray[np.int64]]]:
         """The chosen keys' places, by the request with hints for them; in their order."""
-        if not self._last:
+        if not self._hinted:
             return [(None, chosen)]
         parts: dict[Any, list[int]] = {}
         for at in chosen.tolist():
-            parts.setdefault(self._last.get(keys[at]), []).append(at)
+            parts.setdefault(self._hinted.get(keys[at]), []).append(at)
         return [(request, np.array(part, dtype=np.int64)) for request, part in parts.items()]
-
-    def _allow(self, keys: Keys) -> None:
-        if self._withheld:
-            for key in keys:
-                self._withheld.pop(key, None)
 
     def _withhold(self, request: Any) -> None:
         """Its own blocks behind those that may be stored; as many as it has by now."""
-        most = request.hints.max_store_tokens
-        assert most is not None
-        first = max(most, request.own_from or 0) // self._hash_tokens
-        first = max(first, self._bounded.get(request, 0))
-        if len(request.chain) <= first:
-            return
-        for key in request.chain.keys()[first:]:
-            self._withheld.pop(key, None)
-            self._withheld[key] = None
-        if request in self._bounded:
+        first = max(request.hints.max_store_tokens, request.own_from or 0) // self._hash_tokens
+        first = max(first, self._bounded[request])
+        if len(request.chain) > first:
+            self._note(self._withheld, request.chain.keys()[first:], None)
             self._bounded[request] = len(request.chain)
-        while len(self._withheld) > self._most_keys:
-            del self._withheld[next(iter(self._withheld))]
 
-    def _heed(self, request: Any, keys: Keys) -> None:
-        self._heeded[request] = keys
-        self._num_heeded += len(keys)
-        self._last.update(dict.fromkeys(keys, request))
-        while self._num_heeded > self._most_keys and len(self._heeded) > 1:
-            oldest, gone = self._heeded.popitem(last=False)
-            self._num_heeded -= len(gone)
-            for key in gone:
-                if self._last.get(key) is oldest:
-                    del self._last[key]
+    def _note(self, where: dict[Key, Any], keys: Keys, value: Any) -> None:
+        for key in keys:
+            where.pop(key, None)
+            where[key] = value
+        while len(where) > self._most_keys:
+            del where[next(iter(where))]
 
 
 _Part = tuple[int, range, npt.NDArray[np.int64]]
@@ -254,6 +229,10 @@ class Progress:
     def begin_at(self, num_tokens: int) -> None:
         """It has these tokens without computing them."""
         self.past = self.since = num_tokens
+
+    def note_stored(self, sizes: Sequence[int]) -> None:
+        """More of it is done with; ``sizes`` are the tokens of a block, by group."""
+        self.tokens = self.since = min(map(mul, self.stored, sizes))
 
     def renew(self) -> None:
         """It starts from nothing: what a reset said about its blocks no longer counts."""
@@ -665,36 +644,23 @@ class DeferredStores:
             return None
         return self._waiting.pop(chain[num_keys - 1], None)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether something should be stored beside a model that runs."""
-        if self._waiting:
-            oldest = next(iter(self._waiting.values()))
-            if self._clock() >= oldest.since + WAIT_SECONDS or len(self._waiting) > _MOST_WAITING:
-                return True
-            if self.engine.evicts:
-                return True
-        if self.held:
-            is_soon = self._clock() >= self.held[0].since + SOON_SECONDS
-            return self.is_wanted or self._is_short or is_soon
-        return False
-
     def take_due(self, *, is_idle: bool) -> list[Deferred]:
         """What is to be stored in this step, the oldest first."""
-        now = self._clock()
-        takes_held, self.is_wanted = is_idle or self.is_wanted or self._is_short, False
-        takes_waiting = is_idle or self.engine.evicts
+        if not (self._waiting or self.held):
+            return []
+        now, engine, due = self._clock(), self.engine, list[Deferred]()
+        if self.held:
+            is_short = engine.num_free < self._most_held or engine.num_held > self._most_held
+            takes_held = is_idle or self.is_wanted or is_short
+            due = [rest for rest in self.held if takes_held or now >= rest.since + SOON_SECONDS]
+        self.is_wanted = False
+        takes_waiting = is_idle or engine.evicts
         surplus = len(self._waiting) - _MOST_WAITING
-        room = max(_PER_STEP, surplus)
-        due = list(self.held)
-        if due and not takes_held:
-            due = [rest for rest in due if now >= rest.since + SOON_SECONDS]
-        for rest in self._waiting.values():
-            surplus -= 1
-            is_ripe = now >= rest.since + WAIT_SECONDS or surplus >= 0
-            room -= is_ripe
-            if takes_waiting or (is_ripe and room >= 0):
-                due.append(rest)
+        for number, rest in enumerate(self._waiting.values()):
+            is_ripe = now >= rest.since + WAIT_SECONDS or number < surplus
+            if not takes_waiting and not (is_ripe and number < max(_PER_STEP, surplus)):
+                break
+            due.append(rest)
         for rest in due:
             self._remove(rest)
         return due
@@ -717,9 +683,3 @@ class DeferredStores:
             self.held.remove(rest)
         else:
             del self._waiting[rest.key]
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether the engine has few blocks left, or many are held."""
-        engine = self.engine
-        return engine.num_free < self._most_held or engine.num_held > self._most_held
