@@ -132,10 +132,8 @@ def test_every_ticket_ends_and_device_copies_leave_no_slot_claimed(
         assert ferry.wait(ferry.load(hit, blocks[: len(hit)]), timeout=5) is not None
         scheduler = ferry._scheduler
         scheduler.check_integrity()
-    of_device = [
-        each for each in scheduler.transfers.in_flight() if "device" in (each.src, each.dst)
-    ]
-    assert not of_device
+    assert not scheduler.transfers.blocks_to_device
+    assert not scheduler.transfers.blocks_from_device
 
 
 class Held:

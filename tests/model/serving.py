@@ -19,7 +19,6 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
 from unittest.mock import patch
 
 import numpy as np
@@ -586,8 +585,9 @@ class Serving:
     def _check_transit(self) -> None:
         """The blocks that loads count as taken are those of the loads there are, and no others."""
         scheduler = self.scheduler
-        loads = [t for t in scheduler.transfers.in_flight() if t.dst == DEVICE]
-        loads += [cast(Transfer, order.transfer) for order in scheduler.transfers._loads]
+        flying = [each for each in scheduler.transfers._in_flight.values() if not each.overdue]
+        orders = [each.transfer for each in (*flying, *scheduler.transfers._loads)]
+        loads = [t for t in orders if isinstance(t, Transfer) and t.dst == DEVICE]
         pieces = scheduler._requests.pipelined
         coming = pieces._loads
         held = sum(load.end - load.first for load in coming.values() if load.is_open)

@@ -211,7 +211,7 @@ def below(places: int, tenants: str, write: WriteMode = WriteMode.THROUGH, **mor
     return Desk(slots=more.pop("slots", 16), tiers=(tier,), tenants=tenants, **more)
 
 
-@pytest.mark.parametrize("write", list(WriteMode))
+@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.SPILL])
 def test_a_ceiling_holds_on_every_tier(write):
     desk = below(32, "a=fair:25%, *", write)
     for number in range(1, 12):
@@ -227,12 +227,12 @@ def test_blocks_of_an_earlier_run_have_no_tenant_and_are_evicted_in_order():
     pool = Pool(16)
     tier = SlotTier(TierName("disk"), pool, WriteMode.THROUGH)
     old = numbered(range(12))
-    tier.take_up((old[:8], np.arange(8)))
-    tier.take_up((old[8:], np.arange(8, 12)))
+    tier.restore([(old[:8], np.arange(8))])
+    tier.restore([(old[8:], np.arange(8, 12))])
     desk = Desk(tiers=(tier,), tenants="*=fair:25%")
     assert on(desk, "disk") == {"before": 12}
     more = numbered(range(50, 54))
-    assert tier.take_up((more, np.arange(12, 16))) == 4, "no ceiling is theirs"
+    assert tier.restore([(more, np.arange(12, 16))]) == 4, "no ceiling is theirs"
     assert on(desk, "disk") == {"before": 16}
     keep(desk, "a", 1, 4)
     assert on(desk, "disk") == {"none": 4, "before": 12}, "and not all that is above a ceiling"

@@ -123,29 +123,6 @@ class RequestAnswer(NamedTuple):
     declined: Decision | None = None
     asked_blocks: int = 0
 
-    @classmethod
-    def nothing(
-        cls,
-        request: Any,
-        computed_tokens: int,
-        max_tokens: int,
-        missing: Missing | None = None,
-        reason: Reason | None = None,
-    ) -> RequestAnswer:
-        """Nothing could be had, because of this one block or for this reason."""
-        return cls(
-            request,
-            request.id,
-            request.is_counted,
-            len(request.chain),
-            max_tokens,
-            computed_tokens,
-            computed_tokens,
-            computed_tokens,
-            missing,
-            reason,
-        )
-
 
 # -- what is remembered --------------------------------------------------------------------------
 
@@ -176,26 +153,19 @@ class Copy(NamedTuple):
 
     @classmethod
     def of(cls, flight: InFlight, transfer: Transfer) -> Copy:
-        num_bytes, seconds, num_runs, beside_model = 0, 0.0, 1, False
-        paths = set()
-        for receipt in flight.receipts:  # one for each rank
-            num_bytes += receipt.num_bytes
-            seconds = max(seconds, receipt.seconds)
-            num_runs = max(num_runs, receipt.num_runs)
-            beside_model |= receipt.beside_model
-            paths.add(receipt.path)
+        receipts = flight.receipts  # one for each rank
         return cls(
             transfer.id,
             transfer.src,
             transfer.dst,
             transfer.group,
             max(len(transfer.src_slots), len(transfer.dst_slots)),
-            num_bytes,
-            seconds,
-            tuple(sorted(paths - {""})),
+            sum([each.num_bytes for each in receipts]),
+            max([each.seconds for each in receipts], default=0.0),
+            tuple(sorted({each.path for each in receipts} - {""})),
             flight.reason or flight.note,
-            beside_model,
-            num_runs,
+            True in [each.beside_model for each in receipts],
+            max([each.num_runs for each in receipts], default=1),
         )
 
 
@@ -365,9 +335,8 @@ class Bookkeeper:
             counts.queries += 1
             counts.asked_tokens += max(0, num_tokens)
         if self._counts_keys:
-            keys = chain.keys()[:num_keys]
             for g in range(len(self._matcher.groups)):
-                slot_keys = self._matcher.all_keys(g, keys)
+                slot_keys = self._matcher.asked_keys(g, chain, num_keys)
                 self._admission.see(slot_keys)
                 self._writeback.requested(slot_keys)
 

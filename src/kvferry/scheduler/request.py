@@ -96,6 +96,8 @@ class Requests:
     transfers: Transfers
     lower: LowerTiers
     book: Bookkeeper
+    promoter: Promoter
+    pipelined: PipelinedLoads
     sizes: tuple[int, ...]
     clock: Callable[[], float]
     spare_tokens: int = 0
@@ -107,8 +109,6 @@ class Requests:
     answered: dict[Request, None] = field(default_factory=dict)
     least_tokens: int = field(init=False)
     lower_pools: tuple[Pool, ...] = field(init=False)
-    promoter: Promoter = field(init=False)
-    pipelined: PipelinedLoads = field(init=False)
 
     def __post_init__(self) -> None:
         self.least_tokens = min(self.sizes)
@@ -234,7 +234,7 @@ class Request:
         match, missed = self._nothing(computed_tokens), (computed_tokens, max_tokens, missing)
         if self._missed != missed:  # explained once a question
             self._missed = missed
-            self._answered(RequestAnswer.nothing(self, computed_tokens, max_tokens, missing))
+            self._answered_nothing(computed_tokens, max_tokens, missing)
             requests.answered[self] = None
             self.state = State.ANSWERED
         return match
@@ -278,6 +278,17 @@ class Request:
             0 if promotion is None else promotion.num_asked,
         )
         self._answered(answer, slots)
+
+    def _answered_nothing(
+        self,
+        computed: int,
+        max_tokens: int,
+        missing: Missing | None = None,
+        reason: Reason | None = None,
+    ) -> None:
+        """Nothing could be had, because of this one block or for this reason."""
+        counts = (len(self.chain), max_tokens, computed, computed, computed)
+        self._answered(RequestAnswer(self, self.id, self.is_counted, *counts, missing, reason))
 
     def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
         """Append what it was answered; ``slots`` are its leading ones, if known."""
@@ -333,8 +344,7 @@ class Request:
         covered = len(self.chain) * self._requests.matcher.hash_tokens
         asked = covered if max_tokens is None else min(max_tokens, covered)
         if not self.is_counted:
-            reason = Reason.HINT
-            self._answered(RequestAnswer.nothing(self, computed_tokens, asked, reason=reason))
+            self._answered_nothing(computed_tokens, asked, reason=Reason.HINT)
         state = State.UNKNOWN if self.state is State.MATCHED else self.state
         match, self.state = self._nothing(computed_tokens), state
         return match

@@ -28,7 +28,7 @@ from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import ClosedError, InputError, IntegrityError
 from kvferry.hints import Hints
 from kvferry.scheduler.control import Control, Prefetch
-from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Journal
+from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation
 from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter
 from kvferry.scheduler.request import Completion, FailedLoad, Request, Requests
@@ -97,24 +97,16 @@ class Settled:
 _NOTHING = Settled()
 
 
+@dataclass(frozen=True)
 class Onlooker:
     """Counts and journal of a scheduler, as any thread may read them.
 
     It changes nothing: what the scheduler has not drained from its log yet is not in it.
     """
 
-    def __init__(self, count: Callable[[], SchedulerStats], journal: Journal) -> None:
-        self._count = count
-        self._journal = journal
-
-    def stats(self) -> SchedulerStats:
-        return self._count()
-
-    def journal(self, request_id: RequestId) -> Entry | None:
-        return self._journal.entry(request_id)
-
-    def recent(self) -> tuple[RequestId, ...]:
-        return self._journal.request_ids()
+    stats: Callable[[], SchedulerStats]
+    journal: Callable[[RequestId], Entry | None]
+    recent: Callable[[], tuple[RequestId, ...]]
 
 
 class Scheduler:
@@ -188,17 +180,6 @@ class Scheduler:
             pool.log, matcher, pool, self.stores.admission, lower, self.writeback, self._tenants
         )
         self.deferred: DeferredStores | None = None
-        self._requests = requests = self._wired(shape, engine, clock)
-        self.control = Control(pool, matcher, lower, requests.promoter, requests.live, clock)
-        """Acts on blocks by their keys."""
-        self.onlooker = Onlooker(self._snapshot, self.book.journal)
-        """What other threads may read."""
-
-    def _wired(
-        self, shape: EngineShape, engine: EngineBlocks | None, clock: Callable[[], float]
-    ) -> Requests:
-        """The requests, with all that they match, load and store with."""
-        pool, matcher, lower, transfers = self.pool, self.matcher, self.lower, self.transfers
         if engine is not None:
             self.deferred = DeferredStores(
                 engine,
@@ -207,7 +188,8 @@ class Scheduler:
                 num_device_blocks=shape.num_device_blocks or 0,
                 clock=clock,
             )
-        requests = Requests(
+        promoter = Promoter(matcher, lower, self.hits.worth)
+        self._requests = requests = Requests(
             pool=pool,
             log=pool.log,
             matcher=matcher,
@@ -216,18 +198,21 @@ class Scheduler:
             transfers=transfers,
             lower=lower,
             book=self.book,
+            promoter=promoter,
+            pipelined=PipelinedLoads(
+                promoter, pool, matcher, lower, self.hits, transfers, shape, config, clock
+            ),
             sizes=shape.sizes,
             spare_tokens=shape.spare_tokens,
             tenants=self._tenants,
             deferred=self.deferred,
             clock=clock,
         )
-        config, hits = self._config, self.hits
-        requests.promoter = promoter = Promoter(matcher, lower, hits.worth)
-        requests.pipelined = PipelinedLoads(
-            promoter, pool, matcher, lower, hits, transfers, shape, config, clock
-        )
-        return requests
+        self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
+        """Acts on blocks by their keys."""
+        journal = self.book.journal
+        self.onlooker = Onlooker(self._snapshot, journal.entry, journal.request_ids)
+        """What other threads may read."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -399,7 +384,8 @@ class Scheduler:
 
         For a caller that cannot say when its device blocks may be written again.
         """
-        request.num_storing -= self.transfers.disown(request)
+        dropped, _ = self.transfers.disown(request)
+        request.num_storing -= len(dropped)
 
     def take_back(self) -> tuple[list[DeviceBlocks], list[DeviceBlocks]]:
         """Let nothing be found of any store: the engine takes their device blocks back at once.
@@ -407,8 +393,9 @@ class Scheduler:
         Returns those to release now and never again, and those to release now that
         :meth:`settle` will name once more.
         """
-        dropped, queued, flying = self.transfers.take_back()
-        for order in dropped:
+        dropped, flying = self.transfers.disown()
+        queued = [DeviceBlocks(group, order.device_blocks) for group, order in dropped]
+        for _, order in dropped:
             if order.request is not None:
                 order.request.num_storing -= 1
         for rest in self.deferred.take_all() if self.deferred is not None else ():
@@ -697,7 +684,6 @@ def _writeback(
         )
         if admission is not None:
             admission.note_spent(tier.spent)
-        if admission is not None:
             admissions[tier.name] = admission
         if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
             tier.write = WriteMode.SPILL

@@ -245,20 +245,11 @@ class SlotTier(LowerTier):
         if any(opened.reset_number < self.reset_number for opened in found):
             self.has_remains = True  # a rank was not told of the last reset
         elif any(len(places) for _, places in recovered):
-            self.restore(recovered)
+            self.has_remains = not self.restore(recovered)
 
     def restore(self, recovered: Sequence[Recovered]) -> int:
-        """Take up what each rank found from an earlier life, before anything is stored.
-
-        Returns how many blocks all ranks have.
-        """
-        num_blocks = self.take_up(agreed(recovered, self.pool.num_slots))
-        self.has_remains = not num_blocks and any(len(places) for _, places in recovered)
-        return num_blocks
-
-    def take_up(self, recovered: Recovered) -> int:
-        """Take up these blocks, whichever ranks they are on; returns how many are new."""
-        keys, places = recovered
+        """Take up what all ranks have from an earlier life; returns how many blocks are new."""
+        keys, places = agreed(recovered, self.pool.num_slots)
         new = ~self.pool.known(keys)
         if not new.all():
             keys, places = keys.take(new), places[new]

@@ -173,14 +173,6 @@ class Transfers:
         """Bytes queued and in flight between device and host, either way."""
         return self.bytes_to_device + self.bytes_from_device
 
-    def in_flight(self) -> Iterator[Transfer]:
-        """The transfers in flight that are not overdue, oldest first."""
-        return (
-            each.transfer
-            for each in self._in_flight.values()
-            if not each.overdue and isinstance(each.transfer, Transfer)
-        )
-
     def leases(self) -> Iterator[Lease]:
         """Those of everything queued and in flight."""
         yield from (order.lease for order in self.store_orders())
@@ -191,15 +183,18 @@ class Transfers:
         """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
         self.blocks_to_device += num_blocks
 
-    def _uncount(self, transfer: Transfer) -> None:
-        """A transfer is not queued or in flight any more, or no request waits for it."""
-        num_blocks, size = len(transfer.dst_slots), self._block_bytes[transfer.group]
+    def _count(self, transfer: Transfer, sign: int) -> None:
+        """A load is queued, or a load or store is not under way any more or not waited for."""
         if transfer.dst == DEVICE:
-            self.blocks_to_device -= num_blocks
-            self.bytes_to_device -= num_blocks * size
+            num_blocks = sign * len(transfer.dst_slots)
+            self.blocks_to_device += num_blocks
+            self.bytes_to_device += num_blocks * self._block_bytes[transfer.group]
         elif transfer.src == DEVICE:
-            self.blocks_from_device -= num_blocks
-            self.bytes_from_device -= num_blocks * size
+            self._count_store(transfer.group, sign * len(transfer.src_slots))
+
+    def _count_store(self, group: int, num_blocks: int) -> None:
+        self.blocks_from_device += num_blocks
+        self.bytes_from_device += num_blocks * self._block_bytes[group]
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -217,8 +212,7 @@ class Transfers:
             self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
         )
         self._loads.append(InFlight(transfer, (lease,), (request,)))
-        self.blocks_to_device += len(blocks)
-        self.bytes_to_device += len(blocks) * self._block_bytes[group]
+        self._count(transfer, 1)
         return transfer.id
 
     def store(
@@ -229,8 +223,7 @@ class Transfers:
             self._stores[group] = (self._new_id(), [])
         transfer_id, orders = self._stores[group]
         orders.append(StoreOrder(lease, device_blocks, request))
-        self.blocks_from_device += len(device_blocks)
-        self.bytes_from_device += len(device_blocks) * self._block_bytes[group]
+        self._count_store(group, len(device_blocks))
         return transfer_id
 
     def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
@@ -280,53 +273,40 @@ class Transfers:
         _drop(cancelled)
         transfers = [cast(Transfer, order.transfer) for order in cancelled]
         for transfer in transfers:
-            self._uncount(transfer)
+            self._count(transfer, -1)
         return transfers
 
-    def disown(self, request: Any) -> int:
-        """Let nothing be found of what is being stored of a request; returns how many were queued.
+    def disown(
+        self, request: Any = None
+    ) -> tuple[list[tuple[int, StoreOrder]], list[DeviceBlocks]]:
+        """Let nothing be found of what is being stored of a request; None: of any.
 
-        Queued stores are dropped. What is in flight stays claimed until it lands.
-        """
-        num_dropped = 0
-        for group, (_, orders) in tuple(self._stores.items()):
-            for order in [order for order in orders if order.request is request]:
-                orders.remove(order)
-                order.lease.abort()
-                self.blocks_from_device -= len(order.device_blocks)
-                self.bytes_from_device -= len(order.device_blocks) * self._block_bytes[group]
-                num_dropped += 1
-            if not orders:
-                del self._stores[group]
-        for each in self._in_flight.values():
-            if _src(each) == DEVICE and request in each.served:
-                for lease in each.leases:
-                    lease.disown()
-        return num_dropped
-
-    def take_back(self) -> tuple[list[StoreOrder], list[DeviceBlocks], list[DeviceBlocks]]:
-        """Let nothing be found of any store: the engine takes the device blocks of all back.
-
-        Returns the queued stores, which are dropped, and the blocks of these and of those in
+        Returns the queued parts of stores, by group, which are dropped. And the blocks of those in
         flight, which stay claimed until they land.
         """
-        dropped: list[StoreOrder] = []
-        queued = []
-        for group, (_, orders) in self._stores.items():
+        dropped = []
+        for group, (transfer_id, orders) in tuple(self._stores.items()):
+            kept = []
             for order in orders:
+                if request is not None and order.request is not request:
+                    kept.append(order)
+                    continue
                 order.lease.abort()
-                self.blocks_from_device -= len(order.device_blocks)
-                self.bytes_from_device -= len(order.device_blocks) * self._block_bytes[group]
-                queued.append(DeviceBlocks(group, order.device_blocks))
-            dropped += orders
-        self._stores.clear()
+                self._count_store(group, -len(order.device_blocks))
+                dropped.append((group, order))
+            self._stores[group] = (transfer_id, kept)
+            if not kept:
+                del self._stores[group]
         flying = []
         for each in self._in_flight.values():
-            if _src(each) == DEVICE and isinstance(each.transfer, Transfer):
-                flying.append(DeviceBlocks(each.transfer.group, each.transfer.src_slots))
+            order_sent = each.transfer
+            if not isinstance(order_sent, Transfer) or order_sent.src != DEVICE:
+                continue
+            if request is None or request in each.served:
+                flying.append(DeviceBlocks(order_sent.group, order_sent.src_slots))
                 for lease in each.leases:
                     lease.disown()
-        return dropped, queued, flying
+        return dropped, flying
 
     # -- launch ---------------------------------------------------------------------------------
 
@@ -392,11 +372,8 @@ class Transfers:
         """
         receipts = list(receipts)
         for receipt in receipts:
-            if (
-                receipt.failed
-                or receipt.rank not in self._ranks
-                or not (0 <= receipt.transfer_id < self._num_sent)
-            ):
+            is_sent = 0 <= receipt.transfer_id < self._num_sent
+            if receipt.failed or receipt.rank not in self._ranks or not is_sent:
                 self._check(receipt)
         landed = []
         if self._lost:
@@ -429,7 +406,7 @@ class Transfers:
             if isinstance(each.transfer, Question):
                 del self._in_flight[each.transfer.id]
             else:
-                self._uncount(each.transfer)
+                self._count(each.transfer, -1)
                 self.counts.overdue += 1
         return late
 
@@ -462,23 +439,23 @@ class Transfers:
             self._land(each)
 
     def _check(self, receipt: Receipt) -> None:
+        subject = f"receipt for transfer {receipt.transfer_id}"
         if not 0 <= receipt.transfer_id < self._num_sent:
             raise ReceiptError(
-                f"receipt for transfer {receipt.transfer_id}, but only {self._num_sent} were ever "
-                "sent; drop it and settle the others"
+                f"{subject}, but only {self._num_sent} were ever sent; drop it and settle the "
+                "others"
             )
         each = self._in_flight.get(receipt.transfer_id)
         if receipt.failed and each is not None:
             least, most = min(receipt.failed), max(receipt.failed)
             if least < 0 or most >= len(each.transfer):
                 raise ReceiptError(
-                    f"receipt for transfer {receipt.transfer_id} says that blocks {least} to "
-                    f"{most} failed, but it has {len(each.transfer)}"
+                    f"{subject} says that blocks {least} to {most} failed, but it has "
+                    f"{len(each.transfer)}"
                 )
         if receipt.rank not in self._ranks:
             raise ReceiptError(
-                f"receipt for transfer {receipt.transfer_id} from rank {receipt.rank}, but ranks "
-                f"are 0 to {len(self._ranks) - 1}"
+                f"{subject} from rank {receipt.rank}, but ranks are 0 to {len(self._ranks) - 1}"
             )
 
     def _take(self, each: InFlight, receipt: Receipt) -> None:
@@ -508,27 +485,18 @@ class Transfers:
             each.reason = each.reason or each.note
         if isinstance(each.transfer, Transfer):
             if not each.overdue:
-                self._uncount(each.transfer)
+                self._count(each.transfer, -1)
             self.counts.landed += 1
             self.counts.failed += bool(each.reason)
             self.counts.lost_blocks += len(each.failed) if not each.reason else 0
-        if each.failed or each.reason:
-            _end_in_doubt(each)
-            return each
+        doubtful = each.in_doubt if each.failed or each.reason else ()
         for lease in each.leases:
-            lease.commit() if lease.purpose is Purpose.WRITE else lease.release()
+            failed = sorted(each.failed) if lease in doubtful else ()
+            if lease.purpose is Purpose.WRITE:
+                lease.commit(failed) if each.ok else lease.abort()
+            else:
+                lease.release(failed) if each.ok or lease not in doubtful else lease.spoil()
         return each
-
-
-def _end_in_doubt(each: InFlight) -> None:
-    failed, doubtful = sorted(each.failed), each.in_doubt
-    for lease in each.leases:
-        if lease.purpose is Purpose.WRITE:
-            lease.commit(failed) if each.ok else lease.abort()
-        elif lease not in doubtful:
-            lease.release()
-        else:
-            lease.release(failed) if each.ok else lease.spoil()
 
 
 def _one_store(group: int, transfer_id: TransferId, orders: Sequence[StoreOrder]) -> InFlight:
