@@ -235,27 +235,6 @@ def test_close_ends_everything_and_use_after_is_refused() -> None:
     scheduler.preempt("x")
 
 
-def test_a_miss_is_looked_up_again_when_something_was_stored(monkeypatch) -> None:
-    """Seen red with the generation left out of what is remembered, and with nothing remembered."""
-    scheduler = scheduler_of()
-    chain = keys(range(3))
-    looks: list[int] = []
-    real = scheduler.matcher.next_missing
-
-    def counted(*args: Any) -> Any:
-        looks.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(scheduler.matcher, "next_missing", counted)
-    for _ in range(5):
-        assert scheduler.match("reader", chain).state is MatchState.MISS
-    assert len(looks) == 1
-    stored(scheduler, chain[:2])
-    assert scheduler.match("reader", chain).to_load == 8
-    assert scheduler.match("reader", chain, computed_tokens=8).state is MatchState.MISS
-    assert len(looks) == 3
-
-
 def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
     """Every set of four blocks, every length. Seen red with the key one slot further looked up."""
     chain = keys(range(4))
