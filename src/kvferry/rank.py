@@ -280,6 +280,7 @@ def open_on_gpu(
             host_chunk=host.chunk_bytes,
             runs_beside=lambda: activity.runs_beside,
         )
+        engine.prepare()
         return RankMemory(host, engine, activity, undo.pop_all(), tiers)
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.driver import FakeDriver
+from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import make_kv
 
 from kvferry.cache.leases import as_slots
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
+from kvferry.settings.copy_paths import BY_NAME
 from kvferry.transfer.paths import contract
-from kvferry.transfer.paths.contract import PathSet
+from kvferry.transfer.paths.contract import Means, PathSet, class_of
 from kvferry.transfer.paths.direct import DmaPath
 from kvferry.transfer.planner import choose
 from kvferry.transfer.planner.profile import Profile, builtin_profile
@@ -119,6 +121,32 @@ def test_a_machine_is_measured_before_its_host_memory_grows(
     assert rank.host.growth.wait(60)
     assert pinned_before == [0]
     assert "register_host" in driver.calls
+    rank.close()
+    assert driver.leaks() == {}
+
+
+@pytest.mark.parametrize("name", ["kernel", "staged"])
+def test_the_first_transfers_find_everything_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = fake_driver()
+    launcher = HostLauncher(driver)
+    paths = PathSet({name: class_of(BY_NAME[name]).open(Means(driver, launcher, 1 << 16))})
+    monkeypatch.setattr(contract, "open_paths", lambda *_, **__: paths)
+    rank = open_on_gpu(
+        [KV.layout], settings(copy_path=name), driver=driver, compute_stream=lambda: 0
+    )
+    assert rank.host.growth.wait(60)
+    driver.calls.clear()
+    monkeypatch.setattr(launcher, "prepare", None)
+    assert copies_right(rank) == name
+    slots = as_slots([0, 1, 2])
+    rank.engine.submit(Transfer(TransferId(3), DEVICE, HOST, slots, slots))
+    drain(rank)
+    rank.engine.submit(Transfer(TransferId(4), HOST, DEVICE, slots, slots, in_parts=True))
+    drain(rank)
+    made = {call for call in driver.calls if call.startswith(("alloc", "create_stream"))}
+    assert not made
     rank.close()
     assert driver.leaks() == {}
 

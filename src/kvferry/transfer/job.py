@@ -135,6 +135,15 @@ class JobFactory:
         parts = self._parts[transfer.group] if transfer.in_parts else None
         return CopyJob(direction, layout, blocks, slots, *self._host, parts)
 
+    def samples(self) -> Iterator[CopyJob]:
+        """A job of one block for each group, direction and part: what copies can be prepared by."""
+        one = np.zeros(1, dtype=np.int64)
+        for group in range(len(self.layouts)):
+            for ends in ((DEVICE, HOST), (HOST, DEVICE)):
+                yield self.of(Transfer(TransferId(0), *ends, one, one, group))
+            load = Transfer(TransferId(0), HOST, DEVICE, one, one, group, in_parts=True)
+            yield from self.of(load).parts()
+
 
 def _require_within(what: str, slots: SlotArray, count: int) -> None:
     # As unsigned numbers the negative ones are the largest: one test finds both kinds.

@@ -140,6 +140,19 @@ class GpuEngine(Closing):
         self._start_here = StartHere(self._queues.values(), None)
         self._start_in_order = StartHere(self._queues.values(), self.order_compute_after_loads)
 
+    def prepare(self) -> None:
+        """Make what the first transfers need: kernels, tables, buffers, the ring.
+
+        Without it they make it themselves, and take longer.
+        """
+        try:
+            with self._driver.current():
+                for job in self._jobs.samples():
+                    for name in self._planner.names:
+                        self._paths[name].prepare(job)
+        except Exception as error:  # the transfers will say so, too
+            log.warning("the copy engine could not be prepared: %s", error)
+
     # -- the contract ------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:

@@ -23,11 +23,12 @@ import numpy as np
 from kvferry.errors import DriverError, InputError
 from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.layout import GroupLayout, Int64s
+from kvferry.transfer.layout import NUM_PARTS, GroupLayout, Int64s
 
 log = logging.getLogger(__name__)
 
-MIN_IDS = 512
+MIN_IDS = 8192
+"""Of 4,096 blocks: few transfers need a larger buffer, which takes time to make."""
 MAX_BUFFERS = 64
 """Jobs whose ids may be in flight at once; one more waits for the oldest."""
 
@@ -43,7 +44,7 @@ class _Buffer:
     ids: Int64s
     event: int
     handles: Handles
-    is_fenced: bool = False
+    is_fenced: bool = True
     """Whether the event marks the end of its use; until then only its taker knows."""
 
 
@@ -64,6 +65,11 @@ class IdBuffers:
         """Whether all that was fenced before the last ``write`` had been reached by then."""
         self.is_sent = False
         """Whether what was last written has been sent."""
+
+    def prepare(self) -> None:
+        """Have buffers for all parts of a job before the first one."""
+        while len(self._buffers) < NUM_PARTS:
+            self._buffers.append(self._make(MIN_IDS))
 
     def put(self, job: CopyJob, stream: int) -> int:
         """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read."""

@@ -74,6 +74,9 @@ class Path(ABC):
         self.enqueue(job, stream, ready)
         yield from ()
 
+    def prepare(self, job: CopyJob) -> None:  # noqa: B027
+        """Take the memory and load the kernels that jobs like this one need."""
+
     def is_quick(self, job: CopyJob) -> bool:
         """Whether ``enqueue`` returns within some tens of microseconds.
 

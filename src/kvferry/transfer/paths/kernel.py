@@ -48,6 +48,11 @@ class KernelPath(Path):
         finally:
             ids.fence(stream)
 
+    def prepare(self, job: CopyJob) -> None:
+        self._kernels.get(job)
+        self._single.get(job)
+        self._ids[job.direction].prepare()
+
     def is_quick(self, job: CopyJob) -> bool:
         kernels = self._single if len(job.device_blocks) == 1 else self._kernels
         return job.num_bytes <= QUICK_BYTES and kernels.find(job) is not None

@@ -309,6 +309,13 @@ class StagedPath(Path):
     def streams(self) -> Sequence[int]:
         return self._ring.streams
 
+    def prepare(self, job: CopyJob) -> None:
+        self._kernels.get(job)
+        if job.direction is Direction.STORE:
+            self._direct.get(job)
+        self._ids[job.direction].prepare()
+        self._ring.open()
+
     def is_prepared(self, job: CopyJob, num_before: int) -> bool:
         if not self._ring.is_open or self._kernels.find(job) is None:
             return False

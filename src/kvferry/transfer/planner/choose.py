@@ -60,13 +60,16 @@ class Planner:
             raise InputError(f"path {pinned!r} is pinned, but there are only {sorted(paths)}")
         self.profile = profile
         self.pinned = pinned
-        names = candidates(paths) if pinned is None else (pinned,)
+        self.names = candidates(paths) if pinned is None else (pinned,)
+        """The paths there is a choice between."""
         self._costs = {
-            direction: {name: profile.cost(direction, name) for name in names}
+            direction: {name: profile.cost(direction, name) for name in self.names}
             for direction in Direction
         }
         others = (
-            [] if pinned is not None else [BY_NAME[name] for name in paths if name not in names]
+            []
+            if pinned is not None
+            else [BY_NAME[name] for name in paths if name not in self.names]
         )
         large = [(path.name, path.beside_model_from) for path in others if path.beside_model_from]
         self._large = large[0] if large else None
