@@ -11,7 +11,6 @@
 nothing heavier; what a GPU needs is imported when a rank is opened on one.
 """
 
-from kvferry.cache.leases import PoolCounts as PoolCounts
 from kvferry.cache.policies import policy_named as policy_named
 from kvferry.cache.policies.contract import Arriving as Arriving
 from kvferry.cache.policies.contract import EvictionPolicy as EvictionPolicy
@@ -30,6 +29,7 @@ from kvferry.cache.reach import RecurrentState as RecurrentState
 from kvferry.cache.reach import SlidingWindow as SlidingWindow
 from kvferry.cache.reach import longest_hit as longest_hit
 from kvferry.cache.reach import needed as needed
+from kvferry.cache.slots import PoolCounts as PoolCounts
 from kvferry.config import Config as Config
 from kvferry.core.identity import Namespace as Namespace
 from kvferry.core.identity import adopt as adopt

@@ -15,7 +15,7 @@ from tests.contract.test_device_ordering import Mutant, compute_does_not_wait, r
 from tests.fakes.kv import LAYOUTS, Kv, make_kv
 from tests.fakes.rig import INTERPRETED, LONG, PATHS, Rig
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.job import Direction

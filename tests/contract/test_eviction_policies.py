@@ -27,7 +27,6 @@ from tests.fakes.policies import FairLru, Fifo, Odd, Tails
 from tests.model.lru_before import TouchOrder
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
-from kvferry.cache.leases import Lease, Purpose, as_slots
 from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import (
     Arriving,
@@ -37,6 +36,7 @@ from kvferry.cache.policies.contract import (
 )
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease, Purpose, as_slots
 from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
 from kvferry.settings.eviction import POLICIES as KINDS

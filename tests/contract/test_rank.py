@@ -13,7 +13,7 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import make_kv
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu

@@ -29,7 +29,7 @@ from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 from tests.fakes.paired import Paired
 from tests.fakes.remote_in_thread import InThread, Watched
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Key, Keys
 from kvferry.errors import ClosedError, InputError, TransferError
 from kvferry.settings.tiers import read_remote

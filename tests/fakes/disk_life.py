@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tests.fakes.crafted_keys import keys
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier, Launch, start_drive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from kvferry.cache.leases import PoolCounts
+from kvferry.cache.slots import PoolCounts
 from kvferry.telemetry.catalog import CONTENT_TYPE, Snapshot, exposition
 from kvferry.telemetry.http import HttpServer, Reply
 from kvferry.telemetry.stats import SchedulerStats, TrafficCounts

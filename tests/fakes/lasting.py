@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tests.fakes.memory_tiers import MemoryTier
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.tiers.contract import Result, TierSetup, Way
 from kvferry.tiers.queued import Task

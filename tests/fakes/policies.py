@@ -7,10 +7,10 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.leases import as_slots
 from kvferry.cache.policies.contract import Arriving, Residents
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.quotas import Quotas
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Key
 from kvferry.types import NO_SLOT, SlotArray
 

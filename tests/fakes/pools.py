@@ -7,8 +7,8 @@ from itertools import count
 import numpy as np
 from tests.fakes.crafted_keys import keys
 
-from kvferry.cache.leases import Purpose
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Purpose
 from kvferry.core.keys import Keys
 from kvferry.types import NO_SLOT, SlotArray
 

@@ -14,7 +14,7 @@ from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import Kv, make_kv
 from tests.fakes.planner import FixedPlanner
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.transfer.driver import Driver, Priority
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction

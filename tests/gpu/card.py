@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tests.fakes.planner import FixedPlanner
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.transfer.driver import Driver, Priority
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction

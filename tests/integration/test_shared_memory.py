@@ -12,9 +12,9 @@ import pytest
 from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
-from kvferry.cache.leases import as_slots
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
 from kvferry.errors import ConfigError, InputError

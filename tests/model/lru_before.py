@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
+from kvferry.cache.slots import Ending, Lease, Purpose, as_slots
 from kvferry.core.keys import Key, Keys
-from kvferry.types import SlotArray
 
 
 class TouchOrder:
@@ -110,7 +110,8 @@ class PoolBefore:
         self._push_free(idle)
         self.doomed -= set(idle)
 
-    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
+    def end(self, lease: Lease, ending: Ending, failed: object = ()) -> None:
+        lease.ended = ending
         slots = lease.slots.tolist()
         if lease.purpose is not Purpose.WRITE:
             for slot in slots:
@@ -132,7 +133,8 @@ class PoolBefore:
             self.order.touch(slots[::-1])
 
     def _lease(self, purpose: Purpose, slots: list[int], positions: list[int]) -> Lease | None:
-        return Lease(purpose, as_slots(slots), as_slots(positions), self) if slots else None
+        owner: Any = self
+        return Lease(purpose, as_slots(slots), as_slots(positions), owner) if slots else None
 
     def _disown(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -12,7 +12,7 @@ from random import Random
 
 from tests.fakes.crafted_keys import key, keys
 
-from kvferry.cache.leases import Purpose
+from kvferry.cache.slots import Purpose
 from kvferry.core.keys import Key, Keys
 
 

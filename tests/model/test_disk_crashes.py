@@ -18,7 +18,7 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import Images, SimDisk, SimFile, images
 from tests.model.journal_oracle import Content, Event, Forgot, History, Lost, Wrote, content_of
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk import journal, state
 from kvferry.tiers.disk import journal_pages as pages
 from kvferry.tiers.disk.journal import DiskJournal, journal_bytes

@@ -13,7 +13,7 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import SimDisk, images
 from tests.model.journal_oracle import Event, Forgot, History, Lost, Wrote, content_of
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.errors import JournalError
 from kvferry.tiers.disk import journal as module
 from kvferry.tiers.disk.journal import journal_bytes

@@ -45,7 +45,7 @@ from tests.fakes.crafted_keys import colliding_key, key
 from kvferry.cache import index as index_module
 from kvferry.cache import index as table_module
 from kvferry.cache.index import Index, Positions
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import KEY_WORDS, Key, KeyArray, Keys
 from kvferry.types import NO_SLOT, SlotArray
 

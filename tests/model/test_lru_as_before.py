@@ -20,8 +20,8 @@ from tests.fakes.pool_events import Evictions
 from tests.model.lru_before import PoolBefore
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
-from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease, Purpose
 
 
 class Twins:

@@ -26,10 +26,10 @@ from tests.fakes.policies import Fifo
 from tests.fakes.pools import cached_slots
 
 from kvferry.cache.eviction import CONTINUES_SECONDS
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease
 from kvferry.core.keys import Keys
 
 CHAINS = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7, 8), (0, 9, 10, 11), (12, 13, 14, 15, 16))

@@ -18,10 +18,10 @@ from tests.fakes.pool_events import Evictions
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
 from kvferry.cache.events import MANY_EVENTS
-from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease, Purpose
 
 NUM_SLOTS = (5, 12, 24, 60, 2000)
 

@@ -42,8 +42,8 @@ from hypothesis.stateful import (
 from tests.fakes.crafted_keys import colliding_key, key
 from tests.fakes.pools import evict
 
-from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease, Purpose
 from kvferry.core.keys import Key, Keys
 from kvferry.errors import InputError, LeaseError
 

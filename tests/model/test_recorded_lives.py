@@ -22,10 +22,10 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.pool_events import Evictions
 from tests.model.recorded_lives import CHECK_EVERY, Life, Recorded
 
-from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease, Purpose
 
 RECORDED = Path(__file__).with_name("recorded_lives.json")
 POLICIES = ("lru", "returns", "arc", "s3fifo", "wtinylfu")

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.fakes.crafted_keys import key, keys
 
-from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.returns import Returns
 from kvferry.cache.policies.returns_tree import WORD
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease, Purpose
 
 # A tree of conversations: all begin alike, some share more.
 CHAINS = [

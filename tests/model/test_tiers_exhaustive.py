@@ -15,8 +15,8 @@ from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
 
 from kvferry.cache import reach
-from kvferry.cache.leases import as_slots
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode, lower_tier
 from kvferry.types import MatchState, Outcome, Rank, Receipt, TierName, Transfer

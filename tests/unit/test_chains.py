@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cache.chains import Chains
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import Chains, as_slots
 from kvferry.types import NO_SLOT
 
 NUM_SLOTS = 12

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.errors import ClosedError
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import describe

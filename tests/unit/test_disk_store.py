@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys as numbered
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.core.quantities import MiB
 from kvferry.errors import StoreError, StoreInUseError
 from kvferry.tiers.disk import files as allocation

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk.io_workers import WriteTracker
 from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
 from kvferry.tiers.disk.journal_pages import Shape

@@ -22,7 +22,7 @@ from tests.unit.test_ferry_tiers import (
 )
 
 import kvferry
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.errors import ClosedError
 from kvferry.tiers.contract import Result, Way
 from kvferry.tiers.queued import Task

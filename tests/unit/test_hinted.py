@@ -7,9 +7,9 @@ import pytest
 from tests.fakes.desk import Desk, story
 
 from kvferry.cache import reach
-from kvferry.cache.chains import Chains
-from kvferry.cache.evict_first import EvictFirstQueue
+from kvferry.cache.eviction import EvictFirstQueue
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Chains
 from kvferry.hints import Hints
 from kvferry.scheduler.journal import Reason
 from kvferry.scheduler.tier import SlotTier, WriteMode

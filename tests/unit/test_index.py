@@ -6,7 +6,7 @@ import pytest
 from tests.fakes.crafted_keys import colliding_keys, keys
 
 from kvferry.cache.index import Index
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOT
 

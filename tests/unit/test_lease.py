@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.fakes.crafted_keys import keys
 
-from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
+from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Ending, Lease, Purpose
 from kvferry.errors import InputError, LeaseError
-from kvferry.types import SlotArray
 
 ALLOWED = {
     Purpose.WRITE: {Ending.COMMIT, Ending.ABORT},
@@ -17,88 +18,53 @@ ALLOWED = {
 }
 
 
-class Owner:
-    """Writes down what its leases tell it."""
-
-    def __init__(self) -> None:
-        self.ended: list[Ending] = []
-        self.failed: list[list[int]] = []
-        self.disowned: list[Lease] = []
-
-    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
-        self.ended.append(ending)
-        self.failed.append(failed.tolist())
-
-    def disown(self, lease: Lease) -> None:
-        self.disowned.append(lease)
-
-
-def lease_of(purpose: Purpose) -> tuple[Lease, list[Ending]]:
-    owner = Owner()
-    return Lease(purpose, as_slots([4, 2]), as_slots([0, 1]), owner), owner.ended
-
-
-def end(lease: Lease, ending: Ending) -> None:
-    getattr(lease, ending.value)()
+def lease_of(purpose: Purpose) -> tuple[Pool, Lease]:
+    """A lease of three slots, in a pool of its own."""
+    pool, blocks = Pool(4), keys(range(3))
+    lease = pool.reserve(blocks)
+    assert lease is not None
+    if purpose is not Purpose.WRITE:
+        lease.commit()
+        lease = pool.lease(blocks, purpose)
+        assert lease is not None
+    return pool, lease
 
 
 @pytest.mark.parametrize(("purpose", "ending"), list(itertools.product(Purpose, Ending)))
-def test_each_purpose_has_its_own_endings(purpose: Purpose, ending: Ending) -> None:
-    lease, ended = lease_of(purpose)
-    if ending in ALLOWED[purpose]:
-        end(lease, ending)
-        assert lease.ended is ending
-        assert ended == [ending]
+def test_each_purpose_has_its_own_endings_and_ends_once(purpose: Purpose, ending: Ending) -> None:
+    pool, lease = lease_of(purpose)
+    assert repr(lease) == f"Lease({purpose.value}, 3 slots)"
+    if ending not in ALLOWED[purpose]:
+        with pytest.raises(LeaseError) as error:
+            getattr(lease, ending.value)()
+        for named in (ending, *ALLOWED[purpose]):
+            assert named.value in str(error.value)
+        assert lease.ended is None
+        assert pool.num_leases == 1
         return
-    with pytest.raises(LeaseError) as error:
-        end(lease, ending)
-    assert ending.value in str(error.value)
-    for allowed in ALLOWED[purpose]:
-        assert allowed.value in str(error.value)
-    assert lease.ended is None
-    assert ended == []
-
-
-@pytest.mark.parametrize("purpose", Purpose)
-def test_a_second_ending_is_refused_and_names_both(purpose: Purpose) -> None:
-    for first, second in itertools.product(ALLOWED[purpose], Ending):
-        lease, ended = lease_of(purpose)
-        end(lease, first)
-        with pytest.raises(LeaseError, match=f"cannot {second.value}.*ended by {first.value}"):
-            end(lease, second)
-        assert ended == [first]
-        assert lease.ended is first
-
-
-def test_length_and_repr() -> None:
-    lease, _ = lease_of(Purpose.READ)
-    assert len(lease) == 2
-    assert repr(lease) == "Lease(read, 2 slots)"
-
-
-def test_disowning_is_the_owners_business_and_ends_nothing() -> None:
-    owner = Owner()
-    lease = Lease(Purpose.WRITE, as_slots([1]), as_slots([0]), owner)
-    lease.disown()
-    assert owner.disowned == [lease]
-    assert lease.ended is None
-    lease.commit()
-    assert owner.ended == [Ending.COMMIT]
+    getattr(lease, ending.value)()
+    assert lease.ended is ending
+    for second in Ending:
+        with pytest.raises(LeaseError, match=f"cannot {second.value}.*ended by {ending.value}"):
+            getattr(lease, second.value)()
+    with pytest.raises(LeaseError, match="cannot be disowned"):
+        lease.disown()
+    assert lease.ended is ending
+    assert pool.num_leases == 0
+    pool.check_integrity()
 
 
 @pytest.mark.parametrize(
     ("purpose", "ending"), [(Purpose.WRITE, "commit"), (Purpose.READ, "release")]
 )
 def test_some_of_its_slots_may_fail(purpose: Purpose, ending: str) -> None:
-    owner = Owner()
-    lease = Lease(purpose, as_slots([4, 2, 7]), as_slots([0, 1, 2]), owner)
+    pool, lease = lease_of(purpose)
     for wrong, words in (([0, 3], "place 3 failed: its places are 0 to 2"), ([-1], "negative")):
         with pytest.raises(InputError, match=words):
             getattr(lease, ending)(failed=wrong)
         assert lease.ended is None
-        assert not owner.ended
-    getattr(lease, ending)(failed=[2, 0])
+    getattr(lease, ending)(failed=[2, 1])
     assert lease.ended is Ending(ending)
-    assert owner.failed == [[2, 0]]
+    assert pool.match(keys(range(3))) == 1
     with pytest.raises(LeaseError, match=f"cannot {ending}.*ended by {ending}"):
         getattr(lease, ending)(failed=[1])

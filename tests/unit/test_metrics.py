@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.by_name import ByName
 from tests.fakes.metrics_page import page
 
-from kvferry.cache.leases import TenantCounts
 from kvferry.cache.policies.load_or_compute import Verdict
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
+from kvferry.cache.slots import TenantCounts
 from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import Copy, Reason
 from kvferry.scheduler.tier import SlotTier

@@ -10,10 +10,9 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.pool_events import Evictions
 from tests.fakes.pools import evict, forget
 
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.contract import Arriving
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import SlotState
+from kvferry.cache.slots import Lease, SlotState
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
 

@@ -9,10 +9,10 @@ import pytest
 from tests.fakes.crafted_keys import keys
 
 from kvferry import types
-from kvferry.cache.chains import Conversations
-from kvferry.cache.evict_first import EvictFirstQueue
+from kvferry.cache.eviction import EvictFirstQueue
 from kvferry.cache.pins import Pins
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Conversations
 from kvferry.scheduler.tier import SlotTier
 from kvferry.types import TierName
 

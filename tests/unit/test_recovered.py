@@ -7,8 +7,8 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
-from kvferry.cache.leases import as_slots
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within

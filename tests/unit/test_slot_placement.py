@@ -11,9 +11,9 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import cached_slots
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.free_runs import EXTENT, FreeRuns, SlotPlacement
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import EXTENT, FreeRuns, SlotPlacement
+from kvferry.cache.slots import as_slots
 from kvferry.errors import InputError
 from kvferry.scheduler.tier import SlotTier, WriteMode, WriteOrder, lower_tier
 from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName

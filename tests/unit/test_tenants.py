@@ -12,10 +12,10 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 from tests.fakes.policies import Fifo
 
-from kvferry.cache.leases import TenantCounts
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.quotas import Quotas
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import TenantCounts
 from kvferry.cache.tenants import MOST_OTHERS, MOST_SHOWN, Tenants
 from kvferry.config import Config, show
 from kvferry.connectors.common.hints import tenant_of

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Key
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvferry.cache.leases import Ending, Lease, Purpose, as_slots
+from kvferry.cache.slots import Ending, Lease, Purpose, as_slots
 from kvferry.config import Config
 from kvferry.errors import ReceiptError
 from kvferry.scheduler.transfers import InFlight, Transfers
@@ -14,7 +16,6 @@ from kvferry.types import (
     Outcome,
     Rank,
     Receipt,
-    SlotArray,
     TierName,
     Transfer,
     TransferId,
@@ -31,7 +32,7 @@ class Sky:
         self.transfers = Transfers(1, (0,), Config())
         self.endings: list[Ending] = []
 
-    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
+    def end(self, lease: Lease, ending: Ending, failed: object = ()) -> None:
         self.endings.append(ending)
 
     def disown(self, lease: Lease) -> None:
@@ -41,7 +42,8 @@ class Sky:
         self, src: TierName, dst: TierName, *purposes: Purpose, deadline: float = 10.0
     ) -> int:
         transfer_id = self.transfers._new_id()
-        leases = tuple(Lease(purpose, SLOTS, SLOTS, self) for purpose in purposes)
+        pool: Any = self
+        leases = tuple(Lease(purpose, SLOTS, SLOTS, pool) for purpose in purposes)
         transfer = Transfer(transfer_id, src, dst, SLOTS, SLOTS)
         self.transfers._fly(InFlight(transfer, leases), deadline)
         return int(transfer_id)

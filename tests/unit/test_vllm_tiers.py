@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.connectors.common.ranks import (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.cache import reach
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.config import Config
 from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvferry.cache.leases import as_slots
+from kvferry.cache.slots import as_slots
 from kvferry.errors import ClosedError
 from kvferry.types import (
     DEVICE,

@@ -15,20 +15,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.events import ALL_KINDS, EventKind, EventLog, PoolEvent, Reader
-from kvferry.cache.evict_first import EvictFirstQueue
+from kvferry.cache.events import EventKind
 from kvferry.cache.pins import Pins
 from kvferry.cache.policies.contract import (
     Arriving,
     EvictionPolicy,
     EvictionPolicyMaker,
     Evidence,
-    HearsHints,
-    HearsRequests,
     Residents,
 )
+from kvferry.cache.policies.feed import PolicyFeed
 from kvferry.cache.policies.quotas import Quotas
-from kvferry.cache.slots import CACHED, WRITING, SlotTable
+from kvferry.cache.slots import CACHED, WRITING, Chains, SlotTable
 from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOTS, SlotArray
@@ -43,90 +41,107 @@ _NEAR_SHARE = 8
 _SPARE_SHARE, _MOST_SPARE = 64, 4096
 """Slots freed beyond need where slots are placed: among single ones there are no runs."""
 
-_LOOKUP, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:7]
+_NOT_HERE = 0
+_MOST_VAIN = 64
+"""Entries of which nothing can go now, after which the policy is asked: the engine waits."""
+
+_MOST_TIMES = 4
+"""So often as many entries as there are slots are kept; most of them are stale by then."""
 
 
-class PolicyFeed:
-    """Tells the eviction policy of one pool what happened, in order and with the time of each.
+class EvictFirstQueue:
+    """Slots that hints or priorities want evicted before all others. Owns their order.
 
-    Owns the policy and its backlog. The pool drains it before victims are selected, and before
-    chains grow: the policy asks for both as they were.
+    For policies that do not hear hints. A slot that was used or evicted is here no longer: only the
+    newest entry of each counts, and others are skipped when they are met.
     """
 
-    def __init__(self, log: EventLog, clock: Callable[[], float]) -> None:
-        self._log = log
-        self._clock = clock
-        self._then: float | None = None
-        self._reader: Reader | None = None
-        self.failure: Exception | None = None
-        """The first exception of the policy since the last :meth:`raise_failure`."""
-        self.events: deque[PoolEvent] = deque()
-        """What the policy has not been told yet, the oldest first."""
-        self.policy: EvictionPolicy
-        self.hearer: HearsRequests | None = None
-        self.hint_hearer: HearsHints | None = None
+    def __init__(self, num_slots: int) -> None:
+        self._entry = np.zeros(num_slots, dtype=np.int64)
+        self.queues: dict[int, deque[tuple[int, SlotArray]]] = {}
+        """By priority; none where nothing is to go first."""
+        self._next = _NOT_HERE + 1
+        self._size = 0
+        self._num_vain = 0
 
-    def now(self) -> float:
-        """The policy's time: while it is told of an event, when that happened."""
-        return self._clock() if self._then is None else self._then
+    def add(self, slots: SlotArray, priority: int) -> None:
+        """These go before all of a higher priority, and behind those of the same."""
+        if len(slots):
+            self.queues.setdefault(priority, deque()).append((self._next, slots))
+            self._entry[slots] = self._next
+            self._next += 1
+            self._size += len(slots)
+            if self._size > _MOST_TIMES * len(self._entry):
+                self._compact()
 
-    def feed(self, policy: EvictionPolicy) -> None:
-        """Tell this policy from now on, instead of the one before, which has heard of all."""
-        self.policy = policy
-        as_object: object = policy
-        self.hearer = as_object if isinstance(as_object, HearsRequests) else None
-        self.hint_hearer = as_object if isinstance(as_object, HearsHints) else None
-        kinds = [_STORE, _USE, _RETURN, _EVICT]
-        if self.hearer is not None:
-            kinds.append(_LOOKUP)
-        if self.hint_hearer is not None:
-            kinds.append(_HINT)
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = self._log.reader(tuple(kinds))
-        self.events = self._reader.events
+    def forget(self, slots: SlotArray) -> None:
+        """These slots are evicted in the policy's order again."""
+        self._entry[slots] = _NOT_HERE
 
-    def drain(self) -> None:
-        """Tell the policy all that waits. What it raises is kept for :meth:`raise_failure`."""
-        events = self.events
-        while events:
-            event = events[0]  # an interrupt leaves it there, to be told again
-            self._then = event.at
-            try:
-                slots = event.slots
-                if callable(slots):
-                    slots = slots()
-                if event.kind is _USE:
-                    self.policy.use(slots)
-                elif event.kind is _STORE:
-                    self.policy.insert(slots)
-                else:
-                    self._tell(event, slots)
-            except Exception as error:
-                self.failure = self.failure or error
-            finally:
-                self._then = None
-            events.popleft()
+    def clear(self) -> None:
+        self._entry.fill(_NOT_HERE)
+        self.queues.clear()
+        self._size = 0
 
-    def raise_failure(self) -> None:
-        """Raise the first exception of the policy since the last call."""
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
+    def _compact(self) -> None:
+        self._size = 0
+        for priority in list(self.queues):
+            fresh = [(n, slots[self._entry.take(slots) == n]) for n, slots in self.queues[priority]]
+            self.queues[priority] = deque((n, slots) for n, slots in fresh if len(slots))
+            self._size += sum(len(slots) for _, slots in self.queues[priority])
+            if not self.queues[priority]:
+                del self.queues[priority]
 
-    def _tell(self, event: PoolEvent, slots: SlotArray) -> None:
-        kind, policy = event.kind, self.policy
-        if kind is _RETURN:
-            policy.put_back(slots[~policy.holds(slots)])
-        elif kind is _EVICT:
-            if len(slots):
-                policy.discard(slots)
-        elif kind is _LOOKUP and self.hearer is not None:
-            keys = event.keys() if callable(event.keys) else event.all_keys()
-            self.hearer.asked(keys, event.tokens, slots)
-        elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
-            keys = event.keys() if callable(event.keys) else event.all_keys()
-            self.hint_hearer.hint(keys, event.detail)
+    def take(
+        self,
+        count: int,
+        chains: Chains,
+        is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]],
+    ) -> SlotArray:
+        """Up to ``count`` of them that can go now, each after those that follow it."""
+        found: list[SlotArray] = []
+        self._num_vain = 0
+        for priority in sorted(self.queues):
+            if count <= 0:
+                break
+            taken = self._take(self.queues[priority], count, chains, is_idle)
+            if not self.queues[priority]:
+                del self.queues[priority]
+            found.append(taken)
+            count -= len(taken)
+        return np.concatenate((NO_SLOTS, *found))
+
+    def _take(
+        self,
+        queue: deque[tuple[int, SlotArray]],
+        count: int,
+        chains: Chains,
+        is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]],
+    ) -> SlotArray:
+        """From one queue. What cannot go now waits in it, behind the others."""
+        found: list[SlotArray] = []
+        for _ in range(len(queue)):
+            if self._num_vain >= _MOST_VAIN:
+                break
+            entry, slots = queue.popleft()
+            self._size -= len(slots)
+            slots = slots[self._entry.take(slots) == entry]
+            idle = slots[is_idle(slots)]
+            going = chains.children_first(idle[chains.can_go(idle)])[:count] if len(idle) else idle
+            rest = slots[~np.isin(slots, going)] if len(going) else slots
+            self._num_vain += bool(len(rest) and not len(going))
+            if len(going):
+                found.append(going)
+                self.forget(going)
+                count -= len(going)
+            self._size += len(rest)
+            if count <= 0:
+                if len(rest):
+                    queue.appendleft((entry, rest))
+                break
+            if len(rest):
+                queue.append((entry, rest))
+        return np.concatenate((NO_SLOTS, *found))
 
 
 class Eviction:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.index import Index
-from kvferry.cache.leases import Lease, PoolCounts, Purpose
 from kvferry.cache.policies.contract import EvictionPolicy
-from kvferry.cache.slots import CACHED, DOOMED, FREE, UNREADY, WRITING, SlotTable
+from kvferry.cache.slots import CACHED, DOOMED, FREE, UNREADY, WRITING, PoolCounts, SlotTable
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOTS, SlotArray
 
 Flags = npt.NDArray[np.bool_]
 
-_WRITE = Purpose.WRITE  # looked up once: before Python 3.12 an enum finds its members slowly
-
 
 def check_pool(
     table: SlotTable,
     policy: EvictionPolicy,
+    *,
     pinned: SlotArray,
-    leases: AbstractSet[Lease],
+    written: Sequence[SlotArray],
+    read: Sequence[SlotArray],
     counts: PoolCounts,
     num_ready: int,
 ) -> None:
     """Prove a pool's bookkeeping from scratch; raises IntegrityError with what is wrong.
+
+    ``written`` and ``read`` are the slots of each open lease.
 
     free + cached + leased + unready == total; every index entry names a slot that owns its key;
     the reader counts are those of the open leases and pins; parents outlive their children.
@@ -37,7 +38,9 @@ def check_pool(
     owned = cached | (state == WRITING)
     _check_free(state, table.free.slots, num_ready)
     _check_index(table.index, owned.nonzero()[0])
-    _check_claims(table, leases, pinned, counts)
+    _check_claims(table, written, (*read, pinned), counts)
+    _require(counts.pinned == len(pinned), "pinned slots are miscounted")
+    _require(_all(cached[pinned]), "a slot is pinned and not cached")
     table.chains.check(owned)
     evictable = (cached & (table.readers == 0)).nonzero()[0]
     _require(_all(policy.holds(evictable)), "the policy lost a cached slot")
@@ -64,23 +67,18 @@ def _check_index(index: Index, owned: SlotArray) -> None:
 
 
 def _check_claims(
-    table: SlotTable, leases: AbstractSet[Lease], pinned: SlotArray, counts: PoolCounts
+    table: SlotTable,
+    writing: Sequence[SlotArray],
+    reading: Sequence[SlotArray],
+    counts: PoolCounts,
 ) -> None:
     state = table.state[:-1]
     cached = state == CACHED
     readers = np.zeros_like(table.readers)
-    writing: list[SlotArray] = [NO_SLOTS]
-    for lease in leases:
-        _require(lease.ended is None, "an ended lease is still open in the pool")
-        if lease.purpose is _WRITE:
-            writing.append(lease.slots)
-        else:
-            readers[lease.slots] += 1
-    readers[pinned] += 1
-    _require(counts.pinned == len(pinned), "pinned slots are miscounted")
-    _require(_all(cached[pinned]), "a slot is pinned and not cached")
+    for slots in reading:
+        readers[slots] += 1
     _require(_same(readers, table.readers), "reader counts and leases disagree")
-    written = np.concatenate(writing)
+    written = np.concatenate((NO_SLOTS, *writing))
     claimed = _marked(written, len(state))
     _require(_num(claimed) == len(written), "two leases write one slot")
     claimed |= readers > 0

@@ -23,13 +23,26 @@ import numpy.typing as npt
 
 from kvferry.cache.events import MANY_EVENTS, EventKind, EventLog
 from kvferry.cache.eviction import Eviction
+from kvferry.cache.free_runs import SlotPlacement
 from kvferry.cache.integrity import check_pool
-from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
-from kvferry.cache.slots import CACHED, DOOMED, WRITING, SlotPlacement, SlotState, SlotTable
+from kvferry.cache.slots import (
+    ALL_WELL,
+    CACHED,
+    DOOMED,
+    WRITING,
+    Ending,
+    Lease,
+    Places,
+    PoolCounts,
+    Purpose,
+    SlotState,
+    SlotTable,
+    as_slots,
+)
 from kvferry.core.keys import Key, Keys, require_key
-from kvferry.errors import InputError, LeaseError
+from kvferry.errors import InputError, IntegrityError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 PIN_SHARE = 0.25
@@ -352,12 +365,22 @@ class Pool:
         if self.eviction.quotas is not None:
             self.eviction.quotas.left(freed)
 
-    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
-        """Take a lease's slots back. Called by the lease itself, exactly once.
+    def end(self, lease: Lease, ending: Ending, failed: Places = ALL_WELL) -> None:
+        """Take a lease's slots back. Called by the lease itself.
 
         No policy runs here: what it has to learn is in the log.
         """
         table, log, slots = self.table, self.log, lease.slots
+        ends_writing = ending is Ending.COMMIT or ending is Ending.ABORT
+        if lease.ended is not None or ends_writing is not (lease.purpose is Purpose.WRITE):
+            raise _cannot_end(lease, ending)
+        places = as_slots(failed) if len(failed) else ALL_WELL
+        if len(places) and int(places.max()) >= len(slots):
+            raise InputError(
+                f"{lease!r} cannot {ending.value} with place {int(places.max())} failed: "
+                f"its places are 0 to {len(slots) - 1}"
+            )
+        lease.ended = ending
         self.leases.remove(lease)
         readers = None
         if lease.purpose is not Purpose.WRITE:
@@ -366,8 +389,8 @@ class Pool:
         unused = NO_SLOTS
         if ending is Ending.ABORT or ending is Ending.SPOIL:
             self._doom(slots)
-        elif len(failed):
-            lost = slots[failed]
+        elif len(places):
+            lost = slots[places]
             unused = slots[table.chains.follow(slots, lost)]
             self._doom(np.union1d(lost, unused) if ending is Ending.COMMIT else np.unique(lost))
         if readers is not None and np.count_nonzero(readers):
@@ -433,12 +456,20 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
-        eviction = self.eviction
+        if any(lease.ended is not None for lease in self.leases):
+            raise IntegrityError("pool: an ended lease is still open in the pool")
         check_pool(
             self.table,
-            eviction.policy,
-            eviction.pins.all_pinned(),
-            self.leases,
-            self.counts,
-            self.num_ready,
+            self.eviction.policy,
+            pinned=self.eviction.pins.all_pinned(),
+            written=[each.slots for each in self.leases if each.purpose is Purpose.WRITE],
+            read=[each.slots for each in self.leases if each.purpose is not Purpose.WRITE],
+            counts=self.counts,
+            num_ready=self.num_ready,
         )
+
+
+def _cannot_end(lease: Lease, ending: Ending) -> LeaseError:
+    allowed = "commit or abort" if lease.purpose is Purpose.WRITE else "release or spoil"
+    why = f"ends by {allowed}" if lease.ended is None else f"ended by {lease.ended.value}"
+    return LeaseError(f"{lease!r} cannot {ending.value}: it {why}")

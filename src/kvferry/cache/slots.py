@@ -1,19 +1,27 @@
-"""The slots of a tier: which are free, in which order those are given out, and what all hold."""
+"""The slots of a tier: which are free, what each holds, and which follows which, which are leased.
+
+A parent must outlive its children, or what is left of a conversation cannot be reached. So slots
+leave in sets that take all their descendants along.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from enum import IntEnum
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.chains import Chains, Conversations
 from kvferry.cache.events import EventKind, EventLog
+from kvferry.cache.free_runs import FreeRuns
 from kvferry.cache.index import Index
-from kvferry.errors import InputError
-from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
+from kvferry.core.quantities import Integers, integers
+from kvferry.errors import InputError, IntegrityError
+from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray, slot_numbers
+
+_FEW = 8  # up to so many plain Python beats arrays
 
 
 class SlotState(IntEnum):
@@ -28,6 +36,140 @@ class SlotState(IntEnum):
 
 # As plain numbers: numpy takes an IntEnum the long way.
 FREE, WRITING, CACHED, DOOMED, UNREADY = (state.value for state in SlotState)
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
+
+    ``unready`` slots exist, but their memory cannot be used yet. ``pinned`` ones are among the
+    leased. ``refused_pins`` counts blocks that the bound left no room to pin.
+    """
+
+    free: int
+    cached: int
+    leased: int
+    total: int
+    evicted: int
+    unready: int = 0
+    pinned: int = 0
+    refused_pins: int = 0
+
+
+@dataclass
+class TenantCounts:
+    """What one tenant was counted for; its slots, and its blocks that made room, by tier."""
+
+    queries: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    slots: Mapping[str, int] = field(default_factory=dict)
+    evicted: Mapping[str, int] = field(default_factory=dict)
+
+
+Places = Sequence[int] | npt.NDArray[np.integer]
+"""Which slots of a lease, by their place in ``Lease.slots``."""
+
+
+def as_slots(slots: Integers) -> SlotArray:
+    """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-integers."""
+    array = np.array(integers(slots, "slots"))
+    if array.size and int(array.min()) < 0:
+        raise InputError(f"slots must not be negative, got {int(array.min())}")
+    array.setflags(write=False)
+    return array
+
+
+ALL_WELL = as_slots(())
+
+
+class Purpose(Enum):
+    """Why slots are claimed."""
+
+    WRITE = "write"  # bytes are arriving: not matchable, not evictable
+    READ = "read"  # bytes are leaving: matchable, not evictable
+    COPY = "copy"  # as READ, but no sign of use: the slots keep their place in the eviction order
+
+
+class Ending(Enum):
+    """How a lease ends. WRITE: commit or abort. READ and COPY: release or spoil."""
+
+    COMMIT = "commit"
+    ABORT = "abort"
+    RELEASE = "release"
+    SPOIL = "spoil"
+
+
+class LeaseOwner(Protocol):
+    """The pool that made a lease."""
+
+    def end(self, lease: Lease, ending: Ending, failed: Places = ...) -> None:
+        """Take the slots back. ``failed`` are places; those blocks are lost."""
+
+    def disown(self, lease: Lease) -> None:
+        """Stop believing in the bytes; the slots stay claimed until the lease ends."""
+
+
+class Lease:
+    """A claim on ``slots``, made by a pool and given back to it exactly once.
+
+    ``positions[i]`` says which of the keys that were asked for got ``slots[i]``. The pool owns the
+    slots' state; the lease owns only the right to end the claim.
+    """
+
+    __slots__ = ("_owner", "ended", "positions", "purpose", "slots")
+
+    def __init__(
+        self,
+        purpose: Purpose,
+        slots: SlotArray,
+        positions: SlotArray,
+        owner: LeaseOwner,
+    ) -> None:
+        self.purpose = purpose
+        self.slots = slots
+        self.positions = positions
+        self.ended: Ending | None = None
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def commit(self, failed: Places = ALL_WELL) -> None:
+        """The bytes are there: the blocks may be matched from now on.
+
+        Except at the places in ``failed``: those blocks are aborted, and with them the blocks of
+        this lease that follow one of them in a chain. They could not be reached, and would take
+        room from what can be.
+        """
+        self._owner.end(self, Ending.COMMIT, failed)
+
+    def abort(self) -> None:
+        """The bytes did not come: the slots go back as if never asked for."""
+        self._owner.end(self, Ending.ABORT)
+
+    def release(self, failed: Places = ALL_WELL) -> None:
+        """The bytes were read: the slots may be evicted again.
+
+        Except at the places in ``failed``: those blocks are spoiled. What follows one of them in a
+        chain is good and stays, to be reached again once its parent is back; but it served no
+        request, so this is no use of it.
+        """
+        self._owner.end(self, Ending.RELEASE, failed)
+
+    def spoil(self) -> None:
+        """The bytes could not be read: the blocks must never be matched again."""
+        self._owner.end(self, Ending.SPOIL)
+
+    def disown(self) -> None:
+        """The bytes are in doubt while the claim goes on: its blocks must not be matched.
+
+        A slow rank may still touch the slots, so they stay claimed until the lease ends.
+        """
+        self._owner.disown(self)
+
+    def __repr__(self) -> str:
+        return f"Lease({self.purpose.value}, {len(self)} slots)"
 
 
 class FreeSlots:
@@ -71,157 +213,228 @@ class FreeSlots:
         self._stack[len(others) : self.count] = slots[::-1]
 
 
-EXTENT = 64
-"""Slots of one extent: 6 MiB of small blocks, which a drive reads as fast as it can."""
+class Chains:
+    """Parents and how many children each has. Owns only these; knows no keys, states or claims."""
 
-_LOOK_EXTENTS = 64
-"""So many are looked at together for a run that is long enough."""
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._parent = slot_numbers(num_slots)
+        self.children = np.zeros(num_slots, dtype=np.int32)
+        """How many slots follow right after each."""
+        self._place = slot_numbers(num_slots)  # scratch, NO_SLOT between calls
+
+    def parent_of(self, slot: int) -> int:
+        """The slot before this one, or ``NO_SLOT``."""
+        return int(self._parent[slot])
+
+    def parents_of(self, slots: SlotArray) -> SlotArray:
+        """The slot before each, ``NO_SLOT`` where there is none."""
+        return self._parent.take(slots).astype(np.int64, copy=False)
+
+    def own_end(self, slots: SlotArray) -> SlotArray:
+        """The last of a chain's slots: those that no other chain goes on from."""
+        children = self.children.take(slots)
+        after = np.append(self._parent.take(slots[1:]) == slots[:-1], False)
+        shared = np.flatnonzero(children > after)
+        return slots[int(shared[-1]) + 1 :] if len(shared) else slots
+
+    def num_children(self, slots: SlotArray) -> npt.NDArray[np.int32]:
+        """How many slots follow right after each of these."""
+        return self.children.take(slots)
+
+    def begin(self, slots: SlotArray, above: int) -> None:
+        """Slots that no chain knows yet follow each other, the first of them ``above`` if any."""
+        if not len(slots):
+            return
+        before, after = slots[:-1], slots[1:]
+        self._parent[after] = before
+        self.children[before] = 1
+        if above != NO_SLOT:
+            self._parent[slots[0]] = above
+            self.children[above] += 1
+
+    def link(self, slots: SlotArray, before: SlotArray) -> None:
+        """Give each slot the one before it as parent, also where a lost parent is back.
+
+        ``NO_SLOT`` on either side means: nothing to link here.
+        """
+        known = (slots != NO_SLOT) & (before != NO_SLOT)
+        slots, before = slots[known], before[known]
+        lone = self._parent.take(slots) == NO_SLOT
+        slots, before = slots[lone], before[lone]
+        self._parent[slots] = before
+        self.children[before] += 1  # distinct: each has one next block here
+
+    def leave(self, slots: SlotArray) -> None:
+        """These slots leave, and all their descendants with them (see :meth:`can_go`)."""
+        parents = self._parent.take(slots).astype(np.int64, copy=False)
+        # Most chains leave from their end on. A parent right behind its child leaves, too.
+        apart = (parents[:-1] != slots[1:]).nonzero()[0]
+        if len(apart):
+            left = np.concatenate((parents.take(apart), parents[-1:]))
+            self._lose_child(left[left != NO_SLOT])
+        elif parents[-1] != NO_SLOT:
+            self.children[parents[-1]] -= 1
+        self._parent[slots] = NO_SLOT
+        self.children[slots] = 0
+
+    def unlink(self, slots: SlotArray) -> None:
+        """The bytes of these slots are lost. Children that stay have no parent then."""
+        parents = self._parent.take(slots).astype(np.int64, copy=False)
+        self._lose_child(parents[parents != NO_SLOT])
+        self._parent[slots] = NO_SLOT
+        bereft = slots[self.children.take(slots) > 0]
+        if len(bereft):  # a look at every slot is fair where bytes were lost
+            self._parent[np.isin(self._parent, bereft)] = NO_SLOT
+            self.children[bereft] = 0
+
+    def clear(self) -> None:
+        self._parent.fill(NO_SLOT)
+        self.children.fill(0)
+
+    def can_go(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """Which of these slots can leave together: no descendant of theirs stays behind."""
+        children = self.children.take(slots)
+        # A chain that lies here from its end on: as many have their parent behind them as all of
+        # these have children, so no child is anywhere else.
+        beside = np.count_nonzero(self._parent.take(slots[:-1]) == slots[1:])
+        if np.add.reduce(children) == beside:
+            return slots != NO_SLOT  # all of them
+        above = self._parents_among(slots)
+        going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
+        stays = going != children
+        # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
+        # in a few rounds; one level a round would take as many rounds as the chain is long.
+        for _ in range(len(slots).bit_length()):
+            linked = np.flatnonzero(above != NO_SLOT)
+            if not len(linked) or not stays.any():
+                break
+            stays[above[linked[stays[linked]]]] = True
+            above[linked] = above.take(above[linked])
+        return ~stays
+
+    def follow(self, slots: SlotArray, lost: SlotArray) -> npt.NDArray[np.bool_]:
+        """Which of these slots come after any of the ``lost`` in their chains.
+
+        Walks up from each: for the rare case that bytes were lost.
+        """
+        after = {NO_SLOT: False, **dict.fromkeys(lost.tolist(), True)}
+        found = []
+        for slot in self._parent.take(slots).tolist():
+            path = []
+            while slot not in after:
+                after[slot] = False  # until known; ends the walk of a ring, too
+                path.append(slot)
+                slot = self._parent.item(slot)
+            after.update(dict.fromkeys(path, after[slot]))
+            found.append(after[slot])
+        return np.array(found, dtype=bool)
+
+    def children_first(self, slots: SlotArray) -> SlotArray:
+        """These slots, each after those of its descendants that are among them."""
+        above = self._parents_among(slots)
+        depth = (above != NO_SLOT).astype(np.int64, copy=False)
+        for _ in range(len(slots).bit_length()):
+            linked = np.flatnonzero(above != NO_SLOT)
+            if not len(linked):
+                break
+            depth[linked] += depth.take(above[linked])
+            above[linked] = above.take(above[linked])
+        return slots[np.argsort(-depth, kind="stable")]
+
+    def all_distinct(self, slots: SlotArray) -> bool:
+        """Whether no slot is named twice."""
+        # Most chains lie in one run, in order, or from their end on.
+        rises = int(np.count_nonzero(slots[1:] > slots[:-1]))
+        if rises >= len(slots) - 1:
+            return True
+        falls = rises or int(np.count_nonzero(slots[1:] < slots[:-1]))
+        return (not rises and falls >= len(slots) - 1) or bool(self.last_mentions(slots).all())
+
+    def last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """True where no later place in ``slots`` names the same slot."""
+        at = np.arange(len(slots))
+        self._place[slots] = at
+        last = self._place.take(slots) == at
+        self._place[slots] = NO_SLOT
+        return np.asarray(last)
+
+    def check(self, living: npt.NDArray[np.bool_]) -> None:
+        """Prove that parents and children agree and that only ``living`` slots have any."""
+        linked = (self._parent != NO_SLOT).nonzero()[0]
+        parents = self._parent[linked]
+        if np.count_nonzero(living[linked]) < len(linked):
+            raise IntegrityError("pool: a dead slot has a parent")
+        if np.count_nonzero(living[parents]) < len(linked):
+            raise IntegrityError("pool: a parent died before its child")
+        counted = np.bincount(parents, minlength=len(self._parent))
+        if np.count_nonzero(counted != self.children):
+            raise IntegrityError("pool: children are miscounted")
+
+    def _parents_among(self, slots: SlotArray) -> SlotArray:
+        """For each slot the place of its parent in ``slots``, or ``NO_SLOT``."""
+        self._place[slots] = np.arange(len(slots))
+        parents = self._parent.take(slots)
+        above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
+        self._place[slots] = NO_SLOT
+        return above.astype(np.int64, copy=False)
+
+    def _lose_child(self, parents: SlotArray) -> None:
+        if len(parents) <= _FEW:
+            for parent in parents.tolist():
+                self.children[parent] -= 1
+            return
+        # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
+        once = self.last_mentions(parents)
+        self.children[parents[once]] -= 1
+        np.subtract.at(self.children, parents[~once], 1)
 
 
-class SlotPlacement(NamedTuple):
-    """Where new blocks should lie. ``wanted`` names a slot for each, or ``NO_SLOT``.
+class Conversations:
+    """Position and conversation of each slot's block, from when it is given out. Owns these two.
 
-    Those with the same number in ``runs`` follow each other. ``grows_down`` says that what comes
-    next belongs before them, not behind.
-    """
-
-    wanted: SlotArray
-    runs: SlotArray
-    grows_down: bool
-
-    def at(self, positions: SlotArray) -> SlotPlacement:
-        return SlotPlacement(self.wanted[positions], self.runs[positions], self.grows_down)
-
-
-class FreeRuns:
-    """Free slots by extent, for slots that are places on a medium which is read in runs.
-
-    ::
-
-        extents      |  A A A A . .|. . B B B B|C C . . . .|. . . . . .|
-        B's beginning is still to come, and goes before it; C's end, and goes behind it
-
-    A conversation is read back in a few long reads if its blocks lie in neighbouring places in
-    order. They come in pieces: each goes next to its neighbours if there is room, else into a hole
-    that fits, else into an extent of its own, whose rest is left for its neighbours.
-
-    Owns which slots are free and which extents to try next.
+    A number is never used for two conversations. What is said of a free slot has no meaning.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.count = 0
-        self._free = np.zeros(num_slots, dtype=bool)
-        self._num_extents = -(-num_slots // EXTENT)
-        self._hints: deque[int] = deque()  # extents that may have free slots, the next one last
-        self._next = NO_SLOTS
+        # Not touched where no policy wants them, so they take no memory then.
+        self._position = np.zeros(num_slots, dtype=np.int64)
+        self._conversation = np.zeros(num_slots, dtype=np.int64)
+        self._next = 0
 
-    @property
-    def slots(self) -> SlotArray:
-        """All of them, in the order of their numbers."""
-        return np.flatnonzero(self._free)
+    def positions_of(self, slots: SlotArray) -> npt.NDArray[np.int64]:
+        return self._position.take(slots)
 
-    def push(self, ascending: SlotArray) -> None:
-        """These are free from now on."""
-        self._free[ascending] = True
-        self.count += len(ascending)
-        extents = ascending // EXTENT
-        extents = extents[np.flatnonzero(np.diff(extents, prepend=-1))]
-        self._hints.extend(extents[::-1].tolist())
-        if len(self._hints) > 2 * self._num_extents + EXTENT:
-            self._hints = deque(np.unique(self.slots // EXTENT)[::-1].tolist())
+    def conversations_of(self, slots: SlotArray) -> npt.NDArray[np.int64]:
+        return self._conversation.take(slots)
 
-    def give_out_next(self, slots: SlotArray) -> None:
-        """The next ones taken are these, in this order."""
-        if not self._free.take(slots).all():
-            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
-        self._next = slots
+    def arrive(
+        self,
+        slots: SlotArray,
+        positions: SlotArray,
+        found: SlotArray,
+        above: int,
+        chains: Chains | None,
+    ) -> None:
+        """Note where in which conversation new blocks are, before ``chains`` links them.
 
-    def take(self, count: int, placement: SlotPlacement | None = None) -> SlotArray:
-        """As many slots, of which there are enough: those wanted that are free, else runs."""
-        slots = np.full(count, NO_SLOT, dtype=np.int64)
-        if len(self._next):
-            taken, self._next = self._next[:count], self._next[count:]
-            slots[: len(taken)] = taken
-        elif placement is not None:
-            self._grant(slots, placement.wanted)
-        self._free[slots[slots != NO_SLOT]] = False
-        lacking = np.flatnonzero(slots == NO_SLOT)
-        if len(lacking):
-            runs = placement.runs[lacking] if placement is not None else np.zeros_like(lacking)
-            cuts = np.flatnonzero((np.diff(runs) != 0) | (np.diff(lacking) != 1)) + 1
-            parts = [slots[part[0] : part[-1] + 1] for part in np.split(lacking, cuts)]
-            self._fill(parts, grows_down=placement is not None and placement.grows_down)
-        self.count -= count
-        return slots
-
-    def _grant(self, slots: SlotArray, wanted: SlotArray) -> None:
-        there = np.flatnonzero((wanted >= 0) & (wanted < len(self._free)))
-        there = there[self._free.take(wanted[there])]
-        _, first = np.unique(wanted[there], return_index=True)  # two may want the same
-        slots[there[first]] = wanted[there[first]]
-
-    def _fill(self, parts: list[SlotArray], *, grows_down: bool) -> None:
-        """Find slots for pieces of conversations, the longest first: each in a run if there is."""
-        holes: list[range] = []
-        for part in sorted(parts, key=len, reverse=True):
-            start, end = 0, len(part)
-            while start < end:
-                if not holes:
-                    holes = self._holes()
-                hole = _best(holes, end - start)
-                taken, rest = _cut(hole, end - start, at_end=grows_down)
-                holes += rest
-                if grows_down:
-                    part[end - len(taken) : end] = np.arange(taken.start, taken.stop)
-                    end -= len(taken)
-                else:
-                    part[start : start + len(taken)] = np.arange(taken.start, taken.stop)
-                    start += len(taken)
-                self._free[taken.start : taken.stop] = False
-
-    def _holes(self) -> list[range]:
-        """Runs of free slots in the extents to try next. What is left of those is tried last."""
-        slots = NO_SLOTS
-        while not len(slots):  # there are enough: what has none is met once
-            extents = {self._hints.pop() for _ in range(min(len(self._hints), _LOOK_EXTENTS))}
-            tried = np.sort(np.fromiter(extents, np.int64, len(extents)))
-            slots = (tried[:, None] * EXTENT + np.arange(EXTENT)).reshape(-1)
-            slots = slots[slots < len(self._free)]
-            slots = slots[self._free.take(slots)]
-        self._hints.extendleft(np.unique(slots // EXTENT).tolist())
-        cuts = np.flatnonzero(np.diff(slots) != 1) + 1
-        return [range(int(run[0]), int(run[-1]) + 1) for run in np.split(slots, cuts) if len(run)]
-
-
-def _best(holes: list[range], count: int) -> range:
-    """One that fits, or is wide, or else the tightest that is long enough, or the longest.
-
-    It is taken out.
-    """
-
-    def rank(at: int) -> tuple[int, int]:
-        length = len(holes[at])
-        if count <= length <= count + count // 4:
-            return 0, length
-        if length >= 2 * EXTENT:
-            return 1, holes[at].start
-        return (2, length) if length >= count else (3, -length)
-
-    at = min(range(len(holes)), key=rank)
-    holes[at], holes[-1] = holes[-1], holes[at]
-    return holes.pop()
-
-
-def _cut(hole: range, count: int, *, at_end: bool) -> tuple[range, list[range]]:
-    """So many slots of a hole, or all; and what is left of it.
-
-    A hole of several extents is cut into whole ones: what is left of the last is for neighbours.
-    """
-    count = min(count, len(hole))
-    room = range(hole.start, min(hole.stop, hole.start + -(-count // EXTENT) * EXTENT))
-    taken = range(room.stop - count, room.stop) if at_end else range(room.start, room.start + count)
-    rest = (range(hole.start, taken.start), range(taken.stop, hole.stop))
-    return taken, [part for part in rest if part]
+        They are at ``positions`` of a call whose blocks are where ``found`` says, and which follow
+        slot ``above``. Without ``chains`` they stand alone.
+        """
+        if chains is None:
+            self._position[slots] = 0
+            self._conversation[slots] = np.arange(self._next, self._next + len(slots))
+            self._next += len(slots)
+            return
+        first = positions.item(0)
+        before = found.item(first - 1) if first else above
+        start = self._position.item(before) + 1 if before != NO_SLOT else 0
+        self._position[slots] = positions + (start - first)
+        if before != NO_SLOT and not chains.children.item(before):
+            self._conversation[slots] = self._conversation.item(before)
+        else:
+            self._conversation[slots] = self._next
+            self._next += 1
 
 
 class SlotTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvferry.cache.eviction import Eviction
-from kvferry.cache.leases import TenantCounts
+from kvferry.cache.slots import TenantCounts
 from kvferry.settings.eviction import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
 
 MOST_OTHERS = 16

@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache import reach
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import SlotState
+from kvferry.cache.slots import Lease, SlotState
 from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import Key, KeyArray, KeyChain, Keys, masked_key

@@ -12,9 +12,9 @@ from enum import Enum
 from functools import partial
 
 from kvferry.cache.events import EventKind, EventLog
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease
 from kvferry.cache.tenants import Tenants
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import InputError

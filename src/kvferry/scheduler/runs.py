@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.leases import Lease
+from kvferry.cache.slots import Lease
 from kvferry.core.keys import Keys
 from kvferry.types import RunNumbers, SlotArray, TierName
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.cache.events import EventKind, EventLog
+from kvferry.cache.free_runs import SlotPlacement
 from kvferry.cache.index import Index
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import SlotPlacement
+from kvferry.cache.slots import Lease
 from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within

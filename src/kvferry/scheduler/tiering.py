@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.events import EventKind
-from kvferry.cache.leases import Lease
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Lease
 from kvferry.core.identity import new_epoch
 from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End, Flags, Wanted

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.reach import Group
+from kvferry.cache.slots import Lease, Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.leases import Purpose
 from kvferry.cache.policies.admission import SeenOften, Watermark
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End, run_numbers

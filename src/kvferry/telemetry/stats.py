@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvferry.cache.leases import PoolCounts, TenantCounts
+from kvferry.cache.slots import PoolCounts, TenantCounts
 from kvferry.types import HOST
 
 SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
