@@ -6,17 +6,23 @@ import contextlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.fakes.disk_life import LONG, DiskLife, setups, wait_until
+from tests.fault.test_disk_resets import attach_disk, stored
 from tests.unit.test_disk_store import BOUND, fill, identity, placed
+from tests.unit.test_ferry_tiers import Open, attach
+from tests.unit.test_ferry_tiers import fill as fill_ferry
 
 from kvferry.core.quantities import MiB
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.quota import DiskBound, allocated_bytes
 from kvferry.tiers.disk.store import Store, list_stores
+
+__all__ = ["attach"]  # a fixture
 
 MAKE = {"ext4": ["mkfs.ext4", "-q", "-m", "0", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"], "tmpfs": []}
 IMAGE_MIB = {"ext4": 64, "xfs": 320}  # xfs makes none smaller than 300 MiB
@@ -167,3 +173,37 @@ def test_a_drive_on_a_read_only_file_system_is_attached_when_it_can_be_written(
                 life.expect(range(4), rows)
         finally:
             run("mount", "-o", "remount,rw", str(place))
+
+
+@contextlib.contextmanager
+def frozen(place: Path) -> Iterator[None]:
+    """Every write to this file system hangs inside the kernel. Fails where that holds us up."""
+    thaw = ["fsfreeze", "-u", str(place)]
+    run("fsfreeze", "-f", str(place))
+    late = threading.Timer(LONG, lambda: subprocess.run(thaw, check=True))
+    late.start()
+    yield
+    assert late.is_alive(), "it waited for the drive"
+    late.cancel()
+    subprocess.run(thaw, check=True)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_a_drive_that_hangs_in_the_kernel_holds_nothing_up(
+    attach: Open, tmp_path: Path, kind: str
+) -> None:
+    """Neither a reset, nor the end of a server, nor the start of the next one."""
+    with mounted(kind, tmp_path) as place:
+        options = {"disk_deadline": 1.0, "disk_keep_free": 0, "tier_flush": 0}
+        ferry, tier = attach_disk(attach, place / "kvferry", disk_start_deadline=LONG, **options)
+        fill_ferry(ferry)
+        wait_until(lambda: not tier.figures().pending and not tier.figures().durable_lag)
+        assert stored(ferry)
+        with frozen(place):
+            fill_ferry(ferry)
+            assert not ferry.reset()
+            ferry.close()
+            ferry, tier = attach_disk(attach, place / "kvferry", disk_start_deadline=1.0, **options)
+            assert not tier.is_open()
+        wait_until(lambda: tier.is_open() and not tier.ailment)
+        ferry.close()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import state
-from kvferry.tiers.ipc.memory import EngineMemory, open_own_memory
+from kvferry.tiers.ipc.memory import EngineMemory, StatusPage, open_own_memory
 from kvferry.tiers.ipc.messages import (
     Channel,
     FrameKind,
@@ -29,6 +30,7 @@ from kvferry.tiers.ipc.messages import (
     unpack_result,
 )
 from kvferry.tiers.ipc.process import ChildProcess, run_module
+from kvferry.tiers.ipc.small_file import read_small, write_small
 
 LONG = 60.0
 
@@ -159,6 +161,59 @@ def test_a_child_that_cannot_serve_says_why_and_is_gone() -> None:
     finally:
         child.kill()
         child.close()
+
+
+HANGS = """
+import time
+from pathlib import Path
+from kvferry.tiers.ipc import child
+from kvferry.tiers.ipc.messages import FrameKind, frame
+def serve(engine):
+    engine.channel.send(frame(FrameKind.READY))
+    time.sleep(3600)
+child.main(serve)
+"""
+
+
+def test_a_child_ends_with_its_engine_whatever_hangs_in_it() -> None:
+    engine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (ours, theirs), page = socket.socketpair(), StatusPage()
+    fds = [theirs.fileno(), page.fd]
+    child = subprocess.Popen(
+        [sys.executable, "-c", HANGS, *map(str, [engine.pid, *fds, -1])], pass_fds=fds
+    )
+    channel = Channel(ours)
+    try:
+        channel.send(frame(FrameKind.HELLO))
+        while not channel.receive():
+            channel.wait(LONG)
+        engine.kill()
+        engine.communicate()
+        assert child.wait(LONG) == 0
+    finally:
+        child.kill()
+        child.wait()
+        channel.close()
+        theirs.close()
+        page.close()
+
+
+def test_a_small_file_is_replaced_and_read_by_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    assert read_small(path, LONG) == b""
+    for data in (bytes(range(256)) * 40, b"another"):
+        write_small(path, data, LONG)
+        assert read_small(path, LONG) == data
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["small"]
+    with pytest.raises(OSError, match="No such file"):
+        write_small(tmp_path / "gone" / "small", b"data", LONG)
+    pipe, linked = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    linked.symlink_to(path)
+    assert read_small(pipe, LONG) == b"", "opening a pipe waits for its other end"
+    with pytest.raises(OSError, match="symbolic link"):
+        read_small(linked, LONG)
 
 
 def test_an_interrupt_of_the_terminal_is_for_the_engine() -> None:

@@ -302,49 +302,40 @@ def taught() -> Returns:
     return policy
 
 
-def test_what_was_learned_outlives_the_process(tmp_path: Path) -> None:
-    path, policy, other = tmp_path / "learned", taught(), Pool(8, Returns).eviction.policy
+def test_what_was_learned_is_for_the_next_process() -> None:
+    policy, other = taught(), Pool(8, Returns).eviction.policy
     assert isinstance(other, Returns)
     row = other.table.row(NEW)
     before = other.table.first(row)
-    learned.save(policy, path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.stat().st_size < 1 << 16
-    assert learned.restore(other, path)
+    packed = learned.pack(policy)
+    assert len(packed) < 1 << 16
+    assert learned.unpack(other, packed)
     for one, two in zip(policy.learned, other.learned, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-6)
     assert other.table.first(row) != before
-    assert [each.name for each in tmp_path.iterdir()] == ["learned"]
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "version", "empty", "nan", "missing", "folder"])
-def test_what_is_damaged_is_discarded(tmp_path: Path, harm: str) -> None:
-    path, policy = tmp_path / "learned", Pool(8, Returns).eviction.policy
+@pytest.mark.parametrize("harm", ["flip", "cut", "version", "empty", "nan"])
+def test_what_is_damaged_is_discarded(harm: str) -> None:
+    policy, bad = Pool(8, Returns).eviction.policy, taught()
     assert isinstance(policy, Returns)
-    bad = taught()
     if harm == "nan":
         bad.learned[0][3] = np.nan
-    learned.save(bad, path)
-    found = bytearray(path.read_bytes())
+    found = bytearray(learned.pack(bad))
     if harm == "flip":
         found[len(found) // 2] ^= 1
     elif harm == "version":
         found[15] ^= 3
-    path.write_bytes({"cut": bytes(found[:-4]), "empty": b""}.get(harm, bytes(found)))
-    if harm in ("missing", "folder"):
-        path.unlink()
-        if harm == "folder":
-            path.mkdir()
     before = [array.copy() for array in policy.learned]
-    assert not learned.restore(policy, path)
+    harmed = {"cut": bytes(found[:-4]), "empty": b""}.get(harm, bytes(found))
+    assert not learned.unpack(policy, harmed)
     assert all(map(np.array_equal, policy.learned, before))
 
 
-def test_a_policy_that_learns_nothing_and_a_folder_that_is_gone(tmp_path: Path) -> None:
-    learned.save(Pool(8).eviction.policy, tmp_path / "learned")
-    assert not list(tmp_path.iterdir())
-    learned.save(taught(), tmp_path / "gone" / "learned")
-    assert not learned.restore(Pool(8).eviction.policy, tmp_path / "gone" / "learned")
+def test_a_policy_that_learns_nothing_leaves_nothing() -> None:
+    policy = Pool(8).eviction.policy
+    assert learned.pack(policy) == b""
+    assert not learned.unpack(policy, learned.pack(taught()))
 
 
 def test_a_library_with_a_disk_goes_on_with_what_it_learned(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from kvferry.scheduler.writeback import Writeback, admission_of, times_requested
 from kvferry.settings.eviction import TenantShare
 from kvferry.settings.tiers import REMOTE
 from kvferry.telemetry.stats import SchedulerStats
+from kvferry.tiers.ipc.small_file import read_small, write_small
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -71,6 +72,10 @@ _MANY_EVENTS = 64
 
 LEARNED_FILE = "learned-policy"
 """In the first directory of the disk tier."""
+
+LEARNED_SECONDS = 1.0
+"""How long that drive may take to read or write what a policy has learned."""
+
 _CLOSED = "this scheduler is closed"
 
 
@@ -549,7 +554,7 @@ class Scheduler:
             for pool in self._pools:
                 pool.catch_up()
             if self._learned is not None:
-                learned.save(self.pool.eviction.policy, self._learned)
+                self._save_learned(self._learned)
             self.book.close()
             self._closed = True
 
@@ -557,9 +562,28 @@ class Scheduler:
         """Record requests, and know what was learned before, if the settings say so."""
         for folder in self._config.disk[:1]:
             self._learned = Path(folder) / LEARNED_FILE
-            learned.restore(self.pool.eviction.policy, self._learned)
+            self._restore_learned(self._learned)
         if self._config.record is not None:
             self.book.record(Path(self._config.record), self._config.record_size, self._clock())
+
+    def _restore_learned(self, path: Path) -> None:
+        if not isinstance(self.pool.eviction.policy, learned.Learns):
+            return
+        try:
+            found = read_small(path, LEARNED_SECONDS)
+        except (OSError, ValueError) as error:
+            log.warning("What the eviction policy learned before cannot be read: %s", error)
+            return
+        if found and not learned.unpack(self.pool.eviction.policy, found):
+            log.warning("%s is not this policy's: the eviction policy learns anew", path)
+
+    def _save_learned(self, path: Path) -> None:
+        data = learned.pack(self.pool.eviction.policy)
+        try:
+            if data:
+                write_small(path, data, LEARNED_SECONDS)
+        except OSError as error:
+            log.warning("What the eviction policy learned was not saved to %s: %s", path, error)
 
     # -- figures --------------------------------------------------------------------------------
 

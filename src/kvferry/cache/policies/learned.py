@@ -7,20 +7,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from hashlib import blake2b
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-log = logging.getLogger("kvferry")
-
 _MAGIC = b"kvferry learned\x01"
 _DIGEST_BYTES = 16
-_MOST_BYTES = 1 << 20
 
 
 @runtime_checkable
@@ -32,33 +26,17 @@ class Learns(Protocol):
         """Arrays, to be written and to be filled."""
 
 
-def save(policy: object, path: Path) -> None:
-    """Write what a policy has learned, if it learns; a fault is a line in the log."""
+def pack(policy: object) -> bytes:
+    """Return what a policy has learned, for a file; nothing if it does not learn."""
     if not isinstance(policy, Learns):
-        return
+        return b""
     numbers = b"".join(array.astype("<f4").tobytes() for array in policy.learned)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(_MAGIC + _digest(numbers) + numbers)
-        new.replace(path)
-    except OSError as error:
-        log.warning("What the eviction policy learned was not saved to %s: %s", path, error)
-        new.unlink(missing_ok=True)
+    return _MAGIC + _digest(numbers) + numbers
 
 
-def restore(policy: object, path: Path) -> bool:
-    """Give a policy what an earlier process saved; False where there is nothing, or it is bad."""
+def unpack(policy: object, found: bytes) -> bool:
+    """Give a policy what an earlier process packed; False, and no change, where that is bad."""
     if not isinstance(policy, Learns):
-        return False
-    try:
-        with path.open("rb") as file:
-            found = file.read(_MOST_BYTES)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        log.warning("What the eviction policy learned before cannot be read: %s", error)
         return False
     start = len(_MAGIC) + _DIGEST_BYTES
     numbers, arrays = found[start:], policy.learned
@@ -66,7 +44,6 @@ def restore(policy: object, path: Path) -> bool:
     is_whole = found[:start] == _MAGIC + _digest(numbers) and len(numbers) == 4 * size
     values = np.frombuffer(numbers, "<f4").astype(np.float64) if is_whole else np.array([np.nan])
     if not np.isfinite(values).all():
-        log.warning("%s is damaged or of another version: the eviction policy learns anew", path)
         return False
     for array in arrays:
         array[:] = values[: array.size]

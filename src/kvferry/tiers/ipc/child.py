@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Channel, FrameKind, pack_says, pack_text
+
+_LAST_SECONDS = 1.8
+"""What a child has for its last commit once its engine has died."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,21 @@ def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: Eng
             return
 
 
+def _end_with(engine: int) -> None:
+    """End this process two seconds after the engine's, whatever its threads are doing then."""
+    with suppress(OSError):  # a kernel before 5.3, or a dead engine: the channel must do
+        select.select([os.pidfd_open(engine)], [], [])
+        time.sleep(_LAST_SECONDS)
+        os._exit(0)
+
+
 def main(serve: Serve) -> None:
     """Run the process. Arguments: the engine's pid; descriptors of channel, page and memory."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pid, line, page, memory = (int(text) for text in sys.argv[1:5])
     channel = Channel(socket.socket(fileno=line), pid)
+    threading.Thread(target=_end_with, args=(pid,), name="kvferry-child-end", daemon=True).start()
     log = logging.getLogger("kvferry")
     log.setLevel(logging.INFO)
     log.addHandler(_LogHandler(channel))
