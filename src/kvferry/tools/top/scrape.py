@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
+import io
 import json
 import math
 import re
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from functools import cache, cached_property, partial
 from http import HTTPStatus
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from kvferry.errors import InputError, UnreachableError
 from kvferry.telemetry import DEFAULT_PORT
@@ -268,99 +267,73 @@ def _exchange(
     url: str,
     method: str,
     seconds: float,
-    body: bytes | None = None,
+    body: bytes = b"",
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    parts, alarm = urlsplit(url), _Alarm(seconds)
-    target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
     try:
-        connection = _connect(url, alarm)
-        try:
-            connection.request(method, target, body, {"Accept": "text/plain", **(headers or {})})
-            with connection.getresponse() as reply:
-                return _read_reply(reply, url, alarm)
-        finally:
-            connection.close()
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        if isinstance(error, UnreachableError) and not alarm.rang:
-            raise
-        raise UnreachableError(_why_not(url, error, alarm, seconds)) from error
-    finally:
-        alarm.stop()
-
-
-def _read_reply(reply: http.client.HTTPResponse, url: str, alarm: _Alarm) -> bytes:
-    if reply.status != HTTPStatus.OK:
+        received = _Received(url, method, seconds, body, headers or {})
+        reply = http.client.HTTPResponse(received)  # type: ignore[arg-type]
+        reply.begin()
+        if reply.status == HTTPStatus.OK:
+            return reply.read()
         detail = reply.read(_MOST_WORDS).decode(errors="replace").strip()
         where = reply.getheader("Location")
         other = f"it redirects to {where}; give that address instead" if where else reply.reason
         raise AnswerError(url, reply.status, detail or other)
-    read = reply.read(MOST_BYTES + 1)
-    if len(read) > MOST_BYTES:
-        raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB; it is not ours")
-    if alarm.rang or reply.length:
-        raise http.client.IncompleteRead(read, reply.length)
-    return read
+    except UnreachableError:
+        raise
+    except TimeoutError:
+        words = f"{url} did not answer within {seconds:g} s"
+    except http.client.IncompleteRead:
+        words = f"{url} cannot be read: its answer was cut short"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        words = (
+            f"{url} cannot be reached: {clip(error) or type(error).__name__}. Is the engine "
+            "running? The library serves after ferry.serve_metrics()."
+        )
+    raise UnreachableError(words)
 
 
-def _connect(url: str, alarm: _Alarm) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    line = socket.create_connection((host, port), timeout=alarm.seconds)
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
-    alarm.watch(line)
-    if isinstance(line, ssl.SSLSocket):
-        try:
-            line.do_handshake()
-        except BaseException:
-            line.close()
-            raise
-    connection = http.client.HTTPConnection(parts.netloc.rpartition("@")[2])  # it names the host
-    connection.sock = line
-    return connection
+class _Received:
+    """An answer that has been read whole, in the form of the socket that ``http.client`` takes.
 
-
-def _why_not(url: str, error: Exception, alarm: _Alarm, seconds: float) -> str:
-    if alarm.rang or isinstance(error, TimeoutError):
-        return f"{url} did not answer within {seconds:g} s"
-    if isinstance(error, http.client.IncompleteRead):
-        return f"{url} cannot be read: its answer was cut short"
-    return (
-        f"{url} cannot be reached: {clip(error) or type(error).__name__}. Is the engine running? "
-        "The library serves after ferry.serve_metrics()."
-    )
-
-
-class _Alarm:
-    """Shuts a connection down after its deadline.
-
-    A socket's own timeout is for each read. An endpoint that drips would never reach it.
+    The time is for the whole answer. A socket's own timeout is for each read, and an endpoint that
+    drips would never reach it.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.rang = False
-        self._socket: socket.socket | None = None
-        self._timer = threading.Timer(seconds, self._ring)
-        self._timer.daemon = True
-        self._timer.start()
+    def __init__(
+        self, url: str, method: str, seconds: float, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        end = time.monotonic() + seconds
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        lines = {"Host": host, "Accept": "text/plain", "Connection": "close", **headers}
+        if method == "POST":
+            lines["Content-Length"] = str(len(body))
+        target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
+        head = [f"{method} {target} HTTP/1.1", *map(": ".join, lines.items()), "", ""]
+        pieces, num_bytes = [], 0
+        with _connect(parts, seconds) as line:
+            line.sendall("\r\n".join(head).encode("latin-1") + body)
+            while piece := line.recv(1 << 20):
+                pieces.append(piece)
+                num_bytes += len(piece)
+                if num_bytes > MOST_BYTES:
+                    raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB")
+                line.settimeout(max(1e-6, end - time.monotonic()))
+        self._answer = b"".join(pieces)
 
-    def watch(self, line: socket.socket) -> None:
-        self._socket = line
-        if self.rang:
-            self._ring()
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._answer)
 
-    def _ring(self) -> None:
-        self.rang = True
-        if self._socket is not None:
-            with suppress(OSError):  # closed already
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    def stop(self) -> None:
-        self._timer.cancel()
-        self._timer.join()
+def _connect(parts: SplitResult, seconds: float) -> socket.socket:
+    is_safe = parts.scheme == "https"
+    place = (parts.hostname or "", parts.port or (443 if is_safe else 80))
+    line = socket.create_connection(place, timeout=seconds)
+    if not is_safe:
+        return line
+    return ssl.create_default_context().wrap_socket(line, server_hostname=parts.hostname)
 
 
 class Line(NamedTuple):
