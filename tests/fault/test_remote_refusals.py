@@ -21,8 +21,7 @@ from kvferry.config import Config
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
-from kvferry.tools.doctor.checks import check_tiers
-from kvferry.tools.doctor.machine import Grade
+from kvferry.tools.doctor.checks import Grade, check_tiers
 
 ALL = list(range(8))
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)

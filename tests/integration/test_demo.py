@@ -219,7 +219,7 @@ def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
 
 ENDLESS = """
 import sys, time
-if "kvferry.tools.demo.server" in sys.orig_argv:
+if "kvferry.tools.demo.servers" in sys.orig_argv:
     from kvferry.tools.demo.engine import Engine
     step = Engine.step
 

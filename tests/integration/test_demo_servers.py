@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,13 @@ from tests.fakes import mooncake_store, remote, s3_servers
 
 from kvferry.errors import InputError, TransferError
 from kvferry.tools.cli.commands import kvferry
-from kvferry.tools.demo import mooncake_master, server
+from kvferry.tools.demo import mooncake_master, servers
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.model import ModelShape, ServerSetup
+from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
 from kvferry.tools.demo.parts import fleet_part
 from kvferry.tools.demo.runs import Run
-from kvferry.tools.demo.servers import ServerProcesses
+from kvferry.tools.demo.servers import ServerProcesses, ServerSetup
 
 TINY = (
     *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--users", "2"),
@@ -35,7 +36,7 @@ TINY = (
 )
 SLOW = """
 import sys, time
-if "kvferry.tools.demo.server" in sys.orig_argv:
+if "kvferry.tools.demo.servers" in sys.orig_argv:
     from kvferry.tools.demo.engine import Engine
     step = Engine.step
 
@@ -188,10 +189,10 @@ def test_a_server_that_cannot_serve_is_an_error(
 ) -> None:
     shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
     setup = ServerSetup(shape, 8, 1 << 20, 16, {"no_such_setting": 1})
-    with ServerProcesses(setup, 1) as servers:
-        servers.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
+    with ServerProcesses(setup, 1) as fleet:
+        fleet.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
         with pytest.raises(TransferError, match="ended with 1"):
-            servers.hear()
+            fleet.hear()
     assert "no_such_setting" in capfd.readouterr().err
 
 
@@ -226,11 +227,11 @@ def test_a_server_begins_when_the_store_that_it_shares_is_there(
     mark: str,  # whose server was started before
 ) -> None:
     door.clock = refusing(door, 3)
-    with ServerProcesses(sharing(door), 1) as servers:
-        servers.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
-        _, said = servers.hear()
-    assert said is not None
-    assert said["ailment"] == ""
+    with ServerProcesses(sharing(door), 1) as fleet:
+        fleet.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
+        _, answer = fleet.hear()
+    assert answer is not None
+    assert answer.ailment == ""
     assert door.num_requests > 3
 
 
@@ -238,22 +239,19 @@ def test_a_server_whose_store_does_not_come_ends_and_says_so(
     door: s3_servers.Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.clock = refusing(door)
-    monkeypatch.setattr(server, "_STORE_SECONDS", 0.5)
-    near, far = os.pipe()
-    with (
-        os.fdopen(near) as source,
-        os.fdopen(far, "w"),
-        pytest.raises(TransferError, match=r"did not become available in 0.5 seconds"),
-    ):
-        server.serve_lines(sharing(door), source)
+    monkeypatch.setattr(servers, "_STORE_SECONDS", 0.5)
+    ours, theirs = Pipe()
+    message = r"did not become available in 0.5 seconds"
+    with ours, theirs, pytest.raises(TransferError, match=message):
+        servers.serve_questions(sharing(door), theirs)
 
 
 def test_a_server_without_a_client_waits_for_no_store(door: s3_servers.Door) -> None:
     door.clock = refusing(door)
-    near, far = os.pipe()
-    os.close(far)
-    with os.fdopen(near) as source:
-        server.serve_lines(sharing(door), source)
+    ours, theirs = Pipe()
+    ours.close()
+    with theirs, pytest.raises(EOFError):
+        servers.serve_questions(sharing(door), theirs)
 
 
 def a_run(answer: list[int], **facts: object) -> Run:

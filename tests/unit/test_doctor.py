@@ -22,11 +22,10 @@ from kvferry.errors import ConfigError, DriverError
 from kvferry.hostmem.limits import Machine
 from kvferry.settings.tiers import KEY_ENV
 from kvferry.tools.cli.commands import kvferry
+from kvferry.tools.doctor import checks as environment
 from kvferry.tools.doctor import drive
-from kvferry.tools.doctor import machine as environment
-from kvferry.tools.doctor.checks import examine
+from kvferry.tools.doctor.checks import Environment, Finding, Gpu, Grade, examine
 from kvferry.tools.doctor.drive import DriveFacts, file_system, look_at_drive, measure
-from kvferry.tools.doctor.machine import Environment, Finding, Gpu, Grade
 from kvferry.transfer.driver import BatchForm, DeviceIdentity
 
 CARD = Gpu(
@@ -275,7 +274,7 @@ def test_a_card_is_looked_at_while_it_copies_and_left_as_it_was(monkeypatch):
         seen.append(path)
         return "16"
 
-    monkeypatch.setattr("kvferry.tools.doctor.machine.Driver.open", lambda device: driver)
+    monkeypatch.setattr("kvferry.tools.doctor.checks.Driver.open", lambda device: driver)
     monkeypatch.setattr(environment, "_read_value", read)
     gpu = environment.look_at_gpu(0)
     assert (gpu.identity, gpu.batch_form) == (driver.identity(), driver.batch_form)

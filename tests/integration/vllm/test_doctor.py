@@ -10,8 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from kvferry.connectors.vllm.versions import seeds_are_fixed
-from kvferry.tools.doctor.checks import examine
-from kvferry.tools.doctor.machine import Environment, Grade
+from kvferry.tools.doctor.checks import Environment, Grade, examine
 
 FIRST_HASH = """
 from vllm.utils.hashing import sha256

@@ -169,35 +169,6 @@ def run_module(module: str, data: bytes = b"", timeout: float | None = None) -> 
     return answer
 
 
-def start_module(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start ``python -m module`` with the whole library, and lines of text on both its pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **_OWN_GROUP,
-    )
-
-
-def end_module(process: subprocess.Popen[str], timeout: float) -> int:
-    """End a process of :func:`start_module` and return its exit status.
-
-    Its input is closed, and it is killed after ``timeout`` seconds; then its output is closed.
-    """
-    with suppress(BrokenPipeError):
-        assert process.stdin is not None
-        process.stdin.close()
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    code = process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
-    return code
-
-
 def _command(module: str) -> list[str]:
     root = os.path.dirname(sys.modules["kvferry"].__path__[0])
     return [sys.executable, "-c", _START, root, module]

@@ -13,8 +13,16 @@ from rich.text import Text
 
 from kvferry.errors import InputError, UnreachableError
 from kvferry.tools.cli.output import as_json_option, found
-from kvferry.tools.doctor.checks import examine
-from kvferry.tools.doctor.machine import Environment, Finding, Grade, fail, look_at_gpu, ok, warn
+from kvferry.tools.doctor.checks import (
+    Environment,
+    Finding,
+    Grade,
+    examine,
+    fail,
+    look_at_gpu,
+    ok,
+    warn,
+)
 from kvferry.tools.top.view import Watch
 from kvferry.tools.words import clip, counted
 

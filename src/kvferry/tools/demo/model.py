@@ -17,9 +17,8 @@ prompt, and whether earlier KV was computed or loaded cannot change a bit.
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -110,23 +109,6 @@ class _Layer:
     down: Floats
     group: int
     window: int | None
-
-
-@dataclass(frozen=True)
-class ServerSetup:
-    """The sizes of a server. ``settings`` are kvferry's."""
-
-    shape: ModelShape
-    device_blocks: int
-    host_bytes: int
-    block_tokens: int
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def unpack(cls, text: str) -> ServerSetup:
-        values = json.loads(text)
-        shape = values["shape"] | {"windows": tuple(values["shape"]["windows"])}
-        return cls(**(values | {"shape": ModelShape(**shape)}))
 
 
 class Decoder:

@@ -1,79 +1,181 @@
-"""Demo servers as processes, and a router that sends every question to a random one."""
+"""Demo servers as processes, and a router that sends every question to a random one.
+
+::
+
+    python -m kvferry.tools.demo.servers FD     a server; it ends when the other end of FD is closed
+
+A server receives its :class:`ServerSetup`, then questions, and answers each. To None it answers
+once its transfers have ended.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import queue
 import subprocess
-import threading
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe, connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from kvferry.config import Config
 from kvferry.core.lifecycle import Closing
-from kvferry.errors import TransferError
-from kvferry.tiers.ipc.process import end_module, start_module
-from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.model import ServerSetup
+from kvferry.errors import KvferryError, TransferError
+from kvferry.tools.demo.blocks import ServedRequest, Turn
+from kvferry.tools.demo.engine import Engine, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
 from kvferry.tools.demo.workload import Dialogue, TurnRequest
+from kvferry.types import DEVICE, HOST
+
+_IDLE_SECONDS = 0.02
+"""Pause of an idle server before it looks for finished copies again."""
+
+_STORE_SECONDS = 30.0
+"""Longest wait for the shared store, on a busy machine."""
 
 _SILENCE_SECONDS = 60.0
 _END_SECONDS = 15.0
 
 
+@dataclass(frozen=True)
+class ServerSetup:
+    """The sizes of a server. ``settings`` are kvferry's."""
+
+    shape: ModelShape
+    device_blocks: int
+    host_bytes: int
+    block_tokens: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn, or None for finished transfers, and the figures of the server so far."""
+
+    turn: Turn | None
+    restored_blocks: int
+    read_bytes: int
+    written_bytes: int
+    ailment: str
+
+
+def serve_questions(setup: ServerSetup, router: Connection) -> None:
+    """Answer every question. Raises EOFError once the router has closed its end."""
+    limit_matrix_threads(1)
+    decoder, config = Decoder(setup.shape), Config.from_dict(setup.settings)
+    with (
+        Runner(decoder, num_blocks=setup.device_blocks, block_tokens=setup.block_tokens) as runner,
+        Offloader(runner, host_bytes=setup.host_bytes, config=config) as offloader,
+    ):
+        engine = Engine(runner, offloader=offloader)
+        questions: list[TurnRequest | None] = []
+        _wait_for_store(engine, offloader, router, questions)
+        while True:
+            while router.poll(0 if engine.has_work or questions else _IDLE_SECONDS):
+                questions.append(router.recv())
+            for question in questions:
+                if question is None:
+                    engine.drain()
+                    router.send(_answer(offloader))
+                else:
+                    engine.submit(ServedRequest(**question, arrival=engine.clock()))
+            questions.clear()
+            for request in engine.step():
+                router.send(_answer(offloader, request.turn()))
+
+
+def _wait_for_store(
+    engine: Engine,
+    offloader: Offloader,
+    router: Connection,
+    questions: list[TurnRequest | None],
+) -> None:
+    """Wait until all tiers can be used. Keeps the questions that arrive meanwhile.
+
+    A server without its shared store would compute everything and show no saving.
+    """
+    end = time.monotonic() + _STORE_SECONDS
+    engine.step()
+    while ailment := _ailment(offloader):
+        if time.monotonic() > end:
+            raise TransferError(
+                f"the shared store did not become available in {_STORE_SECONDS:g} seconds: "
+                f"{ailment}"
+            )
+        if router.poll(_IDLE_SECONDS):
+            questions.append(router.recv())
+        engine.step()
+
+
+def _ailment(offloader: Offloader) -> str:
+    return "; ".join(filter(None, offloader.stats().ailments.values()))
+
+
+def _answer(offloader: Offloader, turn: Turn | None = None) -> Answer:
+    stats = offloader.stats()
+    lower = {r: n for r, n in stats.bytes_moved.items() if DEVICE not in r}
+    return Answer(
+        turn,
+        restored_blocks=sum(stats.restored.values()),
+        read_bytes=sum(n for (_, dst), n in lower.items() if dst == HOST),
+        written_bytes=sum(n for (src, _), n in lower.items() if src == HOST),
+        ailment=_ailment(offloader),
+    )
+
+
 class ServerProcesses(Closing):
-    """Owns the processes and a listening thread for each. A server ends when its input does."""
+    """Owns the processes and a connection to each. A server ends when its connection does."""
 
     def __init__(self, setup: ServerSetup, count: int) -> None:
-        self.alive = list(range(count))
-        self._answers: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[str]] = []
-        self._threads: list[threading.Thread] = []
+        self.alive: list[int] = []
+        self._lines: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for number in range(count):
-                self._processes.append(start_module("kvferry.tools.demo.server"))
-                self.say(number, asdict(setup))
-                listener = threading.Thread(target=self._listen, args=(number,), daemon=True)
-                listener.start()
-                self._threads.append(listener)
+                ours, theirs = Pipe()
+                with theirs:
+                    fd = theirs.fileno()
+                    self._processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", __name__, str(fd)],
+                            pass_fds=[fd],
+                            stdin=subprocess.DEVNULL,
+                            start_new_session=True,  # Ctrl-C is for the demo, which ends them
+                        )
+                    )
+                self._lines.append(ours)
+                self.alive.append(number)
+                self.say(number, setup)
         except BaseException:
             self.close()
             raise
 
-    def say(self, number: int, message: Mapping[str, Any]) -> None:
+    def say(self, number: int, message: ServerSetup | TurnRequest | None) -> None:
         """Send a message. A server that has ended does not receive it; ``hear`` reports that."""
-        pipe = self._processes[number].stdin
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.write(f"{json.dumps(message)}\n")
-            pipe.flush()
+        with suppress(OSError):
+            self._lines[number].send(message)
 
-    def _listen(self, number: int) -> None:
-        pipe = self._processes[number].stdout
-        assert pipe is not None
-        with contextlib.suppress(ValueError):  # killed within a line
-            for line in pipe:
-                self._answers.put((number, json.loads(line)))
-        self._answers.put((number, None))
-
-    def hear(self) -> tuple[int, dict[str, Any] | None]:
+    def hear(self) -> tuple[int, Answer | None]:
         """The next answer and its server. None instead of an answer: that server has ended."""
+        lines = {self._lines[number]: number for number in self.alive}
+        ready = connection.wait(lines, _SILENCE_SECONDS)
+        if not ready:
+            raise TransferError(f"no server has answered for {_SILENCE_SECONDS:.0f} seconds")
+        line = ready[0]
+        assert isinstance(line, Connection)
+        number = lines[line]
         try:
-            number, answer = self._answers.get(timeout=_SILENCE_SECONDS)
-        except queue.Empty:
-            raise TransferError(
-                f"no server has answered for {_SILENCE_SECONDS:.0f} seconds"
-            ) from None
-        if answer is None:
+            return number, line.recv()
+        except (EOFError, OSError):  # OSError: killed within an answer
             self.alive.remove(number)
-            if not self.alive:
-                raise TransferError(f"the last server ended with {self.code(number)}")
-        return number, answer
+        if not self.alive:
+            raise TransferError(f"the last server ended with {self.code(number)}")
+        return number, None
 
     def kill(self, number: int) -> None:
         """End a server without warning."""
@@ -85,15 +187,15 @@ class ServerProcesses(Closing):
 
     def close(self) -> None:
         """End all servers at once. Kills a server that does not end by itself."""
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+        for line in self._lines:
+            line.close()
         end = time.monotonic() + _END_SECONDS
         for process in self._processes:
-            end_module(process, max(0.0, end - time.monotonic()))
-        for thread in self._threads:
-            thread.join()
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 class Router:
@@ -117,7 +219,7 @@ class Router:
         self.num_before_kill = 0
         self.resent: list[str] = []
         self.ailment = ""
-        self.latest: dict[int, dict[str, Any]] = {}
+        self.latest: dict[int, Answer] = {}
         """The latest figures of each server."""
         self._servers = servers
         self._dialogue = dialogue
@@ -138,12 +240,12 @@ class Router:
 
     def finish(self) -> None:
         """Wait until the only server has finished its transfers."""
-        self._servers.say(0, {"finish": True})
+        self._servers.say(0, None)
         self._hear()
 
     def total(self, name: str) -> int:
         """A figure summed over all servers."""
-        return sum(figures[name] for figures in self.latest.values())
+        return sum(getattr(figures, name) for figures in self.latest.values())
 
     def _send(self, question: TurnRequest) -> int:
         """Send a question to a living server: the same one each time the same servers live."""
@@ -160,9 +262,8 @@ class Router:
             self._lost(server)
             return
         self.latest[server] = answer
-        self.ailment = answer["ailment"] or self.ailment
-        if answer["turn"] is not None:
-            turn = Turn(**answer["turn"])
+        self.ailment = answer.ailment or self.ailment
+        if turn := answer.turn:
             del self._under_way[turn.id]
             self._dialogue.answered(turn.id, turn.answer)
             self.answered_by[server] += 1
@@ -176,3 +277,18 @@ class Router:
             if owner == server:
                 self.resent.append(name)
                 self._send(question)
+
+
+def main() -> None:
+    """Serve until the router is gone."""
+    with Connection(int(sys.argv[1])) as router, suppress(EOFError, KeyboardInterrupt, OSError):
+        try:
+            serve_questions(router.recv(), router)
+        except KvferryError as error:
+            sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    from kvferry.tools.demo import servers  # so that messages have the router's types
+
+    servers.main()

@@ -6,10 +6,12 @@ A child process measures it, because a drive may hang. It writes at most ``MOST_
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -75,10 +77,15 @@ def measure(directory: str) -> DriveFacts:
     """Write, then read the same bytes, past the page cache if the file system can."""
     is_direct = False
     try:
-        fd, is_direct = _open_nameless(directory)
-        try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            fd = file.fileno()
             piece = mmap.mmap(-1, _PIECE)
             piece[:] = os.urandom(_PIECE)
+            with suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+                is_direct = os.pwrite(fd, piece, 0) == _PIECE
+            if not is_direct:
+                fcntl.fcntl(fd, fcntl.F_SETFL, 0)
             size, began = 0, time.perf_counter()
             while size < MOST_BYTES and (not size or time.perf_counter() - began < MOST_SECONDS):
                 if os.pwrite(fd, piece, size) != _PIECE:
@@ -89,8 +96,6 @@ def measure(directory: str) -> DriveFacts:
             if not is_direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return DriveFacts("", is_direct, _read_rate(fd, size), write_rate)
-        finally:
-            os.close(fd)
     except OSError as error:
         return DriveFacts(error=error.strerror or str(error), is_direct=is_direct)
 
@@ -110,21 +115,6 @@ def _read_rate(fd: int, size: int) -> float:
     with ThreadPoolExecutor(_THREADS) as pool:
         total = sum(pool.map(read, range(_THREADS)))
     return total / (time.perf_counter() - began)
-
-
-def _open_nameless(directory: str) -> tuple[int, bool]:
-    """Open a file without a name. Returns it and whether it bypasses the page cache."""
-    for direct in (os.O_DIRECT, 0):
-        with suppress(OSError):
-            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | direct, 0o600)
-            with suppress(OSError):
-                if not direct or os.pwrite(fd, mmap.mmap(-1, 4096), 0) == 4096:
-                    return fd, bool(direct)
-            os.close(fd)
-    name = os.path.join(directory, f".kvferry-doctor-{os.getpid()}")
-    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    os.unlink(name)
-    return fd, False
 
 
 def main() -> None:
