@@ -54,7 +54,7 @@ class ServerSetup:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """A turn, or None for finished transfers, and the figures of the server so far."""
 
     turn: Turn | None
@@ -65,7 +65,7 @@ class Answer:
 
 
 def serve_questions(setup: ServerSetup, router: Connection) -> None:
-    """Answer every question. Raises EOFError once the router has closed its end."""
+    """ServerAnswer every question. Raises EOFError once the router has closed its end."""
     limit_matrix_threads(1)
     decoder, config = Decoder(setup.shape), Config.from_dict(setup.settings)
     with (
@@ -116,10 +116,10 @@ def _ailment(offloader: Offloader) -> str:
     return "; ".join(filter(None, offloader.stats().ailments.values()))
 
 
-def _answer(offloader: Offloader, turn: Turn | None = None) -> Answer:
+def _answer(offloader: Offloader, turn: Turn | None = None) -> ServerAnswer:
     stats = offloader.stats()
     lower = {r: n for r, n in stats.bytes_moved.items() if DEVICE not in r}
-    return Answer(
+    return ServerAnswer(
         turn,
         restored_blocks=sum(stats.restored.values()),
         read_bytes=sum(n for (_, dst), n in lower.items() if dst == HOST),
@@ -160,7 +160,7 @@ class ServerProcesses(Closing):
         with suppress(OSError):
             self._lines[number].send(message)
 
-    def hear(self) -> tuple[int, Answer | None]:
+    def hear(self) -> tuple[int, ServerAnswer | None]:
         """The next answer and its server. None instead of an answer: that server has ended."""
         lines = {self._lines[number]: number for number in self.alive}
         ready = connection.wait(lines, _SILENCE_SECONDS)
@@ -219,7 +219,7 @@ class Router:
         self.num_before_kill = 0
         self.resent: list[str] = []
         self.ailment = ""
-        self.latest: dict[int, Answer] = {}
+        self.latest: dict[int, ServerAnswer] = {}
         """The latest figures of each server."""
         self._servers = servers
         self._dialogue = dialogue
