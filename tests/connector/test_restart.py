@@ -165,16 +165,21 @@ class StubWeights:
     """Weights whose sums are what a test says."""
 
     now = 1
+    others = 0
+    """Of the weights that only digests of all of them cover."""
+    is_mapped = True
 
     def mark(self) -> None:
         """Nothing is queued."""
 
     def begin(self) -> Any:
+        assert self.is_mapped, "a card would fault"
         sums = (self.now,)
-        return SimpleNamespace(result=lambda: sums)
+        return SimpleNamespace(result=lambda: sums, is_done=True)
 
     def digests_of_all(self) -> tuple[int, ...]:
-        return (self.now,)
+        assert self.is_mapped, "a card would fault"
+        return (self.now, self.others)
 
 
 @pytest.fixture

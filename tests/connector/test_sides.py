@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.connector.test_restart import weights as weights  # a fixture
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, hashes_of, request_of
 
 from kvferry.connectors.common import worker as worker_side
@@ -326,6 +327,35 @@ def test_kv_tensors_lose_their_memory_for_a_while(make, moves):
     places = sides.promise(again)
     sides.step()
     assert_same(sides.bytes_at(places), wanted)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_sleep_keeps_what_fits_the_weights(make, weights, is_changed):
+    """Also where layers change that a load does not look at; until a step runs, none is read."""
+    sides = make(["layer0"])
+    wanted = sides.converse("a", hashes_of(1))
+    (rank,) = sides.ranks
+    rank.unregister()
+    assert sides.side.sleep()
+    weights.others += is_changed
+    weights.is_mapped = False
+    rank.restore()
+    weights.is_mapped = True
+    again = request_of("again", hashes_of(1))
+    places = sides.promise(again)
+    told = sides.step()
+    if is_changed:
+        assert set(told.invalid_block_ids) == set(places)
+        assert sides.side.match(request_of("later", hashes_of(1)), 0) == (0, False)
+    else:
+        assert_same(sides.bytes_at(places), wanted)
+
+
+def test_a_sleep_forgets_everything_where_weights_cannot_be_seen(make):
+    sides = make(["layer0"])
+    sides.converse("a", hashes_of(1))
+    assert sides.side.sleep()
+    assert sides.side.match(request_of("later", hashes_of(1)), 0) == (0, False)
 
 
 @pytest.mark.parametrize("is_sent", [False, True])

@@ -149,6 +149,46 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
         assert side.serving.scheduler.pool.num_leases == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_beside_nixl(start, expect, llama, monkeypatch, is_first):
+    """vLLM's ``MultiConnector`` hands on one connector's handshake, which NIXL cannot do without.
+
+    Seen red with kvferry first: the server did not start.
+    """
+    pytest.importorskip("nixl", reason="pip install nixl")
+    from vllm import LLM
+
+    real = LLM.__init__
+
+    def beside(self, *args, kv_transfer_config, **kwargs):
+        nixl = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": "recompute",
+        }
+        both = [kv_transfer_config, nixl] if is_first else [nixl, kv_transfer_config]
+        several = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": both},
+        }
+        real(self, *args, kv_transfer_config=several, **kwargs)
+
+    monkeypatch.setattr(LLM, "__init__", beside)
+    prompts = make_prompts(64, 300, 200)
+    engine = start(llama, is_fresh=True, ferry=FERRY)
+    expected = expect(llama, prompts)
+    engine.generate(make_prompts(63, 40))  # the ranks are heard with the first step
+    engine.check_round_trip(prompts, expected)
+    (session,) = [
+        part._session for part in engine.connector._connectors if hasattr(part, "_session")
+    ]
+    assert session.serving.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
+    assert session.guard.reason == ""
+
+
 def test_more_groups_than_vllm_can_recover_leave_kvferry_idle(start, expect, gemma, monkeypatch):
     from kvferry.connectors.vllm import connector
 

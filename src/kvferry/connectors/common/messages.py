@@ -73,6 +73,7 @@ class RankShape:
     """One rank at start: how many host slots it has, or why it has none.
 
     ``choices`` are the measurements by which it picks copy paths. ``tiers`` are nearest first.
+    A rank that ``sees_weights`` notices when they change.
     """
 
     rank: Rank
@@ -85,6 +86,7 @@ class RankShape:
     choices: PathChoices | None = None
     tiers: tuple[TierShape, ...] = ()
     refusal: str = ""
+    sees_weights: bool = False
 
     def without_blocks(self) -> RankShape:
         """The same shape without the blocks of its tiers, which are sent once and not kept."""

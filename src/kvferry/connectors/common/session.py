@@ -229,6 +229,14 @@ class SchedulerSession:
             log.error("what is on disk may be found again if the server dies now: %s", reason)
         return not reason
 
+    def sleep(self) -> bool:
+        """The engine empties its own cache and gives its memory back for a while.
+
+        What is stored stays if every rank will notice other weights; else it is forgotten.
+        """
+        is_safe = self.serving is not None and all(s.sees_weights for s in self._shapes.values())
+        return is_safe or self.reset()
+
     @property
     def has_work(self) -> bool:
         """Whether the engine should keep stepping although no request runs."""

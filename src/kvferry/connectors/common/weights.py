@@ -80,6 +80,7 @@ class Freshness:
         self._stale: int | None = None
         self.unreported: tuple[int, ...] = ()
         """Epochs found stale that the scheduler side does not know of."""
+        self._before_sleep: tuple[int, ...] | None = None
 
     def enter(self, epoch: int) -> None:
         """The steps of another epoch begin.
@@ -103,6 +104,15 @@ class Freshness:
             self._weights.mark()
             self.is_marked = True
 
+    def fall_asleep(self) -> None:
+        """The device memory of the weights may be given back: take digests of all of them."""
+        if self._weights is not None and self.epoch is not None:
+            self._compare()
+            try:
+                self._before_sleep = self._weights.digests_of_all()
+            except Exception:
+                self._give_up()
+
     def look(self) -> None:
         """Start the digest that was marked: not in the way of the step's own work."""
         if self.is_marked and self._weights is not None:
@@ -116,11 +126,12 @@ class Freshness:
     def is_known(self) -> bool:
         """Whether the digest marked last is there: else :meth:`is_stale` waits for it."""
         self.look()
-        return self._pending is None or self._pending.is_done
+        is_awake = self._before_sleep is None
+        return is_awake and (self._pending is None or self._pending.is_done)
 
     def is_stale(self, epoch: int) -> bool:
         """Whether the weights have changed since blocks of this epoch were computed."""
-        if self._pending is not None or self.is_marked:
+        if self._pending is not None or self.is_marked or self._before_sleep is not None:
             self._compare()
         if self._stale is None:
             return False
@@ -138,6 +149,8 @@ class Freshness:
         return unreported
 
     def _compare(self) -> None:
+        if self._before_sleep is not None:
+            self._wake_up()
         self.look()
         if self._pending is None:
             return
@@ -150,6 +163,16 @@ class Freshness:
         if self._known is not None and digests != self._known:
             self._note_stale()
         self._known = digests
+
+    def _wake_up(self) -> None:
+        """Compare all weights with those before a sleep: not before a step needs them."""
+        before, self._before_sleep = self._before_sleep, None
+        assert self._weights is not None
+        try:
+            if self._weights.digests_of_all() != before:
+                self._note_stale()
+        except Exception:
+            self._give_up()
 
     def _give_up(self) -> None:
         """Weights that cannot be looked at any more are not the known ones."""

@@ -247,11 +247,18 @@ class WorkerSession:
             tiers=tier_movers(memory, self._place),
             rank=self.rank,
         )
-        self.shape = shape_of(memory, cache.layouts, self._place)
+        shape = shape_of(memory, cache.layouts, self._place)
+        self.shape = replace(shape, sees_weights=weights is not None)
 
     def unregister(self) -> None:
-        """The KV tensors are about to lose their memory: finish every copy from and to it."""
+        """The KV tensors, and maybe the weights, lose their memory: finish what reads them."""
         self._drain()
+        try:
+            self._check_fence()
+            self._release_fence()
+            self._freshness.fall_asleep()
+        except Exception as error:
+            self.guard.trip("unregister", error)
 
     def restore(self) -> None:
         """They have memory again. Where that is at other addresses, this rank copies no more."""
@@ -265,10 +272,13 @@ class WorkerSession:
         except Exception as error:
             self.guard.trip("restore", error)
 
-    def introduce(self) -> RankShape:
-        """This rank's shape. Asked once, when the engine has started and before the first step."""
+    def note_started(self) -> None:
+        """The engine has started: host memory grows more slowly from now on."""
         if self._memory is not None:
             self._memory.note_started()
+
+    def introduce(self) -> RankShape:
+        """This rank's shape; else it goes with the first step's receipts. Asked once, at start."""
         shape, self.shape = self.shape, self.shape.without_blocks()  # it may be large: sent once
         return shape
 

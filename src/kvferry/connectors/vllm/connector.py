@@ -25,7 +25,12 @@ from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceip
 from kvferry.connectors.common.session import SchedulerSession
 from kvferry.connectors.common.worker import WorkerSession
 from kvferry.connectors.vllm import setup
-from kvferry.connectors.vllm.control import before_forced_resets, weights_of_caller
+from kvferry.connectors.vllm.control import (
+    before_forced_resets,
+    falls_asleep,
+    has_peer,
+    weights_of_caller,
+)
 from kvferry.connectors.vllm.engine import VllmEngine, step_of
 from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
@@ -40,6 +45,9 @@ KVConnectorWorkerMetadata.register(StepReceipts)
 
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+
+# A vLLM that says when device memory is given back and when it is there again.
+_RESTORES = hasattr(KVConnectorBase_V1, "restore_kv_caches")
 
 log = logging.getLogger("vllm.kvferry")
 
@@ -117,6 +125,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.restore()
 
     def get_handshake_metadata(self) -> Any:
+        """This rank's shape. A ``MultiConnector`` has one answer, which others may need."""
+        self._worker.note_started()
+        if has_peer(KvferryConnector, "get_handshake_metadata"):
+            return None
         return self._worker.introduce()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -182,11 +194,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         groups, ids = self._session.setup.groups, self._group_ids
         self._session.bind(lambda: VllmEngine(groups, self._namespace, pool, manager, ids))
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._session.meet_ranks(list(metadata.values()))
+    def set_xfer_handshake_metadata(self, metadata: dict[Any, Any]) -> None:
+        shapes = [shape for shape in metadata.values() if isinstance(shape, RankShape)]
+        self._session.meet_ranks(shapes)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._session.meet_ranks(list(metadata.values()))
+        self.set_xfer_handshake_metadata(metadata)
 
     def on_new_request(self, request: Any) -> None:
         if not getattr(request, "skip_reading_prefix_cache", False):
@@ -248,7 +261,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._session.frees_soon()
 
     def reset_cache(self) -> bool | None:
-        return self._session.reset()
+        session = self._session
+        return session.sleep() if _RESTORES and falls_asleep() else session.reset()
 
     def take_events(self) -> Iterable[Any]:
         return self._session.take_events()

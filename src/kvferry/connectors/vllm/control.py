@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from kvferry.connectors.common.weights import Weights
@@ -100,6 +101,24 @@ def before_forced_resets(manager: Any, let_go: Callable[[], None]) -> None:
     manager.reset_prefix_cache = reset_prefix_cache
 
 
+def has_peer(ours: type, hook: str) -> bool:
+    """Whether a connector of another kind, in the ``MultiConnector`` that calls us, has a hook."""
+    unset = getattr(ours.__mro__[1], hook)
+    return any(
+        not isinstance(peer, ours) and getattr(type(peer), hook) is not unset
+        for caller in _callers()
+        for peer in getattr(caller, "_connectors", ())
+    )
+
+
+def falls_asleep() -> bool:
+    """Whether vLLM resets its caches because it goes to sleep."""
+    return any(
+        frame.f_code.co_name == "sleep" and hasattr(frame.f_locals.get("self"), "model_executor")
+        for frame in _frames()
+    )
+
+
 def weights_of_caller(device: Any) -> Weights | None:
     """Weights on ``device`` of the model whose runner called us; None if they cannot be found."""
     try:
@@ -118,7 +137,11 @@ def weights_of_caller(device: Any) -> Weights | None:
 
 def _callers() -> Iterator[Any]:
     """The objects whose methods called us, the nearest first: vLLM does not introduce them."""
-    frame = sys._getframe(1)
+    return (frame.f_locals.get("self") for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame.f_locals.get("self")
-        frame = frame.f_back  # type: ignore[assignment]
+        yield frame
+        frame = frame.f_back
