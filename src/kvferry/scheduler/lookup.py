@@ -25,8 +25,8 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import Key, KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.runs import Flags, Wanted
-from kvferry.scheduler.tiering import LowerTiers, RunBelow, TierLookup
+from kvferry.scheduler.runs import Wanted
+from kvferry.scheduler.tiering import GroupLookup, LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
@@ -51,29 +51,6 @@ class Missing(NamedTuple):
     token: int
     key: Key
     is_coming: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class GroupLookup:
-    """What was found of one group's blocks from number ``first`` on, which have these keys.
-
-    ``slots`` are the host's, also of blocks on their way in; ``cached`` tells which can be read.
-    ``below`` is what lower tiers have; None where no longer hit is possible.
-    """
-
-    first: int
-    keys: Keys
-    slots: SlotArray
-    cached: Flags
-    below: TierLookup | None = None
-
-    def whole(self, flags: Flags, before: bool) -> Flags:
-        """Flags of these blocks, and the same one for each block before them."""
-        return np.concatenate((np.full(self.first, before), flags))
-
-    def part(self, blocks: range) -> slice:
-        """Where these blocks of the group are among those that were looked up."""
-        return slice(max(0, blocks.start - self.first), max(0, blocks.stop - self.first))
 
 
 @dataclass(eq=False, slots=True)
@@ -447,7 +424,7 @@ class Matcher:
             wanted.append(Wanted.of(g, keys, unknown[g] & ~found.everywhere[g], end, more))
         return Wanted.joined(wanted)
 
-    def to_promote(self, found: Lookup) -> list[RunBelow]:
+    def to_promote(self, found: Lookup) -> list[GroupLookup]:
         """By group, the run of blocks to complete for the longer hit."""
         assert found.host is not None
         runs = []
@@ -456,16 +433,8 @@ class Matcher:
             lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
-                part = group.part(run)
-                known = group.slots[part] != NO_SLOT
-                assert group.below is not None
-                keys, below = group.keys, group.below
-                if len(known) < len(group.slots):
-                    keys, below = keys[part], below.part(part)
-                coming = known & ~group.cached[part]
                 before = self.key_before(g, found.keys, run.start) if run.start else None
-                slots = group.slots[part]
-                runs.append(RunBelow(keys, slots, known, coming, below, before, self._chained[g]))
+                runs.append(group.run(run, before, self._chained[g]))
         return runs
 
     # -- lengths --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ block that has not come by then is not there. A tier that is away on any rank is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Move, Presence,
 from kvferry.scheduler.transfers import InFlight, Transfers
 from kvferry.types import (
     HOST,
+    NO_SLOT,
     Health,
     Opened,
     Question,
@@ -66,21 +68,38 @@ class TierLookup:
         return TierLookup(self.tiers, found, self.readable[where], self.unknown[where])
 
 
-@dataclass(frozen=True, eq=False)
-class RunBelow:
-    """Blocks to bring up: a run of a group's blocks, of which the host lacks some.
+@dataclass(eq=False, slots=True)
+class GroupLookup:
+    """What was found of one group's blocks from number ``first`` on, which have these keys.
 
-    ``slots`` are those of the host, ``known`` those blocks that it has or gets, ``coming`` those
-    that it gets. ``below`` is what the tiers have, ``parent`` the key before the run.
+    ``slots`` are the host's, also of blocks on their way in; ``cached`` tells which can be read.
+    ``below`` is what lower tiers have; None where no longer hit is possible. For a run of blocks
+    to bring up ``parent`` is the key before it, and ``chained`` says that each needs that one.
     """
 
+    first: int
     keys: Keys
     slots: SlotArray
-    known: Flags
-    coming: Flags
-    below: TierLookup
-    parent: Key | None
-    chained: bool
+    cached: Flags
+    below: TierLookup | None = None
+    parent: Key | None = None
+    chained: bool = False
+
+    def whole(self, flags: Flags, before: bool) -> Flags:
+        """Flags of these blocks, and the same one for each block before them."""
+        return np.concatenate((np.full(self.first, before), flags))
+
+    def part(self, blocks: range) -> slice:
+        """Where these blocks of the group are among those that were looked up."""
+        return slice(max(0, blocks.start - self.first), max(0, blocks.stop - self.first))
+
+    def run(self, blocks: range, parent: Key | None, chained: bool) -> GroupLookup:
+        """The same of these blocks alone."""
+        part, keys, below = self.part(blocks), self.keys, self.below
+        if len(blocks) < len(self.slots):
+            keys, below = keys[part], below.part(part) if below is not None else None
+        first, slots, cached = blocks.start, self.slots[part], self.cached[part]
+        return GroupLookup(first, keys, slots, cached, below, parent, chained)
 
 
 class Inbound(NamedTuple):
@@ -228,7 +247,9 @@ class LowerTiers:
                 room -= len(move.keys)
         return room
 
-    def promote(self, runs: Sequence[RunBelow], room: int, *, tenant: int = 0) -> set[TransferId]:
+    def promote(
+        self, runs: Sequence[GroupLookup], room: int, *, tenant: int = 0
+    ) -> set[TransferId]:
         """Bring up those blocks of the runs that the host lacks, into at most ``room`` slots.
 
         The runs were looked up just now. Returns the transfers to wait for, also those that others
@@ -236,14 +257,14 @@ class LowerTiers:
         """
         transfers: set[TransferId] = set()
         for number, run in enumerate(runs):
-            if self.moves and run.coming.any():
+            if self.moves:
                 transfers |= self._bringing(run)
             room = self._promote(run, room, tenant, transfers, is_first=not number)
         return transfers
 
     def _promote(
         self,
-        run: RunBelow,
+        run: GroupLookup,
         room: int,
         tenant: int,
         transfers: set[TransferId],
@@ -251,12 +272,13 @@ class LowerTiers:
         is_first: bool,
     ) -> int:
         """Add the ``transfers`` that bring up one run; returns the room that is left."""
-        start, parent = 0, run.parent
-        num_keys = len(run.keys.array)
+        start, parent, lookup = 0, run.parent, run.below
+        assert lookup is not None
+        known, num_keys = run.slots != NO_SLOT, len(run.slots)
         while room > 0 and start < num_keys:
             stop = start + min(room, self.piece_slots, num_keys - start)
-            if not run.known[start:stop].all():
-                number, stop = self._source(run, start, stop)
+            if not known[start:stop].all():
+                number, stop = _source(lookup, known, start, stop)
                 if number is None:
                     break
                 keys = run.keys[start:stop] if stop - start < num_keys else run.keys
@@ -268,43 +290,33 @@ class LowerTiers:
                 if lease is None:
                     break
                 at = start + lease.positions
-                if not run.below.found[number].readable[at].all():
+                if not lookup.found[number].readable[at].all():
                     lease.abort()  # the host has evicted some of the run meanwhile
                     break
-                transfers.add(self._lift(run, number, lease, at))
+                coming = run.keys.take(at) if len(at) < num_keys else run.keys
+                slots = lookup.found[number].slots
+                src = slots[at] if len(slots) else slots
+                transfers.add(self._lift(lookup.tiers[number], coming, src, lease))
                 room -= len(at)
-                if len(at) < np.count_nonzero(~run.known[start:stop]):
+                if len(at) < np.count_nonzero(~known[start:stop]):
                     break  # the host has no room for all of it: what follows could not be reached
             if stop < num_keys:
                 parent = run.keys[stop - 1]
             start = stop
         return room
 
-    def _lift(self, run: RunBelow, number: int, lease: Lease, at: SlotArray) -> TransferId:
-        """Order the blocks at these positions of a run from one tier into the host's slots."""
-        tier = run.below.tiers[number]
-        coming = run.keys.take(at) if len(at) < len(run.known) else run.keys
-        slots = run.below.found[number].slots
-        src = tier.read(slots[at] if tier.pool is not None else slots)
-        transfer_id = self._transfers.move(src, End(HOST, lease.slots, (lease,)), coming)
-        self.moves[transfer_id] = Move(tier, coming, upward=True)
-        self._host.log.append(EventKind.PROMOTE, keys=coming, detail=tier.name)
+    def _lift(self, tier: LowerTier, keys: Keys, slots: SlotArray, lease: Lease) -> TransferId:
+        """Order these blocks from a tier into the host's slots."""
+        end = End(HOST, lease.slots, (lease,))
+        transfer_id = self._transfers.move(tier.read(slots), end, keys)
+        self.moves[transfer_id] = Move(tier, keys, upward=True)
+        self._host.log.append(EventKind.PROMOTE, keys=keys, detail=tier.name)
         self._busy[tier.name].begin(self._clock())
         return transfer_id
 
-    def _source(self, run: RunBelow, start: int, stop: int) -> tuple[int | None, int]:
-        """The first tier that has what the host lacks of a run's next blocks, and how far."""
-        known = run.known[start:stop]
-        for number, found in enumerate(run.below.found):
-            complete = known | found.readable[start:stop]
-            length = len(complete) if complete.all() else int(complete.argmin())
-            if not known[:length].all():
-                return number, start + length
-        return None, start
-
-    def _bringing(self, run: RunBelow) -> set[TransferId]:
+    def _bringing(self, run: GroupLookup) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
-        coming = run.keys.array[run.coming, 0]
+        coming = run.keys.array[(run.slots != NO_SLOT) & ~run.cached, 0]
         return {
             transfer_id
             for transfer_id, move in self.moves.items()
@@ -322,24 +334,22 @@ class LowerTiers:
         return Inbound(tuple(move.keys for move in found), names, heard)
 
     def worth_promoting(
-        self, runs: Sequence[RunBelow], num_tokens: int, worth: LoadOrCompute
+        self, runs: Sequence[GroupLookup], num_tokens: int, worth: LoadOrCompute
     ) -> Decision:
         """Whether these runs, of so many tokens, come up sooner than they are computed.
 
         The speed is that of the tier which has most of them.
         """
-        counts = np.zeros(len(runs[0].below.tiers), dtype=np.int64)
-        num_lacking = num_queued = 0
+        counts, tiers, num_lacking = Counter[int](), self.tiers, 0
         for run in runs:
-            lacks = ~run.known
+            assert run.below is not None
+            tiers, lacks = tuple(run.below.tiers), run.slots == NO_SLOT
             num_lacking += int(np.count_nonzero(lacks))
             for number, found in enumerate(run.below.found):
-                counts[number] += np.count_nonzero(found.readable & lacks)
-        tier = runs[0].below.tiers[int(counts.argmax())]
-        for move in self.moves.values():
-            if move.upward and not move.late and move.tier is tier:
-                num_queued += len(move.keys)
-        size = self._slot_bytes
+                counts[number] += int(np.count_nonzero(found.readable & lacks))
+        tier, size = tiers[counts.most_common(1)[0][0]], self._slot_bytes
+        moves = [move for move in self.moves.values() if move.upward and not move.late]
+        num_queued = sum([len(move.keys) for move in moves if move.tier is tier])
         return worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
 
     # -- what became of it ----------------------------------------------------------------------
@@ -409,3 +419,14 @@ class LowerTiers:
     def check_integrity(self) -> None:
         for tier in self.tiers:
             tier.check_integrity()
+
+
+def _source(lookup: TierLookup, known: Flags, start: int, stop: int) -> tuple[int | None, int]:
+    """The first tier that has what the host lacks of a run's next blocks, and how far."""
+    here = known[start:stop]
+    for number, found in enumerate(lookup.found):
+        complete = here | found.readable[start:stop]
+        length = len(complete) if complete.all() else int(complete.argmin())
+        if not here[:length].all():
+            return number, start + length
+    return None, start
