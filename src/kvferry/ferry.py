@@ -482,7 +482,7 @@ class Ferry(Closing):
             num_bytes = self._scheduler.transfers.num_bytes
             if not num_bytes or num_bytes >= _LONG_BYTES:
                 self._scheduler.drain_events()
-        elif not self._scheduler.transfers.num_in_flight:  # counters of an idle ferry
+        elif not self._scheduler.transfers.in_flight:  # counters of an idle ferry
             self._scheduler.book.drain()
 
     def _settle(self) -> bool:

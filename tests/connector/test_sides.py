@@ -206,7 +206,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     sides.orders(), sides.orders()
     assert sides.side.has_work
     assert sides.side.frees_soon()
-    for flight in sides.side.serving.scheduler.transfers._in_flight.values():
+    for flight in sides.side.serving.scheduler.transfers.in_flight.values():
         flight.deadline = 0.0
     sides.side.serving.scheduler.transfers.next_deadline = 0.0
     sides.side.serving._settle(())

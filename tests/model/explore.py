@@ -168,14 +168,14 @@ class World:
     def fingerprint(self) -> tuple[object, ...]:
         """Equal for two worlds that differ only in the names of slots, blocks, ranks, transfers."""
         sim, scheduler, pool = self.sim, self.sim.scheduler, self.sim.pool
-        flights = sorted(scheduler.transfers._in_flight.items())
+        flights = sorted(scheduler.transfers.in_flight.items())
         outbox: Any = scheduler.transfers
         names = Names()
         indexed = sorted(
             (pool.table.index.key_of(slot), slot) for slot in pool.table.index.slots().tolist()
         )
         slots = tuple((key, names.slot(slot)) for key, slot in indexed)
-        flying = tuple((names.order(f.transfer), f.ok, f.overdue) for _, f in flights)
+        flying = tuple((names.order(f.transfer), f.reason == "", f.overdue) for _, f in flights)
         queued = tuple(names.transfer(order.transfer) for order in outbox._loads)
         stores = tuple(
             (g, names.blocks(g, o.device_blocks), names.slots(o.lease.slots))
@@ -215,7 +215,7 @@ class World:
     def _rank(self, rank: int, names: Names) -> tuple[object, ...]:
         """One rank's view. What lies in memory that is free will be written before it is read."""
         sim = self.sim
-        flights = sim.scheduler.transfers._in_flight
+        flights = sim.scheduler.transfers.in_flight
         device = (sim.device[rank][g][block] for g, block in names.of_blocks if block >= 0)
         host = (sim.rank_tiers[rank][HOST][slot] for slot in names.of_slots if slot >= 0)
         return (

@@ -106,7 +106,7 @@ def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
     queued = [(order.transfer.id, order.served[0]) for order in scheduler.transfers._loads]
     flying = [
         (flight.transfer.id, flight.served[0])
-        for flight in scheduler.transfers._in_flight.values()
+        for flight in scheduler.transfers.in_flight.values()
         if isinstance(flight.transfer, Transfer)
         and flight.transfer.dst == DEVICE
         and not flight.overdue
@@ -122,7 +122,7 @@ def waits_of(request: Request) -> set[TransferId]:
 def _check_waits(scheduler: Scheduler) -> None:
     waited = {t for r in scheduler.requests for t in waits_of(r)}
     moving = {order.transfer.id for order in scheduler.transfers._moves}
-    moving |= {t for t, f in scheduler.transfers._in_flight.items() if not f.overdue}
+    moving |= {t for t, f in scheduler.transfers.in_flight.items() if not f.overdue}
     assert waited <= moving, "somebody waits for what is over"
 
 
@@ -131,7 +131,7 @@ def _check_transit(scheduler: Scheduler) -> None:
     outbox, transit = scheduler.transfers, scheduler.transfers
     flying = [
         (f.transfer, f.leases[0])
-        for f in scheduler.transfers._in_flight.values()
+        for f in scheduler.transfers.in_flight.values()
         if isinstance(f.transfer, Transfer) and not f.overdue
     ]
     loads = [(o.transfer, o.leases[0]) for o in outbox._loads]

@@ -255,7 +255,7 @@ class World:
         scheduler, now = self.scheduler, self.clock.now
         pool = scheduler.pool
         outbox: Any = scheduler.transfers
-        ids = sorted({*scheduler.transfers._in_flight, *(t for ts in self.unanswered for t in ts)})
+        ids = sorted({*scheduler.transfers.in_flight, *(t for ts in self.unanswered for t in ts)})
         ids += [order.transfer.id for order in outbox._loads]
         ids += [order.transfer.id for order in outbox._moves]
         names = {transfer_id: number for number, transfer_id in enumerate(dict.fromkeys(ids))}
@@ -270,7 +270,7 @@ class World:
                     *(f.transfer.dst_slots.tobytes(), tuple(sorted(f.waiting))),
                     *(f.reason, f.deadline - now),
                 )
-                for t, f in sorted(scheduler.transfers._in_flight.items())
+                for t, f in sorted(scheduler.transfers.in_flight.items())
                 if isinstance(f.transfer, Transfer)
             ),
             tuple(

@@ -585,7 +585,7 @@ class Serving:
     def _check_transit(self) -> None:
         """The blocks that loads count as taken are those of the loads there are, and no others."""
         scheduler = self.scheduler
-        flying = [each for each in scheduler.transfers._in_flight.values() if not each.overdue]
+        flying = [each for each in scheduler.transfers.in_flight.values() if not each.overdue]
         orders = [each.transfer for each in (*flying, *scheduler.transfers._loads)]
         loads = [t for t in orders if isinstance(t, Transfer) and t.dst == DEVICE]
         pieces = scheduler._requests.pipelined

@@ -153,19 +153,26 @@ class Copy(NamedTuple):
 
     @classmethod
     def of(cls, flight: InFlight, transfer: Transfer) -> Copy:
-        receipts = flight.receipts  # one for each rank
+        num_bytes, seconds, num_runs, beside_model = 0, 0.0, 1, False
+        paths = set()
+        for receipt in flight.receipts:  # one for each rank
+            num_bytes += receipt.num_bytes
+            seconds = max(seconds, receipt.seconds)
+            num_runs = max(num_runs, receipt.num_runs)
+            beside_model |= receipt.beside_model
+            paths.add(receipt.path)
         return cls(
             transfer.id,
             transfer.src,
             transfer.dst,
             transfer.group,
             max(len(transfer.src_slots), len(transfer.dst_slots)),
-            sum([each.num_bytes for each in receipts]),
-            max([each.seconds for each in receipts], default=0.0),
-            tuple(sorted({each.path for each in receipts} - {""})),
+            num_bytes,
+            seconds,
+            tuple(sorted(paths - {""})),
             flight.reason or flight.note,
-            True in [each.beside_model for each in receipts],
-            max([each.num_runs for each in receipts], default=1),
+            beside_model,
+            num_runs,
         )
 
 
@@ -185,31 +192,25 @@ class Entry:
 
 
 class Journal:
-    """Remembers the latest requests; the one longest untouched is forgotten first."""
+    """Remembers the latest requests; the one that asked longest ago is forgotten first."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[RequestId, Entry] = OrderedDict()
-
-    def entry(self, request_id: RequestId) -> Entry | None:
-        return self._entries.get(request_id)
-
-    def request_ids(self) -> tuple[RequestId, ...]:
+        self.entries: OrderedDict[RequestId, Entry] = OrderedDict()
         """All that are remembered, the latest last."""
-        return tuple(self._entries)
 
     def touch(self, request_id: RequestId, *, is_first_answer: bool = False) -> Entry:
         """The entry of a request, as the latest; a new one if there is none.
 
         At its first answer another request's of its name goes; copies for it may have ended before.
         """
-        entry = self._entries.get(request_id)
+        entry = self.entries.get(request_id)
         if entry is not None and not (is_first_answer and entry.explanation is not None):
-            self._entries.move_to_end(request_id)
+            self.entries.move_to_end(request_id)
             return entry
-        self._entries.pop(request_id, None)
-        entry = self._entries[request_id] = Entry()
-        if len(self._entries) > MOST_REQUESTS:
-            self._entries.popitem(last=False)
+        self.entries.pop(request_id, None)
+        entry = self.entries[request_id] = Entry()
+        if len(self.entries) > MOST_REQUESTS:
+            self.entries.popitem(last=False)
         return entry
 
 
@@ -367,7 +368,10 @@ class Bookkeeper:
             entry.explanation = self._explain(detail, entry)
         elif isinstance(detail, InFlight):
             if isinstance(detail.transfer, Transfer):  # a question copies nothing
-                copies = self.journal.touch(event.request).copies
+                known = self.journal.entries.get(event.request)
+                copies = (
+                    known.copies if known is not None else self.journal.touch(event.request).copies
+                )
                 copies.append(Copy.of(detail, detail.transfer))
                 if len(copies) > MOST_COPIES:
                     del copies[0]
@@ -380,7 +384,7 @@ class Bookkeeper:
         load = event.detail
         assert isinstance(load, Loaded)
         self.counts.hit_tokens += event.tokens
-        entry = self.journal.entry(event.request)
+        entry = self.journal.entries.get(event.request)
         if entry is None or not entry.brought:
             self.counts.tier_hit_tokens[HOST] += event.tokens
         else:

@@ -494,11 +494,11 @@ class PinnedHit:
         self, request_id: RequestId, tables: Sequence[BlockTable]
     ) -> list[tuple[int, Lease, SlotArray]]:
         """By group, what a load reads and the device blocks it fills; refuses tables too short."""
-        return [
-            (g, lease, self.places(request_id, g, tables[g]))
-            for g, lease in enumerate(self.leases)
-            if lease is not None
-        ]
+        pieces = []
+        for g, lease in enumerate(self.leases):
+            if lease is not None:
+                pieces.append((g, lease, self.places(request_id, g, tables[g])))
+        return pieces
 
     def places(self, request_id: RequestId, g: int, table: BlockTable) -> SlotArray:
         """The device blocks of a group that a load fills."""

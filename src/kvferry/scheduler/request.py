@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.policies.load_or_compute import OverlapDecision
@@ -265,7 +266,7 @@ class Request:
             self,
             self.id,
             self.is_counted,
-            len(self.chain),
+            len(found.keys.array),
             found.max_tokens,
             found.computed_tokens,
             found.host_tokens,
@@ -528,7 +529,7 @@ class Request:
                 self.state = State.RUNNING
             else:
                 self.run()
-        return self._store(tables, self.storable(num_tokens))
+        return self._store(tables, num_tokens)
 
     def storable(self, num_tokens: int) -> int:
         """As many of these tokens as have keys and may be stored."""
@@ -544,12 +545,14 @@ class Request:
         return self.progress.tokens
 
     def _store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
-        """Order what is new of the first ``num_tokens``, which are storable."""
+        """Order what is new of the first ``num_tokens``, as far as they are storable."""
+        requests, progress, keys = self._requests, self.progress, self.chain.keys()
+        covered = len(keys.array) * requests.matcher.hash_tokens
+        num_tokens = min(num_tokens, covered, progress.most_tokens)
         if not self._stores_on(num_tokens):
             return ()
-        requests, stored = self._requests, self.progress.stored
-        ordered = requests.stores.computed(self, stored, self.chain.keys(), tables, num_tokens)
-        self.progress.note_stored(requests.sizes)
+        ordered = requests.stores.computed(self, progress.stored, keys, tables, num_tokens)
+        progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
         return ordered
 
     def _stores_on(self, num_tokens: int) -> bool:
@@ -560,7 +563,7 @@ class Request:
         if progress.past and not progress.tokens:
             past = min(progress.past, num_tokens)
             requests.stores.skip_known(progress.stored, self.chain.keys(), past)
-            progress.note_stored(requests.sizes)
+            progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
         return True
 
     def is_worth_storing(self, num_tokens: int) -> bool:

@@ -215,8 +215,8 @@ class Scheduler:
         )
         self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
         """Acts on blocks by their keys."""
-        journal = self.book.journal
-        self.onlooker = Onlooker(self._snapshot, journal.entry, journal.request_ids)
+        entries = self.book.journal.entries
+        self.onlooker = Onlooker(self._snapshot, entries.get, lambda: tuple(entries))
         """What other threads may read."""
 
     # -- requests -------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Transfers handed out whose receipts are not all here yet."""
-        return self.transfers.num_in_flight
+        return len(self.transfers.in_flight)
 
     def take_released(self) -> tuple[DeviceBlocks, ...]:
         """Device blocks that no transfer touches any more, without waiting for ``settle``."""
@@ -613,12 +613,12 @@ class Scheduler:
     def journal(self, request_id: RequestId) -> Entry | None:
         """What is remembered of a request, its transfers too; None if too long ago."""
         self.book.drain()
-        return self.book.journal.entry(request_id)
+        return self.book.journal.entries.get(request_id)
 
     def recent(self) -> tuple[RequestId, ...]:
         """The requests still remembered, the latest last."""
         self.book.drain()
-        return self.book.journal.request_ids()
+        return tuple(self.book.journal.entries)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""

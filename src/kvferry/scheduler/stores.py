@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -229,10 +228,6 @@ class Progress:
     def begin_at(self, num_tokens: int) -> None:
         """It has these tokens without computing them."""
         self.past = self.since = num_tokens
-
-    def note_stored(self, sizes: Sequence[int]) -> None:
-        """More of it is done with; ``sizes`` are the tokens of a block, by group."""
-        self.tokens = self.since = min(map(mul, self.stored, sizes))
 
     def renew(self) -> None:
         """It starts from nothing: what a reset said about its blocks no longer counts."""

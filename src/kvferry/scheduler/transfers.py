@@ -68,13 +68,9 @@ class InFlight:
     note: str = ""
 
     @property
-    def ok(self) -> bool:
-        return not self.reason
-
-    @property
     def lost(self) -> npt.NDArray[np.bool_]:
         """For each block, whether it failed on any rank."""
-        lost = np.full(len(self.transfer), not self.ok)
+        lost = np.full(len(self.transfer), bool(self.reason))
         lost[list(self.failed)] = True
         return lost
 
@@ -145,7 +141,8 @@ class Transfers:
         self._forget: tuple[TierName, ...] = ()
         self._reset: Reset | None = None
         self._step = 0
-        self._in_flight: dict[TransferId, InFlight] = {}
+        self.in_flight: dict[TransferId, InFlight] = {}
+        """What ranks were told of and have not all answered."""
         self._lost: dict[Rank, str] = {}
         self._num_sent = 0
 
@@ -160,13 +157,9 @@ class Transfers:
         return (order for _, orders in self._stores.values() for order in orders)
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def num_awaited(self) -> int:
         """Transfers and questions in flight that are not overdue."""
-        return sum(not each.overdue for each in self._in_flight.values())
+        return sum(not each.overdue for each in self.in_flight.values())
 
     @property
     def num_bytes(self) -> int:
@@ -176,25 +169,22 @@ class Transfers:
     def leases(self) -> Iterator[Lease]:
         """Those of everything queued and in flight."""
         yield from (order.lease for order in self.store_orders())
-        for each in (*self._loads, *self._moves, *self._in_flight.values()):
+        for each in (*self._loads, *self._moves, *self.in_flight.values()):
             yield from each.leases
 
     def count_kept(self, num_blocks: int) -> None:
         """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
         self.blocks_to_device += num_blocks
 
-    def _count(self, transfer: Transfer, sign: int) -> None:
-        """A load is queued, or a load or store is not under way any more or not waited for."""
+    def _uncount(self, transfer: Transfer) -> None:
+        """A transfer is not queued or in flight any more, or no request waits for it."""
+        num_blocks, size = len(transfer.dst_slots), self._block_bytes[transfer.group]
         if transfer.dst == DEVICE:
-            num_blocks = sign * len(transfer.dst_slots)
-            self.blocks_to_device += num_blocks
-            self.bytes_to_device += num_blocks * self._block_bytes[transfer.group]
+            self.blocks_to_device -= num_blocks
+            self.bytes_to_device -= num_blocks * size
         elif transfer.src == DEVICE:
-            self._count_store(transfer.group, sign * len(transfer.src_slots))
-
-    def _count_store(self, group: int, num_blocks: int) -> None:
-        self.blocks_from_device += num_blocks
-        self.bytes_from_device += num_blocks * self._block_bytes[group]
+            self.blocks_from_device -= num_blocks
+            self.bytes_from_device -= num_blocks * size
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -212,7 +202,8 @@ class Transfers:
             self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
         )
         self._loads.append(InFlight(transfer, (lease,), (request,)))
-        self._count(transfer, 1)
+        self.blocks_to_device += len(blocks)
+        self.bytes_to_device += len(blocks) * self._block_bytes[group]
         return transfer.id
 
     def store(
@@ -223,7 +214,8 @@ class Transfers:
             self._stores[group] = (self._new_id(), [])
         transfer_id, orders = self._stores[group]
         orders.append(StoreOrder(lease, device_blocks, request))
-        self._count_store(group, len(device_blocks))
+        self.blocks_from_device += len(device_blocks)
+        self.bytes_from_device += len(device_blocks) * self._block_bytes[group]
         return transfer_id
 
     def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
@@ -273,7 +265,7 @@ class Transfers:
         _drop(cancelled)
         transfers = [cast(Transfer, order.transfer) for order in cancelled]
         for transfer in transfers:
-            self._count(transfer, -1)
+            self._uncount(transfer)
         return transfers
 
     def disown(
@@ -292,13 +284,14 @@ class Transfers:
                     kept.append(order)
                     continue
                 order.lease.abort()
-                self._count_store(group, -len(order.device_blocks))
+                self.blocks_from_device -= len(order.device_blocks)
+                self.bytes_from_device -= len(order.device_blocks) * self._block_bytes[group]
                 dropped.append((group, order))
             self._stores[group] = (transfer_id, kept)
             if not kept:
                 del self._stores[group]
         flying = []
-        for each in self._in_flight.values():
+        for each in self.in_flight.values():
             order_sent = each.transfer
             if not isinstance(order_sent, Transfer) or order_sent.src != DEVICE:
                 continue
@@ -356,7 +349,7 @@ class Transfers:
         if self._lost:
             each.waiting -= self._lost.keys()
             each.reason = next(iter(self._lost.values()))
-        self._in_flight[transfer.id] = each
+        self.in_flight[transfer.id] = each
         self._num_sent = max(self._num_sent, transfer.id + 1)
         self.next_deadline = min(self.next_deadline, deadline)
         self.counts.launched += isinstance(transfer, Transfer)
@@ -378,10 +371,10 @@ class Transfers:
         landed = []
         if self._lost:
             # Of these all ranks have answered or were lost: no receipt comes any more.
-            orphans = [each for each in self._in_flight.values() if not each.waiting]
+            orphans = [each for each in self.in_flight.values() if not each.waiting]
             landed = [self._land(each) for each in orphans]
         for receipt in receipts:
-            each = self._in_flight.get(receipt.transfer_id)
+            each = self.in_flight.get(receipt.transfer_id)
             if each is None or receipt.rank not in each.waiting:
                 self.counts.stale_receipts += 1
                 continue
@@ -395,7 +388,7 @@ class Transfers:
 
         But a question, which claims nothing, is over: an answer to it comes too late.
         """
-        flying = self._in_flight.values()
+        flying = self.in_flight.values()
         late = [each for each in flying if each.deadline <= now and not each.overdue]
         self.next_deadline = min((f.deadline for f in flying if f.deadline > now), default=_NEVER)
         for each in late:
@@ -404,15 +397,15 @@ class Transfers:
                 f"no answer in time from rank {', '.join(map(str, sorted(each.waiting)))}"
             )
             if isinstance(each.transfer, Question):
-                del self._in_flight[each.transfer.id]
+                del self.in_flight[each.transfer.id]
             else:
-                self._count(each.transfer, -1)
+                self._uncount(each.transfer)
                 self.counts.overdue += 1
         return late
 
     def give_up(self, tier: TierName, reason: str) -> None:
         """A tier is away: all that concerns it is overdue with the next :meth:`expire`."""
-        for each in self._in_flight.values():
+        for each in self.in_flight.values():
             if each.concerns(tier) and not each.overdue:
                 each.deadline = self.next_deadline = _LONG_AGO
                 each.reason = each.reason or reason
@@ -422,7 +415,7 @@ class Transfers:
         if rank not in self._ranks:
             raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {len(self._ranks) - 1}")
         reason = self._lost[rank] = reason or f"rank {rank} was lost"
-        for each in self._in_flight.values():
+        for each in self.in_flight.values():
             if rank in each.waiting:
                 each.waiting.discard(rank)
                 each.reason = each.reason or reason
@@ -434,7 +427,7 @@ class Transfers:
             store.lease.abort()
         self._loads, self._moves, self._stores = [], [], {}
         self._questions, self._forget = {}, ()
-        for each in list(self._in_flight.values()):
+        for each in list(self.in_flight.values()):
             each.reason = each.reason or reason
             self._land(each)
 
@@ -445,7 +438,7 @@ class Transfers:
                 f"{subject}, but only {self._num_sent} were ever sent; drop it and settle the "
                 "others"
             )
-        each = self._in_flight.get(receipt.transfer_id)
+        each = self.in_flight.get(receipt.transfer_id)
         if receipt.failed and each is not None:
             least, most = min(receipt.failed), max(receipt.failed)
             if least < 0 or most >= len(each.transfer):
@@ -480,12 +473,12 @@ class Transfers:
             counts.traffic.add((*route, receipt.path), receipt.num_bytes, receipt.seconds)
 
     def _land(self, each: InFlight) -> InFlight:
-        del self._in_flight[each.transfer.id]
+        del self.in_flight[each.transfer.id]
         if each.failed and len(each.failed) == len(each.transfer):
             each.reason = each.reason or each.note
         if isinstance(each.transfer, Transfer):
             if not each.overdue:
-                self._count(each.transfer, -1)
+                self._uncount(each.transfer)
             self.counts.landed += 1
             self.counts.failed += bool(each.reason)
             self.counts.lost_blocks += len(each.failed) if not each.reason else 0
@@ -493,9 +486,9 @@ class Transfers:
         for lease in each.leases:
             failed = sorted(each.failed) if lease in doubtful else ()
             if lease.purpose is Purpose.WRITE:
-                lease.commit(failed) if each.ok else lease.abort()
+                lease.abort() if each.reason else lease.commit(failed)
             else:
-                lease.release(failed) if each.ok or lease not in doubtful else lease.spoil()
+                lease.spoil() if each.reason and lease in doubtful else lease.release(failed)
         return each
 
 
