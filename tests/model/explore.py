@@ -17,7 +17,7 @@ from tests.model import snapshots
 from tests.model.simulation import Request, Shape, Simulation
 
 from kvferry.scheduler import request as half
-from kvferry.types import DEVICE, HOST, MatchState, Question, Transfer, TransferId
+from kvferry.types import DEVICE, MatchState, Question, Transfer, TransferId
 
 Action = tuple[Any, ...]
 """A name and its arguments."""
@@ -217,7 +217,7 @@ class World:
         sim = self.sim
         flights = sim.scheduler.transfers.in_flight
         device = (sim.device[rank][g][block] for g, block in names.of_blocks if block >= 0)
-        host = (sim.rank_tiers[rank][HOST][slot] for slot in names.of_slots if slot >= 0)
+        host = (sim.hosts[rank][slot] for slot in names.of_slots if slot >= 0)
         return (
             rank in sim.lost,
             tuple(names.of_transfers[t] for t, f in sorted(flights.items()) if rank in f.waiting),

@@ -7,7 +7,7 @@ of its own, so a block that serves the wrong tokens cannot look right.
 ::
 
     device[rank][group]  one row per device block        poisoned when a block is given out
-    tiers[rank][tier]    one row per slot, poisoned from the start
+    hosts[rank]          one row per slot, poisoned from the start
 
 What is checked at each step is said where it is checked; :meth:`Simulation.check` is what always
 holds and :meth:`Simulation.drain` what holds in the end.
@@ -23,18 +23,15 @@ from hashlib import blake2b
 
 import numpy as np
 from tests.fakes.by_name import ByName, SettledByName
-from tests.fakes.pools import evict
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import (
     DEVICE,
-    HOST,
     DeviceBlocks,
     Match,
     MatchState,
@@ -71,10 +68,6 @@ class Shape:
     num_slots: int = 4
     num_device_blocks: int = 8
     hash_tokens: int = 4
-    joins_loads: bool = True
-    tiers: tuple[tuple[str, int, WriteMode], ...] = ()
-    """Name, slots and write mode of each tier below the host."""
-    bounded: bool = False
 
 
 @dataclass(eq=False)
@@ -94,37 +87,26 @@ class Request:
 
 
 class Simulation:
-    """Everything outside the scheduler. Owns the device, the tiers' bytes and the workers."""
+    """Everything outside the scheduler. Owns the device, the hosts' bytes and the workers."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.clock = Clock()
         self.pool = Pool(shape.num_slots)
-        self.tiers = tuple(
-            SlotTier(TierName(name), Pool(size), write) for name, size, write in shape.tiers
-        )
         self.scheduler = ByName(
             self.pool,
             shape.groups,
             config=Config(
                 load_deadline=COPY_DEADLINE,
                 store_deadline=COPY_DEADLINE,
-                promote_deadline=COPY_DEADLINE,
                 match_deadline=MATCH_DEADLINE,
                 load_policy="always",
-                max_storing_blocks=max(1, shape.num_device_blocks // 4) if shape.bounded else None,
             ),
             num_ranks=shape.num_ranks,
             hash_block_tokens=shape.hash_tokens,
-            num_device_blocks=shape.num_device_blocks if shape.bounded else None,
-            tiers=self.tiers,
-            joins_loads=shape.joins_loads,
             clock=self.clock,
         )
-        sizes = {HOST: shape.num_slots, **{lv.name: lv.pool.num_slots for lv in self.tiers}}
-        self.rank_tiers = [
-            {name: _poisoned(size) for name, size in sizes.items()} for _ in range(shape.num_ranks)
-        ]
+        self.hosts = [_poisoned(shape.num_slots) for _ in range(shape.num_ranks)]
         self.device = [
             [_poisoned(shape.num_device_blocks) for _ in shape.groups]
             for _ in range(shape.num_ranks)
@@ -134,11 +116,9 @@ class Simulation:
         self.requests: dict[str, Request] = {}
         self.pending: list[list[Transfer]] = [[] for _ in range(shape.num_ranks)]
         self.receipts: list[Receipt] = []
-        self.sent: list[Receipt] = []
         self.lost: set[int] = set()
         self.weights = 0
         self._meanings: dict[bytes, tuple[str, int]] = {}
-        self.closed = False
         self.num_loaded = 0
 
     # -- the engine's side ----------------------------------------------------------------------
@@ -205,17 +185,6 @@ class Simulation:
         request.computed = num_tokens
         return True
 
-    def forget_window(self, request: Request) -> None:
-        """Free the blocks that a window has passed, as engines do."""
-        for g, group in enumerate(self.shape.groups):
-            if isinstance(group, reach.SlidingWindow):
-                keep_from = max(0, group.first_token(request.computed)) // group.block_tokens
-                for place in range(min(keep_from, len(request.tables[g]))):
-                    block = request.tables[g][place]
-                    if block != NO_BLOCK:
-                        self.owned[g][block] -= 1
-                        request.tables[g][place] = NO_BLOCK
-
     def store(self, request: Request) -> None:
         assert request.state == "running"
         mentioned = self.scheduler.store(request.id, request.keys, request.tables, request.computed)
@@ -272,7 +241,6 @@ class Simulation:
         for receipt in receipts:
             if receipt in self.receipts:
                 self.receipts.remove(receipt)
-                self.sent.append(receipt)
         settled = self.scheduler.settle(receipts)
         self._act_on(settled)
         return settled
@@ -295,13 +263,6 @@ class Simulation:
         self.clock.now += 1000.0
         return self.deliver()
 
-    def shut_down(self) -> None:
-        """Workers first, as the contract says; then everything must be given back."""
-        self.pending = [[] for _ in self.pending]
-        self.scheduler.close()
-        self.closed = True
-        self._check_empty()
-
     # -- what always holds ----------------------------------------------------------------------
 
     def check(self) -> None:
@@ -320,18 +281,13 @@ class Simulation:
                 held = [self.holds[transfer.group][int(block)] for block in slots]
                 assert min(held) > 0, f"{transfer} touches a device block that was let go"
             else:
-                pool = self._pool(tier)
+                pool = self.pool
                 free = pool.table.state[slots] == SlotState.FREE
                 assert not free.any(), f"{transfer} touches a free slot"
                 if tier == transfer.src:
                     assert (pool.table.readers[slots] > 0).all(), (
                         f"{transfer} reads an unpinned slot"
                     )
-
-    def _pool(self, rank_tier: TierName) -> Pool:
-        if rank_tier == HOST:
-            return self.pool
-        return next(tier.pool for tier in self.tiers if tier.name == rank_tier)
 
     def _check_bytes(self, request: Request, first: int, last: int, what: str) -> None:
         """The device blocks that queries at ``last`` and later read hold the right bytes."""
@@ -365,7 +321,7 @@ class Simulation:
         assert not any(any(counts.values()) for counts in self.holds), "a hold was never released"
         for request in list(self.requests.values()):
             assert request.state != "loading", f"{request.id} waits for a load that never ends"
-            if request.state == "waiting" and not self.shape.tiers:
+            if request.state == "waiting":
                 assert self.match(request).state is not MatchState.WAIT, (
                     f"{request.id} waits for nobody"
                 )
@@ -376,12 +332,11 @@ class Simulation:
         self._check_empty()
 
     def _check_empty(self) -> None:
-        for pool in (self.pool, *(tier.pool for tier in self.tiers)):
-            pool.check_integrity()
-            counts = pool.counts
-            assert pool.num_leases == 0, f"{pool.num_leases} leases were never ended"
-            assert counts.leased == 0
-            assert counts.free + counts.cached == counts.total
+        pool, counts = self.pool, self.pool.counts
+        pool.check_integrity()
+        assert pool.num_leases == 0, f"{pool.num_leases} leases were never ended"
+        assert counts.leased == 0
+        assert counts.free + counts.cached == counts.total
         assert self.scheduler.num_in_flight == 0
         assert self.scheduler.num_queued == 0
         assert not self.scheduler.hits._being_loaded.any(), "a slot is still said to be loading"
@@ -504,7 +459,7 @@ class Simulation:
         return what, owner == rank
 
     def _rows(self, rank: int, tier: TierName, group: int) -> np.ndarray:
-        return self.device[rank][group] if tier == DEVICE else self.rank_tiers[rank][tier]
+        return self.device[rank][group] if tier == DEVICE else self.hosts[rank]
 
 
 def chain_of(numbers: Sequence[int]) -> Keys:
@@ -519,104 +474,3 @@ def chain_of(numbers: Sequence[int]) -> Keys:
 
 def _poisoned(rows: int) -> np.ndarray:
     return np.full((rows, ROW_BYTES), POISON, dtype=np.uint8)
-
-
-class Driver:
-    """Moves a simulation by numbers: any number picks something that can be done."""
-
-    def __init__(self, sim: Simulation) -> None:
-        self.sim = sim
-        self.arrived = 0
-
-    def _one(self, pick: int, *states: str) -> Request | None:
-        able = [r for r in self.sim.requests.values() if not states or r.state in states]
-        return able[pick % len(able)] if able else None
-
-    def arrive(self, pick: int) -> None:
-        if len(self.sim.requests) < 5:
-            self.arrived += 1
-            self.sim.arrive(f"r{self.arrived}", pick % len(self.sim.shape.prompts))
-
-    def match(self, pick: int, computed: int, cap: int | None, load: bool) -> None:
-        """Ask for a waiting request, with some blocks in the device's own cache; maybe load."""
-        request = self._one(pick, "waiting")
-        if request is None:
-            return
-        step = max(group.block_tokens for group in self.sim.shape.groups)
-        computed = min(computed * step, (len(request.keys) - 1) * self.sim.shape.hash_tokens)
-        computed -= computed % step
-        match = self.sim.match(request, computed, cap)
-        if match.state is MatchState.HIT and load:
-            self.sim.load(request, computed, match.num_tokens)
-        elif match.state is MatchState.MISS and load:
-            self.sim.start(request)
-
-    def compute(self, pick: int, num_tokens: int, store: bool) -> None:
-        request = self._one(pick, "running")
-        if request is None:
-            return
-        most = len(request.keys) * self.sim.shape.hash_tokens
-        if self.sim.compute(request, min(most, request.computed + num_tokens)) and store:
-            self.sim.store(request)
-
-    def store(self, pick: int) -> None:
-        request = self._one(pick, "running")
-        if request is not None:
-            self.sim.store(request)
-
-    def forget_window(self, pick: int) -> None:
-        request = self._one(pick, "running")
-        if request is not None:
-            self.sim.forget_window(request)
-
-    def preempt(self, pick: int) -> None:
-        request = self._one(pick)
-        if request is not None:
-            self.sim.preempt(request)
-
-    def finish(self, pick: int) -> None:
-        request = self._one(pick, "running") if pick % 4 else self._one(pick // 4)
-        if request is not None:
-            self.sim.finish(request)
-
-    def execute(self, pick: int, outcome: str, deliver: bool) -> None:
-        """Any rank does any of its transfers, at any time."""
-        able = [(r, p) for r, todo in enumerate(self.sim.pending) for p in range(len(todo))]
-        if able:
-            receipt = self.sim.execute(*able[pick % len(able)], outcome)
-            if deliver:
-                self.sim.deliver([receipt])
-
-    def deliver(self, pick: int, count: int) -> None:
-        """Some of the receipts on their way arrive, in another order, one perhaps twice."""
-        waiting = self.sim.receipts
-        at = pick % (len(waiting) + 1)
-        chosen = (waiting[at:] + waiting[:at])[:count]
-        self.sim.deliver([*chosen, *chosen[: pick % 2]])
-
-    def repeat(self, pick: int) -> None:
-        """A receipt that was taken long ago arrives again."""
-        if self.sim.sent:
-            before = self.sim.scheduler.stats().stale_receipts
-            self.sim.deliver([self.sim.sent[pick % len(self.sim.sent)]])
-            assert self.sim.scheduler.stats().stale_receipts == before + 1
-
-    def lose_rank(self, pick: int) -> None:
-        self.sim.lose_rank(pick % self.sim.shape.num_ranks)
-
-    def wait(self) -> None:
-        """All deadlines pass: whoever waited for a load is told so."""
-        self.sim.wait_past_deadlines()
-        if self.sim.scheduler.num_queued:
-            return
-        for pool in (self.sim.pool, *(tier.pool for tier in self.sim.tiers)):
-            writing = pool.table.state == SlotState.WRITING
-            assert not writing.any(), "a block that did not come in time is still expected"
-        for request in self.sim.requests.values():
-            assert request.state != "loading", f"{request.id} still waits for its load"
-            if request.state == "waiting" and not self.sim.tiers:
-                state = self.sim.match(request).state
-                assert state is not MatchState.WAIT, f"{request.id} waits for a rank that hangs"
-
-    def evict(self, count: int) -> None:
-        evict(self.sim.pool, count)

@@ -39,6 +39,9 @@ KINDS: dict[str, tuple[reach.Group, ...]] = {
         reach.SlidingWindow(8, window=16),
         reach.RecurrentState(16),
     ),
+    "window of pairs": (reach.FullAttention(4), reach.SlidingWindow(8, window=9)),
+    "window alone": (reach.SlidingWindow(4, window=7),),
+    "chunks alone": (reach.ChunkedLocal(4, chunk=8),),
 }
 """Models by the shape of their layers."""
 

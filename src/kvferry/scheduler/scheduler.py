@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvferry.cache import reach
@@ -216,7 +217,7 @@ class Scheduler:
         self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
         """Acts on blocks by their keys."""
         entries = self.book.journal.entries
-        self.onlooker = Onlooker(self._snapshot, entries.get, lambda: tuple(entries))
+        self.onlooker = Onlooker(self._snapshot, entries.get, partial(tuple, entries))
         """What other threads may read."""
 
     # -- requests -------------------------------------------------------------------------------
