@@ -20,9 +20,9 @@ from kvferry.cache.tenants import Tenants
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hinted, Hints
-from kvferry.scheduler.control import evidence_of, tell_pools
 from kvferry.scheduler.journal import Asked, Bookkeeper, Loaded, Reason, RequestAnswer
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
+from kvferry.scheduler.placement import evidence_of, tell_pools
 from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
 from kvferry.scheduler.stores import Deferred, DeferredStores, Progress, Stores
 from kvferry.scheduler.tiering import LowerTiers

@@ -28,7 +28,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.scheduler.control import evidence_of
+from kvferry.scheduler.placement import evidence_of
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY
