@@ -8,6 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
+from threading import current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,7 +21,7 @@ from kvferry.config import Config
 from kvferry.core.identity import Extra, Namespace, chain, scope
 from kvferry.core.keys import Key, Keys
 from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause, weakly
-from kvferry.core.quantities import Integers, integer, integers
+from kvferry.core.quantities import Integers, integer
 from kvferry.errors import ClosedError, DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
 from kvferry.hostmem.growth import GrowthStats
@@ -29,11 +31,11 @@ from kvferry.scheduler.journal import Copy, Explanation
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode, lower_tier
-from kvferry.scheduler.transfers import NO_BLOCK, Ordered
+from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tickets import Awaited, Done, Hit, Ticket, Tickets
+from kvferry.tickets import Awaited, BlockTables, Done, Hit, Tables, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState, SlotArray
 from kvferry.worker import Worker
@@ -47,9 +49,6 @@ log = logging.getLogger(__name__)
 
 HintsGiven = Hints | Mapping[str, Any] | None
 """Hints as callers give them."""
-
-Tables = Integers | Sequence[Integers]
-"""Device blocks: one vector, or one block table for each group."""
 
 _request_numbers = itertools.count()
 """Shared by all ferries of the process, so that no two of their requests have the same name."""
@@ -159,15 +158,16 @@ class Ferry(Closing):
         (:attr:`Hit.is_pending`): see :meth:`again`. ``hints`` are a :class:`Hints`, or a mapping
         that :meth:`Hints.read` takes; they hold for what is loaded of this request.
         """
-        self._owner.require()
+        if current_thread() is not self._owner.thread:
+            self._owner.require()
+        if self._is_inside or self._is_torn:
+            self._recover()
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys.array):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
         given, tokens = None if hints is None else _hints(hints), self.namespace.block_tokens
-        if self._is_inside or self._is_torn:
-            self._recover()
         self._is_inside = True
         request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
         try:
@@ -183,7 +183,7 @@ class Ferry(Closing):
                 return self._keep_pending(request, on_device)
             request.end()
         self._is_inside = False
-        return Hit(request, match.to_load // tokens, on_device)
+        return Hit(request, match.num_tokens // tokens - on_device, on_device)
 
     def _keep_pending(self, request: Request, on_device: int) -> Hit:
         """The hit of a request that waits for a tier; dropped, it leaves nothing behind."""
@@ -199,19 +199,21 @@ class Ferry(Closing):
         longer: it has all of its blocks, some, or none.
         """
         self._owner.require()
-        request, on_device = _checked(hit).request, hit.on_device
-        if not hit.is_pending:
-            return hit
+        if not isinstance(hit, Hit):
+            raise _not_a_hit(hit)
+        return self._inside(self._match_again, hit) if hit.is_pending else hit
+
+    def _match_again(self, hit: Hit) -> Hit:
+        request, on_device, tokens = hit.request, hit.on_device, self.namespace.block_tokens
         if request not in self._scheduler:
             return Hit(request, 0, on_device)
-        tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)
         if request.waits_below:
             return self._keep_pending(request, on_device)
         self._pending.pop(request, None)
         if match.state is not MatchState.HIT:
             request.end()
-        return Hit(request, match.to_load // tokens, on_device)
+        return Hit(request, match.num_tokens // tokens - on_device, on_device)
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
         """Load a hit's blocks into ``device_blocks``, one for each; return at once.
@@ -225,12 +227,17 @@ class Ferry(Closing):
         group, with full attention), it fills them as they come up, with :meth:`poll`: queue compute
         once the ticket has ended, which says how many of the first blocks are there.
         """
-        self._owner.require()
-        request = _checked(hit).request
-        tables = self._tables.whole(device_blocks, before=hit.on_device)
+        if current_thread() is not self._owner.thread:
+            self._owner.require()
+        if self._is_inside or self._is_torn:
+            self._recover()
+        if not isinstance(hit, Hit):
+            raise _not_a_hit(hit)
+        request = hit.request
+        needed = request.needed_blocks if len(self._layouts) > 1 else ()
+        tables = self._tables.whole(device_blocks, before=hit.on_device, needed=needed)
         if hit.is_pending and len(tables) == 1 and len(tables[0]) > hit.on_device:
             return self._load_promised(hit, tables)
-        self._tables.require_distinct(tables, request.needed_blocks)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + hit.num_blocks:
             raise InputError(
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
@@ -238,8 +245,6 @@ class Ferry(Closing):
             )
         if self._is_growing:
             self._rank.note_step()
-        if self._is_inside or self._is_torn:
-            self._recover()
         self._is_torn = True
         try:
             ordered = request.load(tables) if request in self._scheduler else ()
@@ -252,9 +257,7 @@ class Ferry(Closing):
             return ticket
         self._is_torn = False
         self.release(hit)
-        ticket, gone = self._tickets.give(), _GONE if len(hit) else ""
-        self._tickets.end(Done(ticket, 0, gone, ok=not gone))
-        return ticket
+        return self._tickets.send((), failure=_GONE if len(hit) else "")
 
     def _load_promised(self, hit: Hit, tables: Sequence[SlotArray]) -> Ticket:
         """Load a pending hit, whose blocks still come up from a lower tier, as they come."""
@@ -267,14 +270,11 @@ class Ferry(Closing):
                 f"{coming} blocks of this hit are coming up, got {num_blocks} device blocks; "
                 "ask again (Ferry.again), or load none of it"
             )
-        self._tables.require_distinct(tables, [range(first, len(tables[0]))])
         ordered = () if is_gone else request.load_promised(tables[0])
         self._pending.pop(request, None)
         if is_gone or request.state is not State.LOADING:
             self.release(hit)
-            ticket = self._tickets.give()
-            self._tickets.end(Done(ticket, 0, _GONE, ok=False))
-            return ticket
+            return self._tickets.send((), failure=_GONE)
         ticket = self._tickets.begin()
         self._promised[request] = (ticket, first, num_blocks)
         if ordered:
@@ -291,10 +291,13 @@ class Ferry(Closing):
 
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
-        self._owner.require()
-        request = _checked(hit).request
+        if current_thread() is not self._owner.thread:
+            self._owner.require()
         if self._is_inside or self._is_torn:
             self._recover()
+        if not isinstance(hit, Hit):
+            raise _not_a_hit(hit)
+        request = hit.request
         if request in self._scheduler and request.state is not State.LOADING:
             self._is_inside = True
             self._pending.pop(request, None)
@@ -315,7 +318,10 @@ class Ferry(Closing):
         group; ``NO_BLOCK`` where the engine keeps no block (any more). ``hints``, as for
         :meth:`match`, say how long all blocks of this request should stay.
         """
-        self._owner.require()
+        if current_thread() is not self._owner.thread:
+            self._owner.require()
+        if self._is_inside or self._is_torn:
+            self._recover()
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         first = first if type(first) is int else integer(first, "first")
@@ -327,13 +333,10 @@ class Ferry(Closing):
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
                 f"{num_keys} keys; there must be one key per block, from the first block on"
             )
-        self._tables.require_distinct(tables, [range(before, len(each)) for each in tables])
         if self._is_growing:
             self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
         ticket, given = None, None if hints is None else _hints(hints)
-        if self._is_inside or self._is_torn:
-            self._recover()
         self._is_inside = True
         request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
         request.progress.begin_at(first * self.namespace.block_tokens)
@@ -408,14 +411,14 @@ class Ferry(Closing):
 
         Ends that are not asked for are kept, up to the newest 65,536.
         """
-        return self._wait_for(lambda: self._tickets.take_all() or None, timeout) or []
+        return self._wait_for(self._tickets.take_all, timeout) or []
 
     def wait(self, ticket: Ticket | int, timeout: float | None = None) -> Done:
         """Wait for one ticket; other ends stay for :meth:`poll`. DeadlineError after ``timeout``.
 
         In an event loop ``await`` the ticket instead: the loop runs on meanwhile.
         """
-        done = self._wait_for(lambda: self._tickets.take(ticket), timeout)
+        done = self._wait_for(partial(self._tickets.take, ticket), timeout)
         if done is None:
             raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
         return done
@@ -459,52 +462,49 @@ class Ferry(Closing):
 
     def _advance(self) -> None:
         """Learn what ended, and answer questions of other threads."""
-        self._owner.require()
+        if current_thread() is not self._owner.thread:
+            self._owner.require()
+        if self._is_inside or self._is_torn:
+            self._recover()
+        scheduler, tickets, promised = self._scheduler, self._tickets, self._promised
         if self._is_growing:
             self._note_ready()
         if self._mailbox.has_mail:
             self._mailbox.answer()
         if self._has_tiers:
             for change in self._worker.health():
-                self._scheduler.note_health(change)
-        if self._is_inside or self._is_torn:
-            self._recover()
+                scheduler.note_health(change)
         self._is_torn = True
         try:
-            has_landed = self._settle()
+            settled = scheduler.settle(self._worker.poll())
+            if settled.ordered:
+                self._send_promised(settled.ordered)
+            for request in settled.loaded + settled.expired:
+                if request in promised:
+                    ticket, _, num_blocks = promised.pop(request)
+                    tickets.finish(ticket, num_blocks)
+                request.end()
+            for failure in settled.failed:
+                if failure.request in promised:
+                    ticket, first, _ = promised.pop(failure.request)
+                    num_blocks = failure.first_token // self.namespace.block_tokens - first
+                    tickets.finish(ticket, num_blocks, failure.reason)
+                failure.request.end()
+            # A load that is overdue has failed, but its copy may still write: only landing ends it.
+            if settled.landed:
+                tickets.land(settled.landed)
         except Exception:  # of a mover, say; an interrupt may have lost what was learnt
             self._is_torn = False
             raise
         self._is_torn = False
         if self._has_tiers:
-            self._serve_tiers(has_landed=has_landed)
-        if not has_landed:  # while copies run, there is time for it
-            num_bytes = self._scheduler.transfers.num_bytes
+            self._serve_tiers(has_landed=bool(settled.landed))
+        if not settled.landed:  # while copies run, there is time for it
+            num_bytes = scheduler.transfers.num_bytes
             if not num_bytes or num_bytes >= _LONG_BYTES:
-                self._scheduler.drain_events()
-        elif not self._scheduler.transfers.in_flight:  # counters of an idle ferry
-            self._scheduler.book.drain()
-
-    def _settle(self) -> bool:
-        """Learn what ended; return whether any copy did."""
-        settled = self._scheduler.settle(self._worker.poll())
-        if settled.ordered:
-            self._send_promised(settled.ordered)
-        for request in settled.loaded + settled.expired:
-            if request in self._promised:
-                ticket, _, num_blocks = self._promised.pop(request)
-                self._tickets.finish(ticket, num_blocks)
-            request.end()
-        for failure in settled.failed:
-            if failure.request in self._promised:
-                ticket, first, _ = self._promised.pop(failure.request)
-                num_blocks = failure.first_token // self.namespace.block_tokens - first
-                self._tickets.finish(ticket, num_blocks, failure.reason)
-            failure.request.end()
-        # A load that is overdue has failed, but its copy may still write: only landing ends it.
-        for landing in settled.landed:
-            self._tickets.land(landing.transfer_id, landing.reason)
-        return bool(settled.landed)
+                scheduler.drain_events()
+        elif not scheduler.transfers.in_flight:  # counters of an idle ferry
+            scheduler.book.drain()
 
     def _recover(self) -> None:
         """A call was interrupted in its midst: StateError where the bookkeeping does not agree."""
@@ -552,47 +552,60 @@ class Ferry(Closing):
 
     def lookup(self, keys: Keys) -> Acted:
         """Say where these blocks are, without claiming or moving any."""
-        return self._scheduler.control.lookup(self._own_keys(keys))
+        return self._act(self._scheduler.control.lookup, keys)
 
     def hint(self, keys: Keys, hints: Hints | Mapping[str, Any]) -> Acted:
         """Apply hints to stored blocks: that a conversation is over, or goes on.
 
         Returns how many blocks were found and affected, and what was refused and why.
         """
-        keys, given = self._own_keys(keys), _hints(hints)
+        given = _hints(hints)
         if given is None:
             raise InputError("hints must be given; see kvferry.hints.Hints")
-        return self._scheduler.control.hint(keys, given)
+        return self._act(self._scheduler.control.hint, keys, given)
 
     def pin(self, keys: Keys, seconds: float | str | None = None) -> Acted:
         """Keep these blocks for so long, or until they are unpinned, reset or closed.
 
         At most ``Config.pin_share`` of each tier is pinned, the beginning of a request first.
         """
-        return self._scheduler.control.pin(self._own_keys(keys), _seconds(seconds))
+        return self._act(self._scheduler.control.pin, keys, _seconds(seconds))
 
     def unpin(self, keys: Keys) -> Acted:
         """Forget pins, TTLs and priorities of these blocks: they may be evicted as all others."""
-        return self._scheduler.control.unpin(self._own_keys(keys))
+        return self._act(self._scheduler.control.unpin, keys)
 
     def prefetch(self, keys: Keys, *, keep: float | str | None = None) -> Acted:
         """Bring these blocks up to host memory ahead of a request, and keep them so long.
 
         They arrive with :meth:`poll`.
         """
-        done = self._scheduler.control.prefetch(self._own_keys(keys), _seconds(keep))
+        done = self._act(self._scheduler.control.prefetch, keys, _seconds(keep))
         self._send()
         return done
 
     def drop(self, keys: Keys) -> Acted:
         """Forget these blocks on every tier, except those that other requests continue."""
-        return self._scheduler.control.drop(self._own_keys(keys))
+        return self._act(self._scheduler.control.drop, keys)
 
-    def _own_keys(self, keys: Keys) -> Keys:
+    def _act(self, act: Callable[..., Acted], keys: Keys, *given: object) -> Acted:
         self._owner.require()
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
-        return keys
+        return self._inside(act, keys, *given)
+
+    def _inside(self, act: Callable[..., T], *given: object) -> T:
+        """The result of ``act``; an interrupt within it is noticed by the next call."""
+        if self._is_inside or self._is_torn:
+            self._recover()
+        self._is_inside = True
+        try:
+            done = act(*given)
+        except Exception:
+            self._is_inside = False
+            raise
+        self._is_inside = False
+        return done
 
     # -- figures --------------------------------------------------------------------------------
 
@@ -608,7 +621,9 @@ class Ferry(Closing):
     def explain(self, hit: Hit) -> Explanation | None:
         """Return why a hit is no longer than it is; None if that was too long ago."""
         self._owner.require()
-        return self._scheduler.explain(_checked(hit).request.id)
+        if not isinstance(hit, Hit):
+            raise _not_a_hit(hit)
+        return self._scheduler.explain(hit.request.id)
 
     def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
         """Serve ``/metrics`` and ``/explain`` until closed; return the address.
@@ -654,16 +669,19 @@ class Ferry(Closing):
         forgotten whatever happens next; it waits up to ``Config.disk_deadline`` seconds for that.
         """
         self._owner.require()
-        self._scheduler.reset(is_kept=not new_weights)
-        for request in self._scheduler.requests:
-            if request.state is not State.LOADING:
-                self._pending.pop(request, None)
-                request.end()
+        self._inside(self._forget, not new_weights)
         if self._has_tiers:
             self._send()  # a tier may outlive this process: it must learn of the reset
         end = time.monotonic() + self._config.disk_deadline
         tiers = self._rank.tiers.values()
         return all(tier.wait_forgotten(max(0.0, end - time.monotonic())) for tier in tiers)
+
+    def _forget(self, is_kept: bool) -> None:
+        self._scheduler.reset(is_kept=is_kept)
+        for request in self._scheduler.requests:
+            if request.state is not State.LOADING:
+                self._pending.pop(request, None)
+                request.end()
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.
@@ -671,7 +689,7 @@ class Ferry(Closing):
         Blocks that only host memory holds go to disk first, for ``Config.tier_flush`` seconds at
         most; an interrupt ends that. In a forked child it does nothing: all belongs to the parent.
         """
-        if self._owner.is_closed or self._owner.is_forked:
+        if self._owner.is_closed or self._owner.is_another:
             return
         self._owner.require()
         try:
@@ -702,59 +720,6 @@ class Ferry(Closing):
             log.exception("blocks that only host memory holds could not be written to disk")
 
 
-class BlockTables:
-    """Checks the block tables that callers give. Owns a scratch place for each device block."""
-
-    def __init__(self, layouts: Sequence[GroupLayout]) -> None:
-        self._num_blocks = [layout.num_blocks for layout in layouts]
-        # One place more than there are blocks: NO_BLOCK leads there.
-        self._place = np.empty(max(self._num_blocks) + 1, dtype=np.int64)
-
-    def whole(self, given: Tables, *, before: int) -> list[SlotArray]:
-        """Return whole block tables, by group; a single one is given without the blocks ``before``.
-
-        Raises:
-            InputError: a block does not exist, or tables are missing.
-        """
-        sizes = self._num_blocks
-        tables: Sequence[Any] = (given,)
-        least = 0 if len(sizes) == 1 else NO_BLOCK
-        if len(sizes) > 1:
-            if not isinstance(given, Sequence) or len(given) != len(sizes):
-                raise InputError(
-                    f"there are {len(sizes)} groups: give a block table for each of them"
-                )
-            tables = given
-        found = []
-        for most, table in zip(sizes, tables, strict=True):
-            numbers = integers(table, "device blocks")
-            # Counted from the least one, as unsigned numbers, what is too small is too large.
-            counted = numbers if not least else numbers - least
-            if len(numbers) and int(np.maximum.reduce(counted.view(np.uint64))) >= most - least:
-                wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
-                raise InputError(
-                    f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
-                )
-            found.append(numbers)
-        if before and len(sizes) == 1:
-            found[0] = np.concatenate((np.full(before, NO_BLOCK), found[0]))
-        return found
-
-    def require_distinct(self, tables: Sequence[SlotArray], needed: Sequence[range]) -> None:
-        """Raise InputError where these places of a table name a device block twice."""
-        for table, places in zip(tables, needed, strict=True):
-            blocks = table[places.start : places.stop]
-            at = np.arange(len(blocks))
-            self._place[blocks] = at  # of a block that is named twice the last place stays
-            again = self._place.take(blocks) != at
-            if np.count_nonzero(again):
-                twice = blocks[again & (blocks != NO_BLOCK)]
-                if len(twice):
-                    raise InputError(
-                        f"device block {twice[0]} is given twice; it holds one block only"
-                    )
-
-
 def _hints(given: HintsGiven) -> Hints | None:
     return given if given is None or isinstance(given, Hints) else Hints.read(given)
 
@@ -767,10 +732,8 @@ def _not_keys(given: object) -> InputError:
     return InputError(f"keys must come from ferry.keys, got {type(given).__name__}")
 
 
-def _checked(hit: Hit) -> Hit:
-    if not isinstance(hit, Hit):
-        raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
-    return hit
+def _not_a_hit(given: object) -> InputError:
+    return InputError(f"a hit must come from ferry.match, got {type(given).__name__}")
 
 
 def _blocks(first: int, stop: int) -> str:

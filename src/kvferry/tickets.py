@@ -1,18 +1,22 @@
-"""Tickets, hits and how they are awaited: what a ferry's callers hold while copies run."""
+"""What a ferry's callers hold, tickets and hits, and the block tables that they give."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.quantities import integer, written
+import numpy as np
+
+from kvferry.core.quantities import Integers, integer, integers, written
 from kvferry.errors import ClosedError, InputError
 from kvferry.scheduler.request import Request
-from kvferry.scheduler.transfers import Ordered
-from kvferry.types import TransferId
+from kvferry.scheduler.transfers import NO_BLOCK, Ordered
+from kvferry.transfer.layout import GroupLayout
+from kvferry.types import Landing, SlotArray, TransferId
 
 if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
     from asyncio import AbstractEventLoop, Future
@@ -83,31 +87,24 @@ class Tickets:
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self._ended: dict[Ticket, Done] = {}
 
-    def give(self) -> Ticket:
+    def send(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
+        """A ticket that ends with the last of these transfers; with ``note`` if all succeed.
+
+        Without any it ends at once, with the ``failure`` if there is one.
+        """
         ticket = Ticket(next(self._numbers))
         ticket._wait = self.wait
+        self._underway[ticket] = _Underway(len(ordered) or 1, 0, note)
+        for part in ordered:
+            self._moving[part.transfer] = (ticket, len(part.blocks))
+        if not ordered:
+            self.finish(ticket, 0, failure)
         return ticket
-
-    def send(self, ordered: Sequence[Ordered], note: str = "") -> Ticket:
-        """A ticket that ends with the last of these transfers; with ``note`` if all succeed."""
-        ticket = self.give()
-        if ordered:
-            self._underway[ticket] = _Underway(len(ordered), 0, note)
-            for part in ordered:
-                self._moving[part.transfer] = (ticket, len(part.blocks))
-        else:
-            self.end(Done(ticket, 0, note))
-        return ticket
-
-    def drop(self, ticket: Ticket) -> None:
-        """Forget a ticket that was never given to the caller."""
-        self._underway.pop(ticket, None)
-        self._ended.pop(ticket, None)
-        self._moving = {each: way for each, way in self._moving.items() if way[0] != ticket}
 
     def begin(self) -> Ticket:
         """A ticket that ends by :meth:`finish`."""
-        ticket = self.give()
+        ticket = Ticket(next(self._numbers))
+        ticket._wait = self.wait
         self._underway[ticket] = _Underway(1, 0, "")
         return ticket
 
@@ -116,11 +113,18 @@ class Tickets:
         self._underway[ticket].waiting += 1
         self._moving[ordered.transfer] = (ticket, 0)
 
-    def land(self, transfer_id: TransferId, reason: str) -> None:
-        """A transfer has ended, with a ``reason`` if it failed; those of others are ignored."""
-        if transfer_id in self._moving:
-            ticket, num_blocks = self._moving.pop(transfer_id)
-            self.finish(ticket, 0 if reason else num_blocks, reason)
+    def drop(self, ticket: Ticket) -> None:
+        """Forget a ticket that was never given to the caller."""
+        self._underway.pop(ticket, None)
+        self._ended.pop(ticket, None)
+        self._moving = {each: way for each, way in self._moving.items() if way[0] != ticket}
+
+    def land(self, landings: Iterable[Landing]) -> None:
+        """These transfers have ended; those that no ticket waits for are ignored."""
+        for transfer_id, reason in landings:
+            if transfer_id in self._moving:
+                ticket, num_blocks = self._moving.pop(transfer_id)
+                self.finish(ticket, 0 if reason else num_blocks, reason)
 
     def finish(self, ticket: Ticket, num_blocks: int, reason: str = "") -> None:
         """One of the things that a ticket waits for has ended; it ends with the last of them."""
@@ -128,23 +132,22 @@ class Tickets:
         way.waiting -= 1
         way.num_blocks += num_blocks
         way.failure = way.failure or reason
-        if not way.waiting:
-            del self._underway[ticket]
-            self.end(Done(ticket, way.num_blocks, way.failure or way.note, not way.failure))
-
-    def end(self, done: Done) -> None:
-        """Keep the end of a ticket until it is asked for."""
-        done.ticket._end = (done.num_blocks, done.reason, done.ok)
-        self._ended[done.ticket] = done
+        if way.waiting:
+            return
+        del self._underway[ticket]
+        done = Done(ticket, way.num_blocks, way.failure or way.note, not way.failure)
+        ticket._end = (done.num_blocks, done.reason, done.ok)
+        self._ended[ticket] = done
         if len(self._ended) > self._most_untold:
             del self._ended[next(iter(self._ended))]
 
-    def take_all(self) -> list[Done]:
-        """Return the ends that were not told yet and that no task awaits, in their order."""
+    def take_all(self) -> list[Done] | None:
+        """The ends that were not told yet and that no task awaits, in their order; None of none."""
         ended, self._ended = self._ended, {}
         if self.futures:
             self._ended = {each: done for each, done in ended.items() if self.is_awaited(each)}
-        return [done for ticket, done in ended.items() if ticket not in self._ended]
+            ended = {each: done for each, done in ended.items() if each not in self._ended}
+        return list(ended.values()) or None
 
     def take(self, ticket: Ticket | int) -> Done | None:
         """Return how a ticket ended; None while it has not. InputError if it never will again."""
@@ -156,7 +159,7 @@ class Tickets:
                 f"ticket {written(ticket)} is not in flight: it was never given out, its end was "
                 f"already told, or it was not asked for before {self._most_untold} others ended"
             )
-        if done is not None and not self.is_awaited(ticket):
+        if done is not None and not (self.futures and self.is_awaited(ticket)):
             del self._ended[ticket]
         return done
 
@@ -350,3 +353,65 @@ class Hit:
     @property
     def needed(self) -> tuple[range, ...]:
         return self.request.needed_blocks
+
+
+# -- block tables ----------------------------------------------------------------------------------
+
+Tables = Integers | Sequence[Integers]
+"""Device blocks: one vector, or one block table for each group."""
+
+
+class BlockTables:
+    """Checks the block tables that callers give. Owns a scratch place for each device block."""
+
+    def __init__(self, layouts: Sequence[GroupLayout]) -> None:
+        self._num_blocks = [layout.num_blocks for layout in layouts]
+        # One place more than there are blocks: NO_BLOCK leads there.
+        self._place = np.empty(max(self._num_blocks) + 1, dtype=np.int64)
+
+    def whole(self, given: Tables, *, before: int, needed: Sequence[range] = ()) -> list[SlotArray]:
+        """Return whole block tables, by group; a single one is given without the blocks ``before``.
+
+        Raises:
+            InputError: a block does not exist, tables are missing, or a table names a block twice:
+                in the ``needed`` places, by group, or else in any from ``before`` on.
+        """
+        sizes = self._num_blocks
+        tables: Sequence[Any] = (given,)
+        least = 0 if len(sizes) == 1 else NO_BLOCK
+        if len(sizes) > 1:
+            if not isinstance(given, Sequence) or len(given) != len(sizes):
+                raise InputError(
+                    f"there are {len(sizes)} groups: give a block table for each of them"
+                )
+            tables = given
+        found = []
+        for group, table in enumerate(tables):
+            numbers: SlotArray | None = None
+            if type(table) is list and {int}.issuperset(map(type, table)):  # as most give them
+                with suppress(OverflowError):
+                    numbers = np.fromiter(table, dtype=np.int64, count=len(table))
+            if numbers is None:
+                numbers = integers(table, "device blocks")
+            most = sizes[group]
+            # Counted from the least one, as unsigned numbers, what is too small is too large.
+            counted = numbers if not least else numbers - least
+            if len(numbers) and int(np.maximum.reduce(counted.view(np.uint64))) >= most - least:
+                wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
+                raise InputError(
+                    f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
+                )
+            blocks = numbers
+            if needed:
+                blocks = numbers[needed[group].start : needed[group].stop]
+            elif before and len(sizes) > 1:
+                blocks = numbers[before:]
+            at = np.arange(len(blocks))
+            self._place[blocks] = at  # of a block that is named twice the last place stays
+            again = self._place.take(blocks) != at
+            if np.count_nonzero(again) and len(twice := blocks[again & (blocks != NO_BLOCK)]):
+                raise InputError(f"device block {twice[0]} is given twice; it holds one block only")
+            found.append(numbers)
+        if before and len(sizes) == 1:
+            found[0] = np.concatenate((np.full(before, NO_BLOCK), found[0]))
+        return found

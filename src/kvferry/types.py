@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InputError
-
 RequestId = str
 """The engine's name for a request, for people to ask by."""
 
@@ -86,19 +84,6 @@ class Transfer:
     within: float | None = None
     in_parts: bool = False
     runs: RunNumbers | None = None
-
-    def __post_init__(self) -> None:
-        lengths = [len(self.src_slots), len(self.dst_slots)]
-        if not any(lengths):
-            raise InputError(f"transfer {self.id} names no slots; an empty transfer is never sent")
-        if self.keys is not None:
-            lengths = [*filter(None, lengths), len(self.keys)]
-        if min(lengths) != max(lengths):
-            keyed = "" if self.keys is None else f" and {len(self.keys)} keys"
-            raise InputError(
-                f"transfer {self.id}: {len(self.src_slots)} source slots for "
-                f"{len(self.dst_slots)} destination slots{keyed}; they must pair up"
-            )
 
     def __len__(self) -> int:
         return max(len(self.src_slots), len(self.dst_slots))

@@ -1,7 +1,8 @@
 """Ctrl-C at any line of a ferry: its pool stays whole, or it says that it must be closed.
 
 Seen to fail without ``Ferry._recover``: after an interrupt in ``Pool.reserve``, ``Pool.end`` and
-some 40 other places the pool failed its integrity check or kept a lease for ever.
+some 40 other places the pool failed its integrity check or kept a lease for ever. And while pins,
+hints and drops set no mark, an interrupt in one of them left pins miscounted.
 """
 
 from __future__ import annotations
@@ -53,6 +54,18 @@ def live(ferry: kvferry.Ferry, number: int) -> None:
     ferry.poll()
 
 
+def control(ferry: kvferry.Ferry, number: int) -> None:
+    """The verbs that act on blocks by their keys, and a reset."""
+    keys = keys_of(ferry, number - 1)  # which is there
+    ferry.pin(keys, 60)
+    ferry.hint(keys, {"continues": True})
+    ferry.unpin(keys)
+    ferry.hint(keys, {"ended": True})
+    ferry.drop(keys)
+    ferry.wait(ferry.store(keys, list(range(FEW))), 5)
+    ferry.reset()
+
+
 @contextmanager
 def interrupting(at: int, opcodes: bool) -> Iterator[list[int]]:
     """Raise KeyboardInterrupt at the line (or opcode) of this number, in code of kvferry."""
@@ -99,13 +112,16 @@ def lives_on(ferry: kvferry.Ferry) -> bool:
     return True
 
 
+@pytest.mark.parametrize("act", [live, control])
 @pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "opcodes"])
-def test_the_pool_is_whole_or_the_ferry_says_that_it_must_be_closed(opcodes: bool) -> None:
+def test_the_pool_is_whole_or_the_ferry_says_that_it_must_be_closed(
+    opcodes: bool, act: Callable[[kvferry.Ferry, int], None]
+) -> None:
     with attached() as ferry:
         for number in range(3):
             live(ferry, number)
         with interrupting(0, opcodes) as count:
-            live(ferry, 3)
+            act(ferry, 3)
     places = range(1, count[0] + 1)
     if SAMPLED:
         places = sorted(random.Random(os.environ.get("SEED")).sample(places, SAMPLED))  # type: ignore[assignment]
@@ -117,7 +133,7 @@ def test_the_pool_is_whole_or_the_ferry_says_that_it_must_be_closed(opcodes: boo
                 live(ferry, number)
             try:
                 with interrupting(at, opcodes):
-                    live(ferry, 3)
+                    act(ferry, 3)
             except KeyboardInterrupt:
                 pass
             ends[lives_on(ferry)] += 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.ferry import BlockTables
 from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.tickets import BlockTables
 from kvferry.transfer.layout import GroupLayout, describe
 
 MOST = 2**63 - 1
@@ -25,16 +25,19 @@ def test_with_several_groups_one_may_be_missing_but_not_wrong(wrong: int) -> Non
         BlockTables(layouts(7, 9)).whole([[NO_BLOCK, wrong], [8, 0]], before=0)
 
 
-def test_what_is_named_twice_is_found_among_all() -> None:
+def test_what_is_named_twice_is_found_in_the_places_that_count() -> None:
     tables = BlockTables(layouts(7, 5))
     rng = np.random.default_rng()
     for _ in range(200):
         blocks = rng.integers(NO_BLOCK, 7, int(rng.integers(0, 8)))
+        first, stop = sorted(rng.integers(0, 8, 2).tolist())
+        is_needed = bool(rng.integers(2))
+        needed = [range(first, stop), range(0)] if is_needed else []
+        counted = (blocks[first:stop] if is_needed else blocks[first:]).tolist()
+        given = [block for block in counted if block != NO_BLOCK]
         try:
-            tables.require_distinct([blocks], [range(len(blocks))])
+            tables.whole([blocks, blocks[:0]], before=first, needed=needed)
         except InputError:
-            given = [block for block in blocks.tolist() if block != NO_BLOCK]
             assert len(set(given)) < len(given), blocks
         else:
-            given = [block for block in blocks.tolist() if block != NO_BLOCK]
             assert len(set(given)) == len(given), blocks

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -183,12 +184,9 @@ class Eviction:
             num_followers_of=table.chains.num_children,
             is_idle=table.is_idle,
             can_go=table.can_go,
-            feeds_below=self._is_feeding_below,
+            feeds_below=partial(getattr, self, "feeds_below"),
         )
         self.feed.feed(policy(self._residents))
-
-    def _is_feeding_below(self) -> bool:
-        return self.feeds_below
 
     @property
     def policy(self) -> EvictionPolicy:

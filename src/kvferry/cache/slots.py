@@ -110,6 +110,7 @@ class LeaseOwner(Protocol):
         """Stop believing in the bytes; the slots stay claimed until the lease ends."""
 
 
+@dataclass(eq=False, slots=True, repr=False)
 class Lease:
     """A claim on ``slots``, made by a pool and given back to it exactly once.
 
@@ -117,20 +118,11 @@ class Lease:
     slots' state; the lease owns only the right to end the claim.
     """
 
-    __slots__ = ("_owner", "ended", "positions", "purpose", "slots")
-
-    def __init__(
-        self,
-        purpose: Purpose,
-        slots: SlotArray,
-        positions: SlotArray,
-        owner: LeaseOwner,
-    ) -> None:
-        self.purpose = purpose
-        self.slots = slots
-        self.positions = positions
-        self.ended: Ending | None = None
-        self._owner = owner
+    purpose: Purpose
+    slots: SlotArray
+    positions: SlotArray
+    _owner: LeaseOwner
+    ended: Ending | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

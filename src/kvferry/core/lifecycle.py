@@ -24,84 +24,84 @@ U = TypeVar("U")
 
 log = logging.getLogger(__name__)
 
-_process = [object()]
-"""Holds another object in every process, so that a forked child notices that it is one."""
+_here: weakref.WeakSet[Process] = weakref.WeakSet()
+"""What was made in this process."""
 
-os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
+
+def _leave_behind() -> None:
+    """In a forked child: nothing of the parent's belongs here."""
+    for each in tuple(_here):
+        each.is_another = True
+        each.thread = None
+    _here.clear()
+
+
+os.register_at_fork(after_in_child=_leave_behind)
 
 
 class Process:
     """The process in which this object was made: threads and mapped memory are not forked."""
 
-    __slots__ = ("_made_in", "_what")
+    __slots__ = ("__weakref__", "_what", "is_another", "thread")
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._made_in = _process[0]
-
-    @property
-    def is_another(self) -> bool:
-        return self._made_in is not _process[0]
+        self.is_another = False
+        """Whether this is a forked child."""
+        self.thread: threading.Thread | None = None
+        """The only thread that may use it, where it belongs to one."""
+        _here.add(self)
 
     def require(self) -> None:
         """StateError in a forked child, where waiting for a thread would never end."""
-        if self._made_in is not _process[0]:
+        if self.is_another:
             raise StateError(
                 f"{self._what} was made before this process was forked (now {os.getpid()}); its "
                 "threads and host memory stayed behind. Make one of its own after the fork"
             )
 
 
-class OneThread:
+class OneThread(Process):
     """The thread an object belongs to: the first that uses it, until it ends or hands it over.
 
     Two threads would break lists that one of them is changing, long before an error shows.
+    What is called often compares ``thread`` with its own, and calls :meth:`require` where they
+    differ.
     """
 
+    __slots__ = ("_lock", "is_closed")
+
     def __init__(self, what: str) -> None:
-        self._what = what
-        self._process = Process(what)
-        self._made_in = _process[0]
+        super().__init__(what)
         self.is_closed = False
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_forked(self) -> bool:
-        return self._process.is_another
 
     def close(self) -> None:
         """It must not be used any more."""
         self.is_closed = True
-        self._thread = None
+        self.thread = None
 
     def require(self) -> None:
-        """StateError, with both names, for any thread but its own; ClosedError once it is closed.
-
-        One comparison while all is well: it is called at every use.
-        """
-        # Not by thread numbers: the next thread has that of one that ended.
-        if current_thread() is not self._thread or self._made_in is not _process[0]:
-            self._process.require()
-            if self.is_closed:
-                raise ClosedError(f"{self._what} is closed")
-            self._take()
-
-    def hand_over(self) -> None:
-        """Let the next thread that uses it own it."""
-        self.require()
-        self._thread = None
-
-    def _take(self) -> None:
-        caller = current_thread()
+        """StateError, with both names, for any thread but its own; ClosedError once closed."""
+        caller = current_thread()  # not its number: the next thread has that of one that ended
+        if caller is self.thread:
+            return
+        super().require()
+        if self.is_closed:
+            raise ClosedError(f"{self._what} is closed")
         with self._lock:
-            owner = self._thread
+            owner = self.thread
             if owner is not None and owner is not caller and owner.is_alive():
                 raise StateError(
                     f"{self._what} belongs to thread {owner.name!r}, but {caller.name!r} used it; "
                     "call it from one thread, or let its own call hand_over() first"
                 )
-            self._thread = caller
+            self.thread = caller
+
+    def hand_over(self) -> None:
+        """Let the next thread that uses it own it."""
+        self.require()
+        self.thread = None
 
 
 class Closing(ABC):

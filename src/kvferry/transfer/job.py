@@ -129,6 +129,11 @@ class JobFactory:
             raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
         if not 0 <= transfer.group < len(self.layouts):
             raise InputError(f"there are {len(self.layouts)} groups, got group {transfer.group}")
+        if len(blocks) != len(slots) or not len(slots):
+            raise InputError(
+                f"transfer {transfer.id}: {len(blocks)} device blocks for {len(slots)} host slots; "
+                "they must pair up"
+            )
         layout = self.layouts[transfer.group]
         _require_within("device block", blocks, layout.num_blocks)
         _require_within("host slot", slots, self._num_slots)

@@ -81,7 +81,8 @@ class Stream:
         """Queue ``work`` and return at once."""
         if self._closed:
             raise ClosedError(f"stream {self.name} is closed")
-        self._process.require()
+        if self._process.is_another:
+            self._process.require()
         self._queue.put(work)
 
     def record(self) -> Event:
