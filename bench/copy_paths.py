@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from _copy_report import plot, report
+from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
@@ -238,7 +239,7 @@ class CopyBenchmark:
         self.effort = effort
         self.progress = progress
         self.rig = BenchRig(driver, host_bytes=520 * MiB)  # room for slots that are no neighbours
-        self.ours = open_paths(driver, ring_bytes=64 * MiB)
+        self.ours = open_paths(driver, ring_bytes=Config().staging_ring)
         self.paths: dict[str, CopyPath] = {**self.ours.paths, **(designs or {})}
 
     def run(self, command: str, *, only_large: bool = False) -> BenchResult:

@@ -265,8 +265,8 @@ class Config:
     """Tokens in one block."""
     copy_path: str = setting(AUTO_PATH, one_of(AUTO_PATH, *BY_NAME))
     """How blocks are copied; auto picks by measurement on this machine."""
-    staging_ring: int = setting(64 * MiB, SIZE)
-    """Device memory of the staged path's ring."""
+    staging_ring: int = setting(128 * MiB, SIZE)
+    """Device memory of the staged path's rings, half for each direction."""
     load_deadline: float = setting(30.0, SECONDS)
     """A load not finished by then is given up."""
     store_deadline: float = setting(30.0, SECONDS)

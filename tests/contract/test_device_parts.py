@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.contract.test_device_ordering import Mutant, compute_does_not_wait, ring_streams
+from tests.contract.test_device_ordering import Mutant, compute_does_not_wait, slot_streams
 from tests.fakes.kv import LAYOUTS, Kv, make_kv
 from tests.fakes.rig import INTERPRETED, LONG, PATHS, Rig
 
@@ -103,7 +103,7 @@ def layers_read(rig: Rig, order: Order) -> bool:
     parts = LayerParts.of(layout)
     late = {rig.stream(Direction.LOAD)}
     if rig.path == "staged":
-        late |= ring_streams(rig)[1]
+        late |= slot_streams(rig)
     rig.driver.timeline.frozen = rig.driver.timeline.late = late
     for block in blocks:
         rig.kv.set_block(block, b"\xee" * layout.block_bytes)

@@ -66,7 +66,7 @@ def _rows(
     row_bytes = RowShape(variant.wide, variant.steps).row_bytes
     bases, strides, sizes, offsets = _words(tables, 4 * num_segments).reshape(4, -1)
     # Read when the kernel runs, not when it is launched: ids that come too late are wrong ones.
-    blocks = np.array([ids]) if variant.single else _words(ids, num_blocks)
+    blocks = _words(ids, num_blocks)
     slots = np.arange(num_blocks)
     if not variant.linear:
         slots = _words(ids + 8 * num_blocks, num_blocks)

@@ -36,7 +36,7 @@ def _with_kernels(make_launcher: Callable[[Any], Launcher]) -> tuple[PathMaker, 
     return (
         lambda driver: KernelPath(driver, make_launcher(driver)),
         lambda driver: StagedPath(
-            driver, make_launcher(driver), ring_bytes=1 << 14, edges=(64, 64, 64)
+            driver, make_launcher(driver), ring_bytes=1 << 14, edges=(64, 64)
         ),
     )
 

@@ -114,10 +114,7 @@ def test_a_receipt_waits_for_the_streams_of_the_ring(
         driver = Spiteful(seed=seed)
         rig = Rig(make_kv("split", page=1024), path="staged", driver=driver, seed=seed)
         transfer_works(rig)
-        ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
-        slots = [ring._alone, *ring._shared.values()]
-        streams = {slot.stream for s in slots for slot in (*s.large, s.small)}
-        driver.timeline.late = {ring.inbound, ring.bypass, ring.for_ids, *streams}
+        driver.timeline.late = set(rig.engine._paths["staged"].streams)
         driver.copies_until_refusal = nth
         driver.refuses_fence_too = fence == "fence refused"
         blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]

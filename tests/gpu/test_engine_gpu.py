@@ -87,7 +87,7 @@ def make_path(driver: Driver, path: str, stack: ExitStack) -> Path:
     stack.callback(launcher.close)
     if path == "kernel":
         return KernelPath(driver, launcher)
-    return StagedPath(driver, launcher, ring_bytes=64 << 20)
+    return StagedPath(driver, launcher, ring_bytes=128 << 20)
 
 
 def layers(segment: int, num_layers: int, *, gap: int = 0, offset: int = 0) -> tuple[int, Make]:

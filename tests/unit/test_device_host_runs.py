@@ -37,29 +37,41 @@ class Recorder:
         self.copies += zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True)
 
 
-def job(slots: list[int], *, pitch: int = BLOCK, chunk: int | None = None) -> CopyJob:
+def job(
+    slots: list[int],
+    *,
+    pitch: int = BLOCK,
+    chunk: int | None = None,
+    direction: Direction = Direction.STORE,
+) -> CopyJob:
     layout = GroupLayout(
         bases=np.array([0]), strides=np.array([BLOCK]), sizes=np.array([BLOCK]), num_blocks=100
     )
     ids = np.array(slots, dtype=np.int64)
-    return CopyJob(Direction.STORE, layout, ids, ids, HOST, pitch, chunk)
+    return CopyJob(direction, layout, ids, ids, HOST, pitch, chunk)
 
 
-def copies_of(given_job: CopyJob, way: str, start: int, end: int) -> list[tuple[int, int, int]]:
+def copies_of(given_job: CopyJob, start: int, end: int) -> list[tuple[int, int, int]]:
     driver: Any = Recorder()
-    getattr(HostRuns(given_job), way)(driver, start, end, RING, stream=9)
-    return [
-        (src, dst, size) if way == "store" else (dst, src, size) for dst, src, size in driver.copies
-    ]
+    HostRuns(given_job).copy(driver, start, end, RING, stream=9)
+    if given_job.direction is Direction.LOAD:
+        return driver.copies
+    return [(src, dst, size) for dst, src, size in driver.copies]
 
 
 @given(
     st.permutations(range(12)), st.integers(0, 12 * BLOCK - 1), st.integers(1, 12 * BLOCK),
     st.sampled_from([None, BLOCK, 3 * BLOCK]), st.sampled_from([BLOCK, BLOCK + 16]),
-    st.sampled_from([1, BLOCK, 2 * BLOCK, 1 << 20]),
+    st.sampled_from(Direction), st.sampled_from([1, 5, 16]),
 )  # fmt: skip
 def test_every_byte_goes_to_its_place(
-    slots: list[int], start: int, length: int, chunk: int | None, pitch: int, single_bytes: int
+    slots: list[int],
+    start: int,
+    length: int,
+    chunk: int | None,
+    pitch: int,
+    direction: Direction,
+    most: int,
 ) -> None:
     chunk = None if chunk is None else chunk // BLOCK * pitch
     end = min(start + length, 12 * BLOCK)
@@ -67,18 +79,16 @@ def test_every_byte_goes_to_its_place(
         RING + byte - start: HOST + slots[byte // BLOCK] * pitch + byte % BLOCK
         for byte in range(start, end)
     }
-    given_job = job(slots, pitch=pitch, chunk=chunk)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(direct, "SINGLE_BYTES", single_bytes)
-        both = [copies_of(given_job, way, start, end) for way in ("store", "load")]
-    for copies in both:
-        found = {}
-        for ring, host, size in copies:
-            if chunk is not None:
-                assert (host - HOST) // chunk == (host + size - 1 - HOST) // chunk
-            found.update({ring + i: host + i for i in range(size)})
-        assert found == expected
-        assert sum(size for *_, size in copies) == end - start
+        patched.setattr(direct, "MAX_CALL", most)
+        copies = copies_of(job(slots, pitch=pitch, chunk=chunk, direction=direction), start, end)
+    found = {}
+    for ring, host, size in copies:
+        if chunk is not None:
+            assert (host - HOST) // chunk == (host + size - 1 - HOST) // chunk
+        found.update({ring + i: host + i for i in range(size)})
+    assert found == expected
+    assert sum(size for *_, size in copies) == end - start
 
 
 def heads_one_by_one(given_job: CopyJob) -> list[int]:

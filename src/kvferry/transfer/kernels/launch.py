@@ -32,10 +32,6 @@ MIN_IDS = 8192
 MAX_BUFFERS = 64
 """Jobs whose ids may be in flight at once; one more waits for the oldest."""
 
-MAX_READ_IN_PLACE = 64
-"""Up to this many blocks the kernel reads the ids over the link, in less time than a copy takes to
-start. Beyond it the reads would delay the bytes."""
-
 
 @dataclass(eq=False)
 class _Buffer:
@@ -51,49 +47,34 @@ class _Buffer:
 class IdBuffers:
     """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time.
 
-    A buffer holds the block ids of a job and then its slot numbers. It is taken by ``write`` and
+    A buffer holds the block ids of a job and then its slot numbers. It is taken by ``put`` and
     free again when the event recorded by ``fence`` is reached. A pageable buffer would make the
     copy to the device wait for the stream, and the caller with it.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._count = 0
         self._buffers: list[_Buffer] = []  # the one used last at the end
         self._taken: _Buffer | None = None
-        self.was_idle = True
-        """Whether all that was fenced before the last ``write`` had been reached by then."""
-        self.is_sent = False
-        """Whether what was last written has been sent."""
 
     def prepare(self) -> None:
         """Have buffers for all parts of a job before the first one."""
         while len(self._buffers) < NUM_PARTS:
             self._buffers.append(self._make(MIN_IDS))
 
-    def put(self, job: CopyJob, stream: int) -> int:
-        """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read."""
-        address = self.write(job)
-        return address if len(job.device_blocks) <= MAX_READ_IN_PLACE else self.send(stream)
+    def put(self, job: CopyJob, stream: int, *, in_place: int = 0) -> int:
+        """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read.
 
-    def write(self, job: CopyJob) -> int:
-        """Write the ids of ``job``; returns where a kernel may read them over the link."""
+        It is on the device or, for up to ``in_place`` blocks, in host memory.
+        """
         count = len(job.device_blocks)
         buffer = self._taken = self._take(2 * count)
-        self._count = 2 * count
-        self.is_sent = False
         buffer.is_fenced = False
-        ids = buffer.ids
-        ids[:count] = job.device_blocks
-        ids[count : 2 * count] = job.host_slots
-        return buffer.host
-
-    def send(self, stream: int) -> int:
-        """Queue the copy of what was last written; returns its address on the device."""
-        buffer = self._taken
-        assert buffer is not None, "ids are written before they are sent"
-        self._driver.copy_async(buffer.device, buffer.host, 8 * self._count, stream)
-        self.is_sent = True
+        buffer.ids[:count] = job.device_blocks
+        buffer.ids[count : 2 * count] = job.host_slots
+        if count <= in_place:
+            return buffer.host
+        self._driver.copy_async(buffer.device, buffer.host, 16 * count, stream)
         return buffer.device
 
     def fence(self, stream: int) -> None:
@@ -119,11 +100,7 @@ class IdBuffers:
             buffer.handles.close()
 
     def _take(self, count: int) -> _Buffer:
-        """A free buffer of at least ``count`` ids: the one used last, else the one idle longest."""
-        last = self._buffers[-1] if self._buffers else None
-        self.was_idle = last is None or self._is_free(last)
-        if last is not None and self.was_idle and last.ids.size >= count:
-            return last
+        """A free buffer of at least ``count`` ids: the one idle longest."""
         while True:
             for index, buffer in enumerate(self._buffers):
                 if buffer.ids.size >= count and self._is_free(buffer):
@@ -305,14 +282,12 @@ class Variant:
     wide: bool
     steps: int
     warps: int
-    single: bool = False
 
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments. One row per warp: see the kernel."""
         return {
             "TO_PACKED": self.to_packed,
             "LINEAR": self.linear,
-            "SINGLE": self.single,
             "UNIFORM": self.uniform,
             "WIDE": self.wide,
             "ROWS": self.warps,
@@ -320,9 +295,9 @@ class Variant:
         }
 
 
-def widest(*, to_packed: bool, warps: int, linear: bool = False, single: bool = False) -> Variant:
+def widest(*, to_packed: bool, warps: int, linear: bool = False) -> Variant:
     """The variant for equal segments of multiples of 4 KiB: what most engines have."""
-    return Variant(to_packed, linear, True, wide=True, steps=8, warps=warps, single=single)
+    return Variant(to_packed, linear, uniform=True, wide=True, steps=8, warps=warps)
 
 
 Launch = Callable[[int, CopyArguments, int], None]
@@ -470,10 +445,7 @@ class Prepared:
     arguments: CopyArguments
 
     def begin(self, job: CopyJob, ids: int) -> CopyArguments:
-        """The arguments for all rows of ``job``; the path adds the address of the packed side.
-
-        ``ids`` is the address of the ids or, for a single block, its number.
-        """
+        """The arguments for all rows of ``job``; the path adds the address of the packed side."""
         arguments = self.arguments
         num_blocks = len(job.device_blocks)
         num_rows = num_blocks * self.rows.rows_per_block
@@ -489,24 +461,16 @@ class Prepared:
 class Kernels:
     """Owns what is prepared, per layout and direction; leaves the launcher to its owner.
 
-    ``linear`` for packed memory without slot numbers: a ring or (``single``) the one slot of a job
-    of one block. The tables of a layout are uploaded once, never per transfer.
+    ``linear`` for a ring: packed memory without slot numbers. The tables of a layout are uploaded
+    once, never per transfer.
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        launcher: Launcher,
-        grid: Grid,
-        *,
-        linear: bool = False,
-        single: bool = False,
+        self, driver: Driver, launcher: Launcher, grid: Grid, *, linear: bool = False
     ) -> None:
         self._launcher = launcher
         self._grid = grid
-        self._linear = linear or single
-        self._single = single
-        self._is_ring = linear and not single
+        self._linear = linear
         self._driver = driver
         self._lock = threading.Lock()  # both directions may prepare at once
         # Layouts are kept alive, so that an id is never that of another one.
@@ -544,7 +508,7 @@ class Kernels:
 
     def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
         # Only host slots can be aligned worse than the layout; a ring never is.
-        alignment = 0 if self._is_ring else math.gcd(job.host_base, job.host_pitch)
+        alignment = 0 if self._linear else math.gcd(job.host_base, job.host_pitch)
         return id(job.layout), job.direction, alignment
 
     def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
@@ -556,7 +520,6 @@ class Kernels:
             wide=rows.shape.wide,
             steps=rows.shape.steps,
             warps=self._grid.warps,
-            single=self._single,
         )
         arguments = CopyArguments(
             tables=address,

@@ -38,7 +38,6 @@ def row_addresses(
     ROW_BYTES: tl.constexpr,
     UNIFORM: tl.constexpr,
     LINEAR: tl.constexpr,
-    SINGLE: tl.constexpr,
 ):
     """Paged address, packed address and length in bytes of each row; length 0 beyond the end."""
     live = row < last_row
@@ -58,15 +57,12 @@ def row_addresses(
         offset = tl.load(table + 3 * num_segments + segment, mask=live, other=0)
     base = tl.load(table + segment, mask=live, other=0)
     stride = tl.load(table + num_segments + segment, mask=live, other=0)
-    if SINGLE:
-        block = ids.to(tl.int64)
-    else:
-        block = tl.load(ids.to(tl.pointer_type(tl.int64)) + index, mask=live, other=0)
+    id_table = ids.to(tl.pointer_type(tl.int64))
+    block = tl.load(id_table + index, mask=live, other=0)
     if LINEAR:
         slot = index.to(tl.int64)
     else:
-        slot_table = ids.to(tl.pointer_type(tl.int64)) + num_blocks
-        slot = tl.load(slot_table + index, mask=live, other=0)
+        slot = tl.load(id_table + num_blocks + index, mask=live, other=0)
     paged = base + block * stride + start
     packed = packed_base + slot * packed_pitch + offset + start
     length = tl.where(live, tl.minimum(size - start, ROW_BYTES), 0)
@@ -89,7 +85,6 @@ def copy_rows(
     last_row,
     TO_PACKED: tl.constexpr,
     LINEAR: tl.constexpr,
-    SINGLE: tl.constexpr,
     UNIFORM: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,7 +94,6 @@ def copy_rows(
 
     ``ids`` holds ``num_blocks`` block ids and then, unless ``LINEAR``, as many slot numbers.
     Under ``LINEAR`` block ``i`` of the job is slot ``i``: the packed side is one run, no slots.
-    Under ``SINGLE`` there is one block and ``ids`` is its number, which saves a read over the link.
     ``WIDE``: all addresses and lengths are multiples of 16 bytes, so every access moves 16.
 
     Otherwise a row is written in words of 8 bytes from the first whole word of its target on. Each
@@ -125,7 +119,7 @@ def copy_rows(
     row = first_tile + tl.arange(0, ROWS)
     paged, packed, length = row_addresses(
         row, last_row, ids, num_blocks, tables, num_segments, segment_bytes, packed_base,
-        packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR, SINGLE,
+        packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR,
     )  # fmt: skip
     for _tile in range(first_tile, last_row, stride):
         source = paged if TO_PACKED else packed
@@ -156,7 +150,7 @@ def copy_rows(
         row += stride
         paged, packed, length = row_addresses(
             row, last_row, ids, num_blocks, tables, num_segments, segment_bytes, packed_base,
-            packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR, SINGLE,
+            packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR,
         )  # fmt: skip
         for step in tl.static_range(STEPS):
             is_inside = lane + step * LANES < end
