@@ -20,7 +20,6 @@ from kvferry.telemetry import source as inboxes
 from kvferry.telemetry.http import MAX_BODY_BYTES
 from kvferry.tools.cli.commands import kvferry as cli
 from kvferry.tools.cli.top import Screen
-from kvferry.tools.top.scrape import Explained, read_as
 from kvferry.tools.top.view import Watch
 
 TOKEN = "a-token-of-sixteen-or-more"
@@ -175,26 +174,6 @@ def test_whatever_is_posted_with_the_token_is_answered_in_short_words(polled, ra
     assert order(polled.url, "lookup", {"tokens": TOKENS})[1]["host_tokens"] == 64
 
 
-def test_clients_without_the_token_do_not_delay_clients_with_it(polled):
-    """Half of them never say anything; half say much, and are refused before it is read."""
-    parts = urlsplit(polled.url)
-    crowd = [socket.create_connection((parts.hostname, parts.port), timeout=30) for _ in range(60)]
-    try:
-        for number, sock in enumerate(crowd):
-            if number % 2:
-                head = "POST /control/pin HTTP/1.1\r\nHost: localhost\r\n"
-                sock.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode() + b"x" * 4096)
-        for _ in range(3):
-            status, told = order(polled.url, "lookup", {"tokens": TOKENS})
-            assert (status, told["host_tokens"]) == (200, 64)
-        for number, sock in enumerate(crowd):
-            if number % 2:
-                assert sock.recv(64).startswith(b"HTTP/1.0 401")
-    finally:
-        for sock in crowd:
-            sock.close()
-
-
 def test_other_pages_and_other_methods_take_no_orders(polled):
     assert order(polled.url, "nonsense", {})[0] == 404
     assert order(polled.url, "lookup", {"request_id": "never-heard-of"})[0] == 404
@@ -209,18 +188,6 @@ def test_other_pages_and_other_methods_take_no_orders(polled):
         connection.request(method, path, "{}", {"Authorization": f"Bearer {TOKEN}"})
         assert connection.getresponse().status in (404, 501)
         connection.close()
-
-
-def test_control_is_off_unless_told():
-    running = Polled()
-    try:
-        parts = urlsplit(running.url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
-        connection.request("POST", "/control/drop", "{}", {"Authorization": f"Bearer {TOKEN}"})
-        assert connection.getresponse().status == 501
-        connection.close()
-    finally:
-        running.close()
 
 
 def send(url: str, data: bytes) -> bytes:
@@ -346,14 +313,5 @@ def test_what_is_held_and_whose_is_shown():
             Console(file=out, width=100).print(Screen(view))
             assert "Pinned: 4 blocks (host)" in out.getvalue()
             assert "Tenant none: 4 slots" in out.getvalue()
-        told = read_as(
-            Explained,
-            {
-                "request_id": "a",
-                "hints": {"pin_seconds": 3},
-                "refused": ["2 blocks are not kept"],
-            },
-        )
-        assert (told.hints, told.refused) == ({"pin_seconds": 3}, ("2 blocks are not kept",))
     finally:
         running.close()

@@ -25,7 +25,7 @@ from kvferry.tools.demo import engine as offload
 from kvferry.tools.demo import parts
 from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.parts import Scenario, run_restart
-from kvferry.tools.demo.runs import Part
+from kvferry.tools.demo.report import Part
 from kvferry.tools.demo.workload import Chat
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Transfer

@@ -26,7 +26,7 @@ from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
 from kvferry.tools.demo.parts import fleet_part
-from kvferry.tools.demo.runs import Run
+from kvferry.tools.demo.report import Run
 from kvferry.tools.demo.servers import ServerProcesses, ServerSetup
 
 TINY = (

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from kvferry.config import Config
-from kvferry.core.keys import KEY_BYTES, Key
-from kvferry.errors import InputError, StateError
+from kvferry.errors import InputError
 from kvferry.tools.demo import engine as engine_module
-from kvferry.tools.demo.blocks import BlockPool, ServedRequest, ServedState
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
+from kvferry.tools.demo.blocks import ServedRequest, ServedState
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -58,20 +57,6 @@ def build() -> Iterator[Build]:
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
-
-
-@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=["full", "hybrid"])
-@pytest.mark.parametrize("host_bytes", [0, MEBIBYTE], ids=["alone", "with kvferry"])
-def test_tokens_ignore_device_size_step_size_and_loads(
-    build: Build, shape: ModelShape, host_bytes: int
-) -> None:
-    roomy = build(CHAT.num_blocks(16), shape=shape)
-    tight = build(20, shape=shape, host_bytes=host_bytes, step_tokens=5)
-    assert serve(roomy, CHAT).answers() == serve(tight, CHAT).answers()
-    assert (tight.counts.num_loaded_tokens > 0) is bool(host_bytes)
-    assert tight.counts.num_failed_load_tokens == 0
-    if not host_bytes:
-        assert tight.counts.num_prefill_tokens > roomy.counts.num_prefill_tokens
 
 
 def test_a_prompt_fully_cached_still_computes_its_last_token(build: Build) -> None:
@@ -143,10 +128,3 @@ def test_refuses_what_cannot_be_served(build: Build) -> None:
     with pytest.raises(InputError, match="a block has 6144 bytes, host memory of 100 bytes"):
         build(4, host_bytes=100)
     loop.run()
-    pool = BlockPool(1)
-    with pytest.raises(StateError, match="2 device blocks asked for, 1 are free"):
-        pool.allocate(2)
-    with pytest.raises(StateError, match="released, but has no holder"):
-        pool.release([0])
-    with pytest.raises(StateError, match="has no holder"):
-        pool.publish(0, Key(bytes(KEY_BYTES)))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -145,24 +141,3 @@ def served(shape: ModelShape, tokens: np.ndarray, cuts: list[int], *, mixed: boo
 def test_kv_bytes_ignore_chunks_and_batch(shape: ModelShape, cuts: list[int], mixed: bool) -> None:
     tokens = prompt(200)
     assert served(shape, tokens, cuts, mixed=mixed) == served(shape, tokens, [], mixed=False)
-
-
-@pytest.mark.parametrize("threads", ["1", "2"])
-def test_kv_bytes_ignore_the_schedule_for_any_number_of_threads(threads: str) -> None:
-    """Within one process, however many threads its matrix library was given."""
-    names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-    subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | dict.fromkeys(names, threads),
-        check=True,
-        timeout=60,
-    )
-
-
-if __name__ == "__main__":
-    # The sizes users see take other code paths in the matrix library than tiny ones.
-    SIZE = ModelShape(num_layers=2, windows=(None, 64))
-    WHOLE = served(SIZE, prompt(330), [], mixed=False)
-    assert served(SIZE, prompt(330), [100, 101, 300], mixed=True) == WHOLE
-    assert served(SIZE, prompt(330), list(range(326, 330)), mixed=False) == WHOLE
-    test_kv_bytes_ignore_chunks_and_batch(HYBRID, [1, 50, 151], mixed=True)

@@ -8,7 +8,6 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -104,7 +103,7 @@ def test_any_text_is_an_error_or_a_view(some, with_good):
         reading = parse(text, at=0.0)
     except ValueError:
         return
-    assert all(math.isfinite(value) and value >= 0 for value in reading.values.values())
+    assert all(0 <= value < math.inf for some in reading.values.values() for value in some.values())
     show(text)
 
 
@@ -122,9 +121,3 @@ def test_any_json_is_an_error_or_can_be_shown(data):
         cli_explain.put_recent(read_as(Recent, answer), console)
     with suppress(ValueError):
         cli_explain.put_explained(read_as(Explained, answer), console)
-
-
-def test_deep_json_is_an_error():
-    for body in (b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900):
-        with pytest.raises(ValueError, match=r"too deep|wrong type"):
-            read_as(Recent, read_json(body) | {"requests": 5})

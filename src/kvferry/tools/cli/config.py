@@ -56,7 +56,9 @@ def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
         table.add_row(*(Text(row[key], style) for key in ("name", "value", "source", "help")))
     console.print(table)
     if not all and not changed:
-        console.print(f"{len(describe()) - len(rows)} advanced settings have their defaults: --all")
+        console.print(
+            f"{len(describe()) - len(rows)} more settings have their defaults. --all shows them."
+        )
 
 
 def _rows(file: Path | None) -> list[dict[str, Any]]:

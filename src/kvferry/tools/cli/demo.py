@@ -21,8 +21,7 @@ from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.model import ModelShape, limit_matrix_threads
 from kvferry.tools.demo.mooncake_master import require_mooncake
 from kvferry.tools.demo.parts import Scenario, compare, run_fleet, run_restart
-from kvferry.tools.demo.report import render
-from kvferry.tools.demo.runs import OnTurn, Part
+from kvferry.tools.demo.report import OnTurn, Part, render
 from kvferry.tools.demo.workload import Chat
 from kvferry.tools.words import show_seconds
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from kvferry.config import Config
@@ -21,7 +18,7 @@ from kvferry.errors import ConfigError, KvferryError, StoreError
 from kvferry.settings.tiers import DiskSettings
 from kvferry.tiers.disk.quota import StoreFolder, stores_under
 from kvferry.tiers.disk.store import StoreSummary, list_stores, purge_store, verify_store
-from kvferry.tools.cli.output import as_json_option, grid, unbroken
+from kvferry.tools.cli.output import as_json_option, grid, progress, unbroken
 from kvferry.tools.words import clean, counted
 
 NOT_RIGHT = 1
@@ -239,7 +236,7 @@ def _cells(summary: StoreSummary) -> tuple[str, ...]:
 
 def _verified(store: Path, key: bytes | None, *, is_quiet: bool) -> dict[str, Any]:
     try:
-        with _progress(store, is_hidden=is_quiet) as follow:
+        with progress(clean(store.name), is_hidden=is_quiet) as follow:
             report = verify_store(store, key, follow)
     except (KvferryError, OSError) as error:
         return {"store": str(store), "sound": False, "error": str(error)}
@@ -267,13 +264,3 @@ def _put_verified(row: dict[str, Any]) -> None:
             f"{some or 'none'}); journal: {row['journal']}. They are never served. Check the drive",
             err=True,
         )
-
-
-@contextmanager
-def _progress(store: Path, *, is_hidden: bool) -> Iterator[Callable[[int, int], None]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    is_hidden = is_hidden or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task(clean(store.name), total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from kvferry.config import Config
@@ -20,7 +19,7 @@ from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, RemoteSettings, read_remote
 from kvferry.tiers.remote.tier import require_packages
-from kvferry.tools.cli.output import as_json_option, grid, unbroken
+from kvferry.tools.cli.output import as_json_option, grid, progress, unbroken
 from kvferry.tools.words import clean, counted
 
 _BATCH = 1000
@@ -163,11 +162,11 @@ def _find(
 
     found = dict[str, NamespaceUse]()
     num_listed = 0
-    with _failing(where), _progress("Listing objects", is_hidden=is_quiet) as follow:
+    with _failing(where), progress("Listing objects", is_hidden=is_quiet) as follow:
         store = open_bucket(where, os.environ)
         for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
             num_listed += len(page)
-            follow(num_listed)
+            follow(num_listed, None)
             for each in filter(lambda each: wants(each.modified), page):
                 here = found.setdefault(each.namespace, NamespaceUse(each.namespace))
                 here.add(each.path, each.num_bytes, each.modified)
@@ -183,14 +182,13 @@ def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> int:
     from kvferry.tiers.remote.stores import open_bucket
 
     num_removed = 0
-    words = f"Removing {len(paths):,} objects"
     try:
-        with _failing(where), _progress(words, is_hidden=is_quiet) as follow:
+        with _failing(where), progress("Removing objects", is_hidden=is_quiet) as follow:
             store = open_bucket(where, os.environ)
             for at in range(0, len(paths), _BATCH):
                 remove(store, paths[at : at + _BATCH])
                 num_removed = min(at + _BATCH, len(paths))
-                follow(num_removed)
+                follow(num_removed, len(paths))
     finally:
         if num_removed < len(paths):
             click.echo(f"{num_removed:,} of {len(paths):,} objects were removed.", err=True)
@@ -228,13 +226,3 @@ def _show(found: list[NamespaceUse], console: Console) -> None:
     console.print(table)
     size = rounded_size(sum(each.num_bytes for each in found))
     console.print(f"{counted(sum(len(each.paths) for each in found), 'object')}, {size} (UTC)")
-
-
-@contextmanager
-def _progress(words: str, *, is_hidden: bool) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,}"))
-    is_hidden = is_hidden or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task(words, total=None)
-        yield lambda done: progress.update(task, completed=done)

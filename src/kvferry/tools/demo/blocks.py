@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -28,9 +28,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.index: dict[Key, int] = {}
         self._num_holders = [0] * num_blocks
         self._keys: list[Key | None] = [None] * num_blocks
-        self._index: dict[Key, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_allocated = 0
 
@@ -43,19 +43,8 @@ class BlockPool:
         keyed = ((self._keys[block], block) for block in islice(self._free, count))
         return [(key, block) for key, block in keyed if key is not None]
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._index
-
-    def acquire(self, keys: Iterable[Key]) -> list[int]:
-        """Hold and return the blocks of these keys. The pool must have all of them."""
-        blocks = [self._index[key] for key in keys]
-        self.hold(blocks)
-        return blocks
-
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` oldest free blocks and forget their content."""
-        if count > len(self._free):
-            raise StateError(f"{count} device blocks asked for, {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._forget(block)
@@ -72,6 +61,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Count one holder less. Give the blocks in order: the last one is reused first."""
         for block in reversed(blocks):
+            if block == NO_BLOCK:
+                continue
             if self._num_holders[block] < 1:
                 raise StateError(f"device block {block} was released, but has no holder")
             self._num_holders[block] -= 1
@@ -82,31 +73,23 @@ class BlockPool:
 
     def publish(self, block: int, key: Key) -> None:
         """Index a held block by its key. A key that is indexed already keeps its block."""
-        if not self._num_holders[block]:
-            raise StateError(f"device block {block} has no holder, so its content can change")
-        if key not in self._index:
+        if key not in self.index:
             self._forget(block)
-            self._index[key] = block
-            self._keys[block] = key
+            self.index[key], self._keys[block] = block, key
 
-    def check_integrity(self, *, num_held: int | None = None) -> None:
-        """Prove that free + held == total and that the index and the blocks' keys agree."""
+    def check_integrity(self, *, num_held: int) -> None:
+        """Prove that so many blocks are held and that the index and the blocks' keys agree."""
         total = len(self._num_holders)
         held = total - self._num_holders.count(0)
-        if held + len(self._free) != total:
-            raise IntegrityError(f"{held} held + {len(self._free)} free != {total}")
-        if any(self._num_holders[block] for block in self._free):
-            raise IntegrityError("a free device block has a holder")
-        if self._index != {key: at for at, key in enumerate(self._keys) if key is not None}:
+        if held != num_held or held + len(self._free) != total:
+            raise IntegrityError(f"{held} held, {num_held} expected, {len(self._free)} free")
+        if self.index != {key: at for at, key in enumerate(self._keys) if key is not None}:
             raise IntegrityError("the index and the keys of the blocks differ")
-        if num_held is not None and held != num_held:
-            raise IntegrityError(f"{held} device blocks are held, expected {num_held}")
 
     def _forget(self, block: int) -> None:
-        key = self._keys[block]
+        key, self._keys[block] = self._keys[block], None
         if key is not None:
-            del self._index[key]
-            self._keys[block] = None
+            del self.index[key]
 
 
 Tables = list[list[int]]
@@ -133,52 +116,41 @@ class DeviceMemory:
         """Blocks allocated so far, over all groups."""
         return sum(pool.num_allocated for pool in self.pools)
 
-    def new_tables(self) -> Tables:
-        return [[] for _ in self.groups]
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of each group that so many tokens take."""
+        return -(-num_tokens // self.block_tokens)
 
     def acquire(self, keys: Keys) -> tuple[int, Tables]:
         """Find the longest hit in all groups. Returns its tokens and tables with its blocks."""
-        present = [np.array([key in pool for key in keys], dtype=np.bool_) for pool in self.pools]
-        num_tokens = reach.longest_hit(self.groups, present, len(keys) * self.block_tokens)
-        tables = self.new_tables()
+        found = [np.array([key in pool.index for key in keys], np.bool_) for pool in self.pools]
+        num_tokens = reach.longest_hit(self.groups, found, len(keys) * self.block_tokens)
+        tables: Tables = [[] for _ in self.groups]
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             needed = reach.needed(group, num_tokens)
-            table += [NO_BLOCK] * (num_tokens // self.block_tokens - len(needed))
-            table += pool.acquire(keys[needed.start : needed.stop])
+            blocks = [pool.index[key] for key in keys[needed.start : needed.stop]]
+            pool.hold(blocks)
+            table += [NO_BLOCK] * (num_tokens // self.block_tokens - len(blocks)) + blocks
         return num_tokens, tables
 
-    def can_ever_hold(self, num_tokens: int, step_tokens: int) -> bool:
-        """Whether one request of this length fits the empty device."""
-        most = [_most_blocks(group, num_tokens, step_tokens) for group in self.groups]
-        return max(most) <= self.num_blocks
-
-    def can_hold(self, requests: Iterable[tuple[Tables, int]], step_tokens: int) -> bool:
-        """Whether these requests, with the tables they have, could all grow to their lengths."""
-        missing = [0] * len(self.groups)
-        for tables, num_tokens in requests:
-            for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-                num_held = len(table) - table.count(NO_BLOCK)
-                missing[g] += max(0, _most_blocks(group, num_tokens, step_tokens) - num_held)
-        return all(n <= pool.num_free for pool, n in zip(self.pools, missing, strict=True))
-
-    def can_grow(self, tables: Tables, num_tokens: int) -> bool:
-        """Whether there are blocks for every token up to ``num_tokens``, in all groups."""
-        needed = self._num_blocks(num_tokens)
-        pairs = zip(self.pools, tables, strict=True)
-        return all(needed - len(table) <= pool.num_free for pool, table in pairs)
+    def can_grow(self, *requests: tuple[Tables, int]) -> bool:
+        """Whether these tables could all grow to cover so many tokens."""
+        return all(
+            sum(max(0, self.blocks_for(n) - len(tables[g])) for tables, n in requests)
+            <= pool.num_free
+            for g, pool in enumerate(self.pools)
+        )
 
     def grow(self, tables: Tables, num_tokens: int) -> None:
         """Make the tables cover every token up to ``num_tokens``, to compute them."""
         for pool, table in zip(self.pools, tables, strict=True):
-            table += pool.allocate(max(0, self._num_blocks(num_tokens) - len(table)))
+            table += pool.allocate(max(0, self.blocks_for(num_tokens) - len(table)))
 
     def grow_for_load(self, tables: Tables, num_tokens: int, computed_tokens: int) -> None:
         """Make the tables hold what a hit of ``num_tokens`` needs beyond ``computed_tokens``."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             needed = reach.needed(group, num_tokens, computed_tokens=computed_tokens)
             num_missing = num_tokens // self.block_tokens - len(table)
-            table += [NO_BLOCK] * (num_missing - len(needed))
-            table += pool.allocate(len(needed))
+            table += [NO_BLOCK] * (num_missing - len(needed)) + pool.allocate(len(needed))
 
     def publish(self, tables: Tables, keys: Keys, blocks: range) -> None:
         """Index the blocks at these positions by their keys."""
@@ -190,31 +162,20 @@ class DeviceMemory:
     def trim(self, tables: Tables, num_tokens: int) -> None:
         """Release the blocks that no token from ``num_tokens`` on can see."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            passed = max(0, group.first_token(num_tokens)) // self.block_tokens
-            pool.release([block for block in table[:passed] if block != NO_BLOCK])
-            table[:passed] = [NO_BLOCK] * min(passed, len(table))
+            passed = min(max(0, group.first_token(num_tokens)) // self.block_tokens, len(table))
+            pool.release(table[:passed])
+            table[:passed] = [NO_BLOCK] * passed
 
     def cut(self, tables: Tables, num_tokens: int) -> None:
         """Release everything from ``num_tokens`` on."""
+        first = self.blocks_for(num_tokens)
         for pool, table in zip(self.pools, tables, strict=True):
-            first = self._num_blocks(num_tokens)
-            pool.release([block for block in table[first:] if block != NO_BLOCK])
+            pool.release(table[first:])
             del table[first:]
 
-    def check_integrity(self, *, num_held: int | None = None) -> None:
+    def check_integrity(self, *, num_held: int) -> None:
         for pool in self.pools:
             pool.check_integrity(num_held=num_held)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_tokens)
-
-
-def _most_blocks(group: reach.Group, num_tokens: int, step_tokens: int) -> int:
-    """Blocks one request can hold at a time on its way to ``num_tokens``."""
-    everything = -(-num_tokens // group.block_tokens)
-    if group.look_back is None:
-        return everything
-    return min(everything, -(-(group.look_back + step_tokens) // group.block_tokens) + 1)
 
 
 class ServedState(Enum):
@@ -271,11 +232,9 @@ class ServedRequest:
     """Leading blocks that the prefix cache knows."""
 
     first_token_at: float | None = None
-    finished_at: float | None = None
     num_device_hits: int = 0
     num_loaded: int = 0
     num_prefilled: int = 0
-    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or self.max_new_tokens < 1:

@@ -242,12 +242,12 @@ class Engine:
                 f"request {request.id} may grow to {longest} tokens; "
                 f"the model ends at {self.runner.max_tokens}"
             )
-        if not self.memory.can_ever_hold(longest, self.limits.step_tokens):
+        if self.memory.blocks_for(longest) > self.memory.num_blocks:
             raise InputError(
                 f"request {request.id} may grow to {longest} tokens; "
                 f"{self.memory.num_blocks} device blocks of {self._block_tokens} cannot hold it"
             )
-        request.tables = self.memory.new_tables()
+        request.tables = [[] for _ in self.memory.groups]
         self._requests[request.id] = request
         insort(self._waiting, request, key=_turn)
 
@@ -359,9 +359,7 @@ class Engine:
     def _fits(self, request: ServedRequest) -> bool:
         """Whether this request and all admitted ones could grow to their lengths."""
         admitted = (r for r in self._requests.values() if r.state is not ServedState.WAITING)
-        return self.memory.can_hold(
-            ((r.tables, len(r.tokens)) for r in (*admitted, request)), self.limits.step_tokens
-        )
+        return self.memory.can_grow(*((r.tables, len(r.tokens)) for r in (*admitted, request)))
 
     def _load(self, request: ServedRequest, num_tokens: int) -> None:
         assert request.ferried is not None
@@ -382,7 +380,7 @@ class Engine:
     def _make_room(self, request: ServedRequest, count: int) -> bool:
         """Get blocks for ``count`` more tokens, and preempt later requests for them if needed."""
         num_tokens = request.num_computed + count
-        while not self.memory.can_grow(request.tables, num_tokens):
+        while not self.memory.can_grow((request.tables, num_tokens)):
             victim = self._running[-1]
             if victim is request:
                 return False  # transfers or earlier requests hold the blocks: wait a step
@@ -396,7 +394,6 @@ class Engine:
             request.ferried.preempt()
         self._drop(request)
         request.state = ServedState.WAITING
-        request.num_preemptions += 1
         self.counts.num_preemptions += 1
         insort(self._waiting, request, key=_turn)
 
@@ -431,15 +428,14 @@ class Engine:
             if request.first_token_at is None:
                 request.first_token_at = now
             if request.is_done:
-                self._finish(request, now)
+                self._finish(request)
                 finished.append(request)
         return finished
 
-    def _finish(self, request: ServedRequest, now: float) -> None:
+    def _finish(self, request: ServedRequest) -> None:
         self._running.remove(request)
         del self._requests[request.id]
         request.state = ServedState.FINISHED
-        request.finished_at = now
         if request.ferried is not None:
             # Blocks that found no room in flight when they were computed.
             self._hold(request.ferried.store(request.tables, request.num_computed))

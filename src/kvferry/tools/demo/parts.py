@@ -25,7 +25,7 @@ from kvferry.tools.demo.blocks import ServedRequest, Turn
 from kvferry.tools.demo.engine import Engine, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster
-from kvferry.tools.demo.runs import FIRST_TOKEN, PREFILL, OnTurn, Part, Run, hit_rate, ignore_turn
+from kvferry.tools.demo.report import FIRST_TOKEN, PREFILL, OnTurn, Part, Run, hit_rate, ignore_turn
 from kvferry.tools.demo.servers import Router, ServerProcesses, ServerSetup
 from kvferry.tools.demo.workload import Chat, Dialogue
 from kvferry.tools.words import counted, show_bytes, show_seconds, show_share

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from http import HTTPStatus
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -395,27 +395,20 @@ class Reading:
     """
 
     at: float
-    values: Mapping[tuple[str, Labels], float]
+    values: Mapping[str, Mapping[Labels, float]]
     version: str = ""
+
+    def by_label(self, metric: Metric) -> Mapping[Labels, float]:
+        return self.values.get(metric.name, {})
 
     def get(self, metric: Metric, *labels: str) -> float | None:
         """The value of one series, or None if there is none."""
-        return self.values.get((metric.name, labels))
+        return self.by_label(metric).get(labels)
 
     def total(self, metric: Metric, *labels: str) -> float:
         """The sum of the series whose labels begin with ``labels``."""
         every = self.by_label(metric).items()
         return sum(value for found, value in every if found[: len(labels)] == labels)
-
-    def by_label(self, metric: Metric) -> Mapping[Labels, float]:
-        return self._by_name.get(metric.name, {})
-
-    @cached_property
-    def _by_name(self) -> Mapping[str, Mapping[Labels, float]]:
-        found: dict[str, dict[Labels, float]] = {}
-        for (name, labels), value in self.values.items():
-            found.setdefault(name, {})[labels] = value
-        return found
 
 
 def read(url: str, fetch: Fetch = fetch) -> Reading:
@@ -437,20 +430,21 @@ def read(url: str, fetch: Fetch = fetch) -> Reading:
 
 def parse(text: str, *, at: float) -> Reading:
     """The metrics in an endpoint's text. Raises ValueError for any other text."""
-    values: dict[tuple[str, Labels], float] = {}
+    values: dict[str, dict[Labels, float]] = {}
     version = ""
     for line in lines(text):
         name = line.name.removeprefix("vllm:")
-        labels = _LABELS.get(name)
-        if labels is None or line.value is None:
+        names = _LABELS.get(name)
+        if names is None or line.value is None:
             continue
         if name == "kvferry_info":
             version = line.labels.get("version", "")
-        key = (name, tuple(line.labels.get(label, "") for label in labels))
-        before = values.get(key, 0.0)
-        values[key] = max(before, line.value) if name in _NEVER_SUMMED else before + line.value
-        if len(values) > MOST_SERIES:
-            raise ValueError(f"it has more than {MOST_SERIES:,} series of kvferry's names")
+        series = values.setdefault(name, {})
+        labels = tuple(line.labels.get(label, "") for label in names)
+        before = series.get(labels, 0.0)
+        series[labels] = max(before, line.value) if name in _NEVER_SUMMED else before + line.value
+        if len(series) > MOST_SERIES:
+            raise ValueError(f"it has more than {MOST_SERIES:,} series of {name}")
     return Reading(at, values, version)
 
 
