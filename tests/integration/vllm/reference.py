@@ -22,7 +22,8 @@ class Reference:
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         self._pipe.send((prompts, max_tokens))
-        answer: list[list[int]] = self._pipe.recv()
+        answer, failure = self._pipe.recv()
+        assert not failure, failure
         return answer
 
     def close(self) -> None:
@@ -32,15 +33,20 @@ class Reference:
 
 
 def _serve(model: Path, pipe: Connection[Any, Any]) -> None:
-    from tests.integration.vllm.engine import Engine
-
-    engine = Engine(model, num_gpu_blocks_override=512)
+    engine: Any = None
     while True:
         try:
             asked = pipe.recv()
         except EOFError:
             return
-        pipe.send(engine.generate(*asked))
+        try:
+            if engine is None:
+                from tests.integration.vllm.engine import Engine
+
+                engine = Engine(model, num_gpu_blocks_override=512)
+            pipe.send((engine.generate(*asked), ""))
+        except Exception:  # the next question may find the machine in a better state
+            pipe.send(([], traceback.format_exc()))
 
 
 def in_a_process(work: Callable[..., Any], *args: Any) -> Any:
