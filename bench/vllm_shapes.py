@@ -494,8 +494,8 @@ def settle(engine: Any) -> None:
     connector = scheduler_of(engine).connector
     end = time.monotonic() + 30.0
     while connector.has_pending_push_work() and time.monotonic() < end:
-        generate(engine, [5] * 20)
-        time.sleep(0.01)
+        engine.llm_engine.step()  # a request would leave blocks of its own to store
+        time.sleep(0.001)
 
 
 def forget(engine: Any, *, everywhere: bool = False) -> None:
@@ -503,7 +503,7 @@ def forget(engine: Any, *, everywhere: bool = False) -> None:
     for _ in range(50):
         if engine.reset_prefix_cache(False, everywhere):
             return
-        generate(engine, [5] * 20)
+        settle(engine)
         time.sleep(0.05)
     raise RuntimeError("vLLM did not reset its prefix cache")
 
