@@ -1,6 +1,7 @@
 """Every order of a request's verbs: the engine may call them as it likes, and at any time.
 
-The world has no bytes; what is checked is who waits for what, and that nothing is lost or left.
+Checked is who waits for what, that nothing is lost or left, that a rank copies between claimed
+blocks alone, and that a load brings the blocks that it names: a copy carries their keys for bytes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,28 @@ from tests.model import request_laws, snapshots
 
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
+from kvferry.cache.slots import SlotState
 from kvferry.config import Config
+from kvferry.core.keys import Key
 from kvferry.errors import InputError
 from kvferry.scheduler.request import Request, State
-from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.scheduler.transfers import BlockTable, Ordered
-from kvferry.types import DeviceBlocks, Outcome, Rank, Receipt, TierName, Transfer, TransferId
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    DeviceBlocks,
+    Outcome,
+    Rank,
+    Receipt,
+    TierName,
+    Transfer,
+    TransferId,
+)
 
 VERBS = ("match", "load", "run", "store", "preempt", "end", "leave")
+EVENTS = ("fail", "late", "reset")
 Action = tuple[Any, ...]
 
 
@@ -49,7 +63,7 @@ class Scenario:
     has_rests: bool = False
     evicts: bool = False
     joins_loads: bool = True
-    events: tuple[str, ...] = ("fail", "late", "reset")
+    events: tuple[str, ...] = EVENTS
     begins: tuple[Action, ...] = ()
     depth: int = 5
 
@@ -104,6 +118,11 @@ class World:
         )
         self.holds: Counter[int] = Counter()
         self.unanswered: list[list[TransferId]] = [[] for _ in range(scenario.num_ranks)]
+        self.sent: dict[TransferId, Transfer] = {}
+        self.named: dict[TransferId, dict[int, Key]] = {}  # blocks' keys, by device block
+        self.slots: list[dict[tuple[TierName, int], Key | None]] = [
+            {} for _ in range(scenario.num_ranks)
+        ]
         self.left = Counter(scenario.events)
         if scenario.kept:
             self._keep(scenario.kept)
@@ -141,8 +160,12 @@ class World:
                     yield ("answer", rank, False)
         if self.left["late"]:
             yield ("late",)
-        if self.left["reset"]:
-            yield ("reset",)
+        for event in ("reset", "evict"):
+            if self.left[event]:
+                yield (event,)
+        for rank, unanswered in enumerate(self.unanswered if self.left["lose"] else ()):
+            if unanswered:
+                yield ("lose", rank)
         if self.scheduler.deferred:
             yield ("store left",)
 
@@ -156,8 +179,18 @@ class World:
         elif verb == "answer":
             rank, ok = rest
             self.left["fail"] -= not ok
-            self._settle([_receipt(self.unanswered[rank].pop(0), rank, ok)])
+            self._settle([self._answer(rank, ok)])
             law = "settle"
+        elif verb == "lose":
+            (rank,) = rest
+            self.left["lose"] -= 1
+            self.unanswered[rank].clear()
+            self._act_on(self.scheduler.lose_rank(Rank(rank), "it died"))
+            law = "settle"
+        elif verb == "evict":
+            self.left["evict"] -= 1
+            evict(self.scheduler.pool, 1)
+            law = "others"
         elif verb == "late":
             self.left["late"] -= 1
             self.clock.now += 100.0
@@ -228,20 +261,49 @@ class World:
 
     def _hold(self, ordered: Iterable[DeviceBlocks | Ordered]) -> None:
         for part in ordered:
-            self.holds.update(int(block) for block in part.blocks)
+            blocks = part.blocks.tolist()
+            self.holds.update(blocks)
+            if isinstance(part, Ordered):
+                named = self.named.setdefault(part.transfer, {})
+                named.update(zip(blocks, part.keys, strict=True))
 
     def _plan(self) -> None:
         for transfer in self.scheduler.plan().transfers:
-            for unanswered in self.unanswered:
-                unanswered.append(transfer.id)
+            self.sent[transfer.id] = transfer
+            for rank, unanswered in enumerate(self.unanswered):
+                if rank not in self.scheduler.transfers._lost:
+                    unanswered.append(transfer.id)
 
     def _answer_all(self) -> None:
-        receipts = [_receipt(t, rank, True) for rank, ts in enumerate(self.unanswered) for t in ts]
-        self.unanswered = [[] for _ in self.unanswered]
-        self._settle(receipts)
+        ranks = range(self.scenario.num_ranks)
+        self._settle([self._answer(rank, True) for rank in ranks for _ in self.unanswered[rank][:]])
+
+    def _answer(self, rank: int, ok: bool) -> Receipt:
+        """A rank does the oldest of its transfers; one that fails leaves garbage."""
+        transfer = self.sent[self.unanswered[rank].pop(0)]
+        for tier, blocks in (
+            (transfer.src, transfer.src_slots),
+            (transfer.dst, transfer.dst_slots),
+        ):
+            if tier == DEVICE:
+                assert all(self.holds[int(block)] > 0 for block in blocks), "it was let go"
+            else:
+                pool = self.scheduler.pool if tier == HOST else self.tiers[0].pool
+                assert (pool.table.state[blocks] != SlotState.FREE).all(), "a slot is free"
+                assert tier == transfer.dst or (pool.table.readers[blocks] > 0).all()
+        slots, named = self.slots[rank], self.named.get(transfer.id, {})
+        for src, dst in zip(transfer.src_slots.tolist(), transfer.dst_slots.tolist(), strict=True):
+            word = named[src] if transfer.src == DEVICE else slots.get((transfer.src, src))
+            if transfer.dst != DEVICE:
+                slots[transfer.dst, dst] = word if ok else None
+            elif ok:
+                assert word == named[dst], "another block's bytes were loaded"
+        return _receipt(transfer.id, rank, ok)
 
     def _settle(self, receipts: Sequence[Receipt]) -> None:
-        settled = self.scheduler.settle(receipts)
+        self._act_on(self.scheduler.settle(receipts))
+
+    def _act_on(self, settled: Settled) -> None:
         for part in settled.released:
             for block in part.blocks:
                 assert self.holds[int(block)] > 0, "a device block was let go that nobody held"
@@ -286,6 +348,8 @@ class World:
             tuple(sorted((+self.holds).items())),
             tuple(r.request.id for r in (*rests.held, *rests._waiting.values())) if rests else (),
             scheduler.epoch,
+            tuple(tuple(sorted(slots.items())) for slots in self.slots),
+            tuple(scheduler.transfers._lost),
         )
 
     def _of(self, request: Request, names: dict[TransferId, int]) -> object:
@@ -297,13 +361,10 @@ class World:
             fresh = hit.generation == self.scheduler.pool.generation
             loads = hit.num_loads == self.scheduler.hits._num_loads
             found = (leases, joined, fresh, loads, hit.found.host_tokens, hit.is_declined)
-        missed = None
-        if request._missed is not None:
-            missed = request._missed[0] == self.scheduler.pool.generation
         below = request.promotion.has_promoted if request.promotion is not None else False
         progress = request.progress
         return (
-            *(request.state, tuple(progress.stored), progress.is_outdated, found, missed),
+            *(request.state, tuple(progress.stored), progress.is_outdated, found, request._missed),
             *(request.is_counted, request.is_explained),
             *(below, progress.past, request._computed),
             tuple(sorted(names[t] for t in request.loading)),

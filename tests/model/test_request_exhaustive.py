@@ -7,7 +7,7 @@ world is led to its end, where nothing may be left.
 from __future__ import annotations
 
 import pytest
-from tests.model.request_verbs import VERBS, Action, Life, Scenario, explore
+from tests.model.request_verbs import EVENTS, VERBS, Action, Life, Scenario, explore
 
 from kvferry.scheduler.request import State
 
@@ -37,6 +37,29 @@ SCENARIOS: dict[str, tuple[Scenario, set[State], int]] = {
         Scenario(SHARED, kept=(1, 2), joins_loads=False, begins=ONE_LOADS, depth=3),
         {State.MATCHED, State.LOADING, State.LOADED, State.RUNNING},
         250,
+    ),
+    "two ranks, of which one dies": (
+        Scenario(
+            SHARED,
+            kept=(1, 2),
+            num_slots=3,
+            num_ranks=2,
+            events=(*EVENTS, "lose", "evict"),
+            begins=ONE_LOADS,
+            depth=4,
+        ),
+        {State.WAITING, State.MATCHED, State.LOADING, State.LOADED, State.RUNNING},
+        1500,
+    ),
+    "both ranks die": (
+        Scenario((Life((1, 2)),), kept=(1,), num_ranks=2, events=("lose", "lose"), depth=7),
+        {State.MATCHED, State.LOADING, State.LOADED, State.RUNNING, State.ENDED},
+        400,
+    ),
+    "one slot for two": (
+        Scenario((Life((1, 2)), Life((3, 4))), num_slots=1, events=("fail",), depth=5),
+        {State.ANSWERED, State.RUNNING, State.ENDED},
+        300,
     ),
     "what lies below": (
         Scenario(SHARED, kept=(1,), num_slots=8, below=True, begins=(("match", 0),), depth=3),
@@ -70,6 +93,6 @@ def test_every_order_of_verbs(name: str) -> None:
     assert report.states >= least
     assert states <= set(report.seen), "not all of it was tried"
     assert set(VERBS) <= set(report.verbs)
-    for event in ("late", "reset"):
+    for event in {*scenario.events} - {"fail"}:
         assert report.verbs[event]
     assert report.verbs["answer"]
