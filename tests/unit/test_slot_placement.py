@@ -153,7 +153,7 @@ def live(tier: SlotTier, *, steps: int, seed: int) -> float:
     return sum(map(len, long)) / sum(map(num_runs, long))
 
 
-@pytest.mark.parametrize("write", WriteMode)
+@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.SPILL])
 def test_they_still_do_after_a_long_random_life(write: WriteMode) -> None:
     """At least one and a half times as long as where slots are given out as they become free."""
     plain = SlotTier(DISK, Pool(1600), write)
