@@ -18,6 +18,7 @@ LONGEST = 25
 
 # Findings that a page may still have. Lower a number when a page improves; never raise one.
 ALLOWED: dict[str, int] = {
+    "CHANGELOG.md": 3,
     "docs/DISK_FORMAT.md": 27,
     "docs/METRICS.md": 5,
     "docs/SETTINGS.md": 5,
@@ -103,7 +104,7 @@ def findings(page: Path) -> list[str]:
 
 def main(names: list[str]) -> int:
     """Print what exceeds the table above; 1 if anything does."""
-    patterns = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/benchmarks/*.md")
+    patterns = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/benchmarks/*.md")
     pages = [Path(name).resolve() for name in names] or [
         page for pattern in patterns for page in sorted(ROOT.glob(pattern))
     ]
