@@ -457,7 +457,7 @@ def start(shape: Shape, backend: str | None, has_kvferry: bool, *, on_cpu: bool)
         from tests.integration.vllm import recurrent
 
         recurrent.allow()
-        options["num_gpu_blocks_override"] = 512
+        options["num_gpu_blocks_override"] = 1024
     return LLM(
         model=str(model),
         load_format="dummy",
@@ -474,12 +474,17 @@ def start(shape: Shape, backend: str | None, has_kvferry: bool, *, on_cpu: bool)
     )
 
 
-def generate(engine: Any, prompt: list[int]) -> dict[str, Any]:
+def generate(engine: Any, prompt: list[int], *, loads: bool = True) -> dict[str, Any]:
     """What the model says after a prompt, alone, and how much of it was in a cache."""
     from vllm import SamplingParams
 
+    hints = None if loads else {"kv_transfer_params": {"kvferry": {"do_not_load": True}}}
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=ANSWER_TOKENS, detokenize=False, ignore_eos=True
+        temperature=0.0,
+        max_tokens=ANSWER_TOKENS,
+        detokenize=False,
+        ignore_eos=True,
+        extra_args=hints,
     )
     (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
@@ -514,7 +519,7 @@ def control(engine: Any, prompts: list[list[int]], known: list[list[int]]) -> in
     for prompt, tokens in zip(prompts, known, strict=True):
         generate(engine, prompt)
         poison(engine)
-        changed += generate(engine, prompt)["tokens"] != tokens
+        changed += generate(engine, prompt, loads=False)["tokens"] != tokens
         settle(engine)
         forget(engine, everywhere=True)
     return changed
@@ -523,10 +528,14 @@ def control(engine: Any, prompts: list[list[int]], known: list[list[int]]) -> in
 def poison(engine: Any) -> None:
     """Overwrite all of the KV cache, so that only a real load can bring a hit."""
     import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     core = engine.llm_engine.engine_core.engine_core
+    cache = get_kv_transfer_group()._worker._cache
+    registered = list(cache.tensors.values()) if cache is not None else []
+    own = core.model_executor.driver_worker.worker.model_runner.kv_caches
     seen = set()
-    for tensor in _tensors(core.model_executor.driver_worker.worker.model_runner.kv_caches):
+    for tensor in _tensors([registered, own]):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
