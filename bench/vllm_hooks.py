@@ -13,14 +13,16 @@ serve the same rounds in turn, with every hook timed:
   idle     a connector that does nothing: what timing the hooks takes
 
 The figure is the time in all hooks of scheduler and worker over that of the round, by engine: the
-median over its rounds, the first of which is not counted.
+median over its rounds, the first of which is not counted. Further tables have, by hook, the
+microseconds on the processor per request and per step; and by thread what it had of the processor,
+and how long the engine's thread stood in a hook without it: ready to run (queued, in the whole
+round), or waiting, which is for the interpreter (the GIL) or for a copy.
 
     PYTHONPATH=src python bench/vllm_hooks.py --modelless --other ../kvferry-before/src
 
 --modelless leaves the model out and needs no GPU: vLLM's own scheduler makes the same steps, and
-the figure is microseconds in the hooks. --other names the ``src`` folder of another checkout (one
-from before a change, say), which serves the same rounds in turn. --processor-time counts what the
-thread had of the processor, where others want it too; to ask for that takes longer, see ``idle``.
+the figure is microseconds in the hooks, on the processor. --other names the ``src`` folder of
+another checkout (one from before a change, say), which serves the same rounds in turn.
 
 With a model each engine takes half a minute to start: --kind returns --kind idle takes two minutes.
 
@@ -37,6 +39,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +50,8 @@ from connectors.child import Child, ChildError, serve
 from connectors.disk_case import CPU_OPTIONS, TinyShape
 from connectors.engine import Engine, GiB, shape_of
 from connectors.first_tokens import others
-from connectors.hooks import summary, timed_hooks
-from connectors.loads import Load, run_load
+from connectors.hooks import queued_seconds, summary, thread_seconds, timed_hooks
+from connectors.loads import Load, difference, run_load
 from connectors.modelless import Modelless
 from connectors.order import environment
 from vllm_connectors import FITS, provenance, what_is_missing
@@ -103,7 +106,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
     parser.add_argument("--modelless", action="store_true", help="vLLM's steps without a model")
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
-    parser.add_argument("--processor-time", action="store_true", help="as a busy machine needs it")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.other and not (args.other / "kvferry").is_dir():
@@ -176,8 +178,8 @@ class Measurer:
         """Conversations that fit, others in every round, with every hook timed."""
         engine, load = self._engine, Load(**self._case["load"])
         engine.forget(others(1))
-        clock = time.thread_time if self._case["is_processor_time"] else time.perf_counter
-        with timed_hooks(engine, clock) as times:
+        threads, queued = thread_seconds(), queued_seconds()
+        with timed_hooks(engine) as times:
             found = run_load(engine, load, seed=100 + number, fills=False)
             if isinstance(engine, Modelless):
                 engine.rest()  # what is stored once all have ended is part of it
@@ -186,6 +188,8 @@ class Measurer:
             "requests": found["requests"],
             "cached_tokens": found["cached_tokens"],
             "hooks": summary(times),
+            "threads": difference(threads, thread_seconds()),
+            "queued": queued_seconds() - queued,
         }
 
 
@@ -198,7 +202,6 @@ def run(args: argparse.Namespace) -> Result:
     case = {
         "is_cpu": args.cpu,
         "is_modelless": args.modelless,
-        "is_processor_time": args.processor_time,
         "pool_bytes": args.pool * GiB if needs_gpu else 16 << 20,
         "device_bytes": int(2.5 * (1 << 20)) if args.cpu else 3 * GiB,
         "load": vars(load),
@@ -266,15 +269,17 @@ def report(data: Result) -> str:
         "# Time in kvferry's hooks on a load that fits the device",
         f"{words}. One run of `{facts['command']}`, {data['took_seconds']:.0f} s.",
         per_request(data) if data["case"]["is_modelless"] else shares(data),
-        "## Microseconds a request, by hook, medians over the rounds",
+        "## Microseconds on the processor, by hook: a request / a step, medians over the rounds",
         by_hook(data),
+        "## Milliseconds a round, by thread, medians over the rounds",
+        by_thread(data),
     ]
     parts += [f"Failed: {error[-1500:]}" for error in data["errors"]]
     return "\n\n".join(parts) + "\n"
 
 
-def side_seconds(one: Result, side: str = "") -> float:
-    return sum(hook["seconds"] for name, hook in one["hooks"].items() if name.startswith(side))
+def side_seconds(one: Result, side: str = "", clock: str = "seconds") -> float:
+    return sum(hook[clock] for name, hook in one["hooks"].items() if name.startswith(side))
 
 
 def shares(data: Result) -> str:
@@ -303,7 +308,7 @@ def shares(data: Result) -> str:
 def per_request(data: Result) -> str:
     """Microseconds, and how many times as many in the other checkout."""
     each = {
-        name: [1e6 * side_seconds(one) / one["requests"] for one in rounds]
+        name: [1e6 * side_seconds(one, clock="worked") / one["requests"] for one in rounds]
         for name, rounds in data["rounds"].items()
         if rounds
     }
@@ -326,13 +331,48 @@ def by_hook(data: Result) -> str:
     for hook in names:
         cells = []
         for rounds in data["rounds"].values():
-            each = [
-                1e6 * one["hooks"].get(hook, {"seconds": 0.0})["seconds"] / one["requests"]
-                for one in rounds
+            each = [1e6 * one["hooks"].get(hook, {"worked": 0.0})["worked"] for one in rounds]
+            per = [
+                statistics.median(us / count for us, count in zip(each, counts, strict=True))
+                for counts in ([one["requests"] for one in rounds], list(map(num_steps, rounds)))
+                if each
             ]
-            cells.append(f"{statistics.median(each):.0f}" if each else "-")
+            cells.append(f"{per[0]:.0f} / {per[1]:.1f}" if per else "-")
         rows.append((hook, *cells))
     return table(("", *data["rounds"]), rows) if rows else ""
+
+
+def num_steps(one: Result) -> int:
+    return max(1, int(one["hooks"]["scheduler: build_connector_meta"]["calls"]))
+
+
+def by_thread(data: Result) -> str:
+    """What each thread had of the processor, and what the engine's thread waited for."""
+    waits = {
+        "engine's thread: queued for the processor": lambda one: one["queued"],
+        "engine's thread: in hooks, off the processor": lambda one: (
+            side_seconds(one) - side_seconds(one, clock="worked")
+        ),
+    }
+    threads = sorted(
+        {t for rounds in data["rounds"].values() for r in rounds for t in r["threads"]}
+    )
+    figures = waits | {name: partial(_of_thread, name) for name in threads}
+    rows = [
+        (
+            name,
+            *(
+                f"{1e3 * statistics.median(map(figure, rounds)):.1f}" if rounds else "-"
+                for rounds in data["rounds"].values()
+            ),
+        )
+        for name, figure in figures.items()
+    ]
+    return table(("", *data["rounds"]), rows)
+
+
+def _of_thread(name: str, one: Result) -> float:
+    return float(one["threads"].get(name, 0.0))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""How long vLLM spends in a connector's hooks: in the scheduler's and in the worker's."""
+"""How long vLLM spends in a connector's hooks, and what each thread has of the processor.
+
+A hook's time on the clock is more than its time on the processor by what its thread waited for: the
+interpreter, which another thread has (the GIL), or the processor (``queued_seconds``).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +38,12 @@ HOOKS = {
     ),
 }
 
-Times = dict[str, list[float]]
+Times = dict[str, list[tuple[float, float]]]
 
 
 @contextmanager
-def timed_hooks(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Iterator[Times]:
-    """Seconds of every call while this lasts, by side and hook."""
+def timed_hooks(engine: Engine) -> Iterator[Times]:
+    """Seconds of every call on the clock and on the processor, by side and hook."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     times: Times = {}
@@ -51,7 +55,7 @@ def timed_hooks(engine: Engine, clock: Callable[[], float] = time.perf_counter) 
                 hook = getattr(connector, name, None)
                 if hook is not None:
                     calls = times.setdefault(f"{side}: {name}", [])
-                    setattr(connector, name, _timed(hook, calls, clock))
+                    setattr(connector, name, _timed(hook, calls))
                     wrapped.append((connector, name))
     try:
         yield times
@@ -60,15 +64,15 @@ def timed_hooks(engine: Engine, clock: Callable[[], float] = time.perf_counter) 
             delattr(connector, name)  # the class's own shows again
 
 
-def _timed(
-    hook: Callable[..., Any], calls: list[float], clock: Callable[[], float]
-) -> Callable[..., Any]:
+def _timed(hook: Callable[..., Any], calls: list[tuple[float, float]]) -> Callable[..., Any]:
+    clock, processor = time.perf_counter, time.thread_time
+
     def timed(*args: Any, **kwargs: Any) -> Any:
-        began = clock()
+        began, worked = clock(), processor()
         try:
             return hook(*args, **kwargs)
         finally:
-            calls.append(clock() - began)
+            calls.append((clock() - began, processor() - worked))
 
     return timed
 
@@ -86,10 +90,21 @@ def thread_seconds() -> dict[str, float]:
     return found
 
 
+def queued_seconds() -> float:
+    """How long this thread was ready to run and had no processor, so far."""
+    with open("/proc/thread-self/schedstat", encoding="utf-8") as file:
+        return int(file.read().split()[1]) / 1e9
+
+
 def summary(times: Times) -> dict[str, dict[str, float]]:
-    """Per hook: calls, seconds in all, the longest."""
+    """Per hook: calls, seconds on the clock and on the processor, the longest."""
     return {
-        name: {"calls": len(calls), "seconds": sum(calls), "longest": max(calls)}
+        name: {
+            "calls": len(calls),
+            "seconds": sum(seconds for seconds, _ in calls),
+            "worked": sum(worked for _, worked in calls),
+            "longest": max(seconds for seconds, _ in calls),
+        }
         for name, calls in times.items()
         if calls
     }
