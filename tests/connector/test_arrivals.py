@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
+from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, hashes_of, request_of
 
 from kvferry.scheduler import stores
 
@@ -142,3 +142,27 @@ def test_what_was_asked_is_what_counts(sides):
     sides.step({"a": 1})
     assert sides.side.serving.scheduler.explain("a").asked_tokens == 4 * BLOCK_TOKENS
     assert sides.side.serving.scheduler.stats().asked_tokens == 4 * BLOCK_TOKENS
+
+
+def test_one_that_is_preempted_and_resumed_before_we_hear_of_it_is_known_by_its_count(sides):
+    """vLLM may do both in one step. What it has from now on is not from before the reset."""
+    request = sides.compute("r", hashes_of(1))
+    sides.side.reset()
+    sides.pool.evict_blocks(set(range(1, NUM_BLOCKS)))
+    sides.free(request)
+    sides.end(sides.compute("other", hashes_of(1)[:1], 2))
+    sides.rest()
+    request.num_preemptions, request.num_computed_tokens = 1, BLOCK_TOKENS
+    assert sides.side.match(request, BLOCK_TOKENS) == (0, False)
+    sides.side.allocated(request, sides.allocate("r", 5), 0)
+    sides.step({"r": 3 * BLOCK_TOKENS + 1})
+    request.num_computed_tokens = request.num_tokens
+    sides.cache(request)
+    sides.end(request)
+    sides.rest()
+    reader = request_of("reader", hashes_of(1))
+    sides.promise(reader)
+    assert sides.step().finished_recving == {"reader"}
+    sides.end(reader)
+    sides.rest()
+    assert sides.side.serving.scheduler.pool.num_leases == 0

@@ -1,7 +1,6 @@
 """Stands in for vLLM's block pool, as far as the connector and its tests use it.
 
-What it does is what vLLM's own does: ``tests/integration/vllm/test_stand_ins.py`` lives the same
-random lives with both.
+``tests/connector`` runs with vLLM's own where vLLM is installed, and with this one elsewhere.
 """
 
 from __future__ import annotations

@@ -73,12 +73,6 @@ def test_a_no_is_believed_only_where_an_object_cannot_reach_further(
     assert bool(tier.lookup(asked, 1.0, runs).unknown.all()) is not is_believed
 
 
-def test_no_tiers_are_no_tiers() -> None:
-    shapes = [rank(0), rank(1)]
-    assert disagreement(shapes) == ""
-    assert tiers_of_ranks(shapes, Config()) == []
-
-
 @pytest.mark.parametrize(
     ("others", "words"),
     [

@@ -7,15 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.cache import reach
-from kvferry.cache.slots import as_slots
 from kvferry.config import Config
-from kvferry.connectors.common.serving import RequestState
 from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine
 from kvferry.connectors.vllm.kinds import Layers
 from kvferry.connectors.vllm.setup import Support, namespace_of, place_of, support_of, vain_settings
 from kvferry.core.identity import Namespace, adopt
-from kvferry.scheduler.transfers import NO_BLOCK
-from kvferry.types import DeviceBlocks
 
 NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
 
@@ -190,7 +186,6 @@ class FakePool:
             SimpleNamespace(block_id=n, ref_cnt=0, block_hash=None, is_null=n == 0)
             for n in range(num_blocks)
         ]
-        self.freed = []
         self.num_gpu_blocks = num_blocks
         self.hash_block_size = 16
         end = SimpleNamespace(next_free_block=None, block_hash=None, is_null=False)
@@ -201,50 +196,6 @@ class FakePool:
         self.free_block_queue = SimpleNamespace(
             fake_free_list_head=SimpleNamespace(next_free_block=following)
         )
-
-    def touch(self, blocks):
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks):
-        for block in blocks:
-            block.ref_cnt -= 1
-            self.freed.append(block.block_id)
-
-    def get_cached_block(self, block_hash, groups):
-        name = block_hash + groups[0].to_bytes(4, "big")
-        found = [block for block in self.blocks if block.block_hash == name]
-        return found or None
-
-
-def ferried(request):
-    """What our scheduler has of a request, as far as blocks are asked for."""
-    return SimpleNamespace(chain=RequestKeys(request, NAMESPACE))
-
-
-@pytest.mark.parametrize("twice", [[3, 3], [3, 4, 3]])
-def test_a_block_that_is_held_twice_is_dropped_twice(twice):
-    pool = FakePool()
-    holds = VllmEngine((), NAMESPACE, pool)
-    for _ in range(2):
-        holds.hold([DeviceBlocks(0, as_slots(twice))])
-    for left in (len(twice), 0):
-        holds.release([DeviceBlocks(0, as_slots(twice))])
-        assert holds.num_held == left
-    assert not any(block.ref_cnt for block in pool.blocks)
-
-
-def test_holds_know_which_blocks_only_they_keep():
-    pool = FakePool()
-    holds = VllmEngine((), NAMESPACE, pool)
-    assert not holds.keeps_free_blocks
-    pool.blocks[1].ref_cnt = pool.blocks[2].ref_cnt = 1  # a request's own
-    holds.hold([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
-    assert not holds.keeps_free_blocks
-    pool.free_blocks([pool.blocks[2]])
-    assert holds.keeps_free_blocks
-    holds.release([DeviceBlocks(0, as_slots([2])), DeviceBlocks(1, as_slots([2]))])
-    assert not holds.keeps_free_blocks
 
 
 def test_evictions_are_seen_before_they_come():
@@ -277,78 +228,6 @@ def test_the_free_queue_is_offered_soonest_first():
     assert offers[1] == (adopt(NAMESPACE, [b"hash2"]), [2])
     assert list(offered(0)) == []
     assert sum(len(ids) for _, _, ids in offered(100)) == 4
-
-
-def test_tables_by_the_manager_or_by_content():
-    groups = (reach.FullAttention(16), reach.SlidingWindow(32, window=32))
-    request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d"])
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 5, 4, 6], [0, 7]))
-    full, window = VllmEngine(groups, NAMESPACE, FakePool(), manager).tables(
-        ferried(request), 64, 0
-    )
-    assert list(full) == [3, 5, 4, 6]
-    assert list(window) == [NO_BLOCK, 7]
-    pool = FakePool()
-    for number, name in [(3, b"a"), (5, b"b"), (6, b"d")]:
-        pool.blocks[number].block_hash = name + bytes(4)
-    pool.blocks[7].block_hash = b"d" + (1).to_bytes(4, "big")
-    full, window = VllmEngine(groups, NAMESPACE, pool).tables(ferried(request), 64, 16)
-    assert list(full) == [NO_BLOCK, 5, NO_BLOCK, 6]
-    assert list(window) == [NO_BLOCK, 7]
-
-
-def test_states_are_found_by_content_alone():
-    """The table has the block that the next tokens write, and has forgotten the earlier states."""
-    request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d"])
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 5, 4, 6], [0, 0, 2, 7]))
-    pool = FakePool()
-    for number, name in [(1, b"a"), (2, b"c")]:
-        pool.blocks[number].block_hash = name + (1).to_bytes(4, "big")
-    groups = (reach.FullAttention(16), reach.RecurrentState(16))
-    full, states = VllmEngine(groups, NAMESPACE, pool, manager).tables(ferried(request), 64, 0)
-    assert list(full) == [3, 5, 4, 6]
-    assert list(states) == [1, NO_BLOCK, 2, NO_BLOCK]
-
-
-def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone():
-    """Of a request that ended: still there, given to another, elsewhere too, and nowhere."""
-    request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d", b"e"])
-    pool = FakePool()
-    for number, name in [(1, b"c"), (3, b"a"), (5, b"another's"), (4, b"c")]:
-        pool.blocks[number].block_hash = name + bytes(4)
-    pool.blocks[2].block_hash = b"b" + (1).to_bytes(4, "big")  # another group's
-    blocks, ended = VllmEngine((reach.FullAttention(16),), NAMESPACE, pool), ferried(request)
-    (unknown,) = blocks.remains(ended, 80, 0)
-    assert list(unknown) == [3, NO_BLOCK, 1, NO_BLOCK, NO_BLOCK]
-    ended.chain.had_blocks = ([3, 2, 4, 5],)
-    (known,) = blocks.remains(ended, 80, 0)
-    assert list(known) == [3, NO_BLOCK, 4, NO_BLOCK, NO_BLOCK]
-    (later,) = blocks.remains(ended, 64, 32)
-    assert list(later) == [NO_BLOCK, NO_BLOCK, 4, NO_BLOCK]
-
-
-def test_prefill_is_timed_once_and_only_if_computed_here():
-    request = SimpleNamespace(
-        request_id="r",
-        num_preemptions=0,
-        num_computed_tokens=32,
-        num_output_tokens=0,
-        num_prompt_tokens=100,
-        block_hashes=[],
-    )
-    tracked = RequestState(request, ferried(request), RequestKeys(request, NAMESPACE))
-    assert tracked.time_prefill() is None
-    assert tracked.time_prefill() is None
-    request.num_output_tokens = 1
-    timed = tracked.time_prefill()
-    assert timed is not None
-    num_tokens, seconds = timed
-    assert num_tokens == 68
-    assert seconds >= 0
-    assert tracked.is_timed
-    resumed = RequestState(request, ferried(request), RequestKeys(request, NAMESPACE))
-    assert resumed.time_prefill() is None
-    assert resumed.is_timed
 
 
 def server(role="kv_both", length=4096, algorithm="sha256", speculative=None):

@@ -29,6 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Older vLLM name blocks at random in every process otherwise, and nothing outlives one.
+os.environ.setdefault("PYTHONHASHSEED", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

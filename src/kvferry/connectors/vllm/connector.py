@@ -185,12 +185,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._bind(kv_cache_manager.block_pool, kv_cache_manager)
-        before_forced_resets(kv_cache_manager, self._session.give_back)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._bind(gpu_block_pool)
 
     def _bind(self, pool: Any, manager: Any = None) -> None:
+        before_forced_resets(pool, self._session.give_back)
         groups, ids = self._session.setup.groups, self._group_ids
         self._session.bind(lambda: VllmEngine(groups, self._namespace, pool, manager, ids))
 

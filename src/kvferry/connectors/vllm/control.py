@@ -86,19 +86,19 @@ def find_waker() -> Callable[[], None]:
     return lambda: None
 
 
-def before_forced_resets(manager: Any, let_go: Callable[[], None]) -> None:
+def before_forced_resets(pool: Any, let_go: Callable[[], None]) -> None:
     """Call ``let_go`` before vLLM resets its prefix cache with all running requests preempted.
 
     It asks no connector then, and raises if a block is still held: sleep and pause fail so, too.
     """
-    reset = manager.reset_prefix_cache
+    reset = pool.reset_prefix_cache
 
     def reset_prefix_cache() -> Any:
-        if sys._getframe(1).f_locals.get("reset_running_requests"):
+        if any(frame.f_locals.get("reset_running_requests") for frame in _frames()):
             let_go()
         return reset()
 
-    manager.reset_prefix_cache = reset_prefix_cache
+    pool.reset_prefix_cache = reset_prefix_cache
 
 
 def has_peer(ours: type, hook: str) -> bool:
