@@ -59,19 +59,22 @@ class AskedPlanner(FixedPlanner):
         self.gate = threading.Event()
         self.gate.set()
 
-    def choose(self, direction: Direction, *asked: Any, in_parts: bool = False, **_: Any) -> str:
+    def choose(self, direction: Direction, *asked: Any, at_once: bool = False, **_: Any) -> str:
         assert self.gate.wait(60.0)
         _layout, num_blocks, busy, *_runs = asked
         self.seen.append((direction, num_blocks, busy))
-        return "dma" if in_parts else "loop"
+        return "dma" if at_once else "loop"
 
 
-def test_what_lands_in_parts_has_a_path_of_its_own() -> None:
+def test_what_compute_waits_for_has_a_path_of_its_own() -> None:
     rig = Rig(num_slots=8)
     rig.engine._planner = AskedPlanner()
-    whole, parts = rig.load([1], [1]), rig.load([2], [2], in_parts=True)
+    loads = [rig.load([1], [1]), rig.load([2], [2], in_parts=True)]
+    for waits in (True, False):
+        with rig.engine.starting_here(compute_waits=waits):
+            loads.append(rig.load([3], [3]))
     receipts = rig.drain()
-    assert (receipts[whole].path, receipts[parts].path) == ("loop", "dma")
+    assert [receipts[load].path for load in loads] == ["loop", "dma", "dma", "loop"]
 
 
 @pytest.fixture(params=[False, True], ids=["small", "large"])
@@ -145,7 +148,7 @@ def test_close_drains_and_the_receipts_stay_to_be_polled() -> None:
 def test_the_caller_begins_copies_and_a_thread_that_hangs_delays_it_no_longer_than_its_time(
     num_begun: int,
 ) -> None:
-    gate, begun = threading.Event(), []
+    gate, hangs, begun = threading.Event(), threading.Event(), []
 
     class PiecePath(DmaPath):
         def pieces(self, job: CopyJob, stream: int, ready: int | None = None) -> Iterator[None]:
@@ -153,6 +156,7 @@ def test_the_caller_begins_copies_and_a_thread_that_hangs_delays_it_no_longer_th
                 begun.append(number)
                 yield
                 if threading.current_thread() is not threading.main_thread():
+                    hangs.set()
                     assert gate.wait(60.0)
             super().enqueue(job, stream, ready)
 
@@ -166,6 +170,7 @@ def test_the_caller_begins_copies_and_a_thread_that_hangs_delays_it_no_longer_th
     rig.engine._close_timeout = 0.05
     queue.release()
     if num_begun < 4:
+        assert hangs.wait(60.0)
         with pytest.raises(DeadlineError):
             rig.engine.order_compute_after_loads()
     gate.set()

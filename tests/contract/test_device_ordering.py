@@ -99,12 +99,7 @@ def ring(rig: Rig, direction: Direction) -> Any:
 def slot_streams(rig: Rig) -> set[int]:
     """The streams on which kernels run."""
     rings = [ring(rig, direction) for direction in Direction]
-    return {
-        stream
-        for ring in rings
-        for stream in ring.streams
-        if stream not in (ring.inbound, ring.for_ids)
-    }
+    return rig.ring_streams() - {s for ring in rings for s in (ring.inbound, ring.for_ids)}
 
 
 def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:

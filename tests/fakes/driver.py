@@ -42,10 +42,8 @@ class FakeDriver(Driver):
         *,
         seed: int = 0,
         batch_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX,
-        has_values: bool = True,
     ) -> None:
         self.batch_form = batch_form
-        self.has_values = has_values
         self.timeline = Timeline(seed)
         self.calls: list[str] = []
         self.orders: list[SourceOrder] = []
@@ -145,18 +143,6 @@ class FakeDriver(Driver):
     def stream_wait_event(self, stream: int, event: int) -> None:
         with self._entered("stream_wait_event", stream=stream):
             self.timeline.put_wait(stream, self._event(event))
-
-    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        with self._entered("stream_wait_value", stream=stream):
-            self._check_range("stream_wait_value", address, 4)
-            word = ctypes.c_uint32.from_address(address)
-            self.timeline.put_wait_until(stream, lambda: (word.value - value) % (1 << 32) < 1 << 31)
-
-    def stream_write_value(self, stream: int, address: int, value: int) -> None:
-        with self._entered("stream_write_value", stream=stream):
-            self._check_range("stream_write_value", address, 4)
-            word = ctypes.c_uint32.from_address(address)
-            self.timeline.put(stream, lambda: setattr(word, "value", value))
 
     def create_event(self, *, timing: bool) -> int:
         with self._entered("create_event"):

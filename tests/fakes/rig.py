@@ -156,6 +156,11 @@ class Rig:
     def stream(self, direction: Direction) -> int:
         return self.engine._queues[direction].stream
 
+    def ring_streams(self) -> set[int]:
+        """The streams of the staged path, as far as its rings are open."""
+        others = {0, self.compute, *(queue.stream for queue in self.engine._queues.values())}
+        return set(self.driver.timeline.streams) - others
+
     def slot(self, slot: int, group: int = 0) -> bytes:
         return self.host[slot, : self.groups[group].layout.block_bytes].tobytes()
 

@@ -42,8 +42,6 @@ class FakeEvent:
 class Work:
     run: Callable[[], None]
     may_run: Callable[[], bool] = lambda: True
-    number: int = 0
-    """Its place in its channel: work that may not run holds up what is queued after it there."""
 
 
 @dataclass
@@ -62,10 +60,7 @@ class Timeline:
         self.rng = random.Random(seed)
         self.late: set[int] = set()
         self.frozen: set[int] = set()
-        self.channels: dict[int, int] = {}
-        """Streams that share a channel, by its number; the others have one of their own."""
         self.clock = 0
-        self._num_put = 0
         self.lock = threading.RLock()
         self.streams: dict[int, FakeStream] = {0: FakeStream()}
         self._destroyed: dict[int, FakeStream] = {}
@@ -90,33 +85,18 @@ class Timeline:
     def put_wait(self, stream: int, event: FakeEvent) -> None:
         # The last record so far, whatever is recorded later, and on whichever stream.
         record = event.last
-        self.put_wait_until(stream, lambda: record.is_done)
-
-    def put_wait_until(self, stream: int, may_run: Callable[[], bool]) -> None:
-        self._put(stream, lambda: None, may_run)
+        self._put(stream, lambda: None, lambda: record.is_done)
 
     def _put(
         self, stream: int, run: Callable[[], None], may_run: Callable[[], bool] = lambda: True
     ) -> None:
-        self._num_put += 1
-        self.streams[stream].queue.append(Work(run, may_run, self._num_put))
+        self.streams[stream].queue.append(Work(run, may_run))
 
     def step(self) -> bool:
         """Run one piece of work somewhere; False when nothing can run."""
         with self.lock:
             streams = {**self.streams, **self._destroyed}
-            held: dict[int, int] = {}  # by channel: the first work there that may not run
-            for s, channel in self.channels.items():
-                if s in streams and streams[s].queue and not streams[s].can_run:
-                    number = streams[s].queue[0].number
-                    held[channel] = min(number, held.get(channel, number))
             ready = [s for s in streams if streams[s].can_run and s not in self.frozen]
-            ready = [
-                s
-                for s in ready
-                if s not in self.channels
-                or streams[s].queue[0].number < held.get(self.channels[s], self._num_put + 1)
-            ]
             ready = [s for s in ready if s not in self.late] or ready
             if not ready:
                 return False

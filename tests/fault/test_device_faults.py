@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -114,7 +113,7 @@ def test_a_receipt_waits_for_the_streams_of_the_ring(
         driver = Spiteful(seed=seed)
         rig = Rig(make_kv("split", page=1024), path="staged", driver=driver, seed=seed)
         transfer_works(rig)
-        driver.timeline.late = set(rig.engine._paths["staged"].streams)
+        driver.timeline.late = rig.ring_streams()
         driver.copies_until_refusal = nth
         driver.refuses_fence_too = fence == "fence refused"
         blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]
@@ -208,17 +207,6 @@ def test_a_bug_in_a_path_is_a_failed_receipt(broken: Callable[..., LoopPath]) ->
     receipt = rig.drain()[transfer]
     assert receipt.outcome is Outcome.FAILED
     assert "ZeroDivisionError: a bug" in receipt.reason
-
-
-def test_without_another_thread_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    rig = Rig(path="loop")
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        transfer_works(rig)
-    transfer_works(rig)
 
 
 @pytest.mark.parametrize("quick_bytes", [-1, QUICK_BYTES], ids=["large", "small"])

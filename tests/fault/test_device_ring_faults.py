@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -56,11 +55,7 @@ def is_stored(rig: Rig, places: list[int]) -> bool:
 
 
 def test_a_receipt_waits_for_what_an_interrupt_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without threads the user's own one copies, and the user presses Ctrl-C."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    """The user's own thread begins the copy, and the user presses Ctrl-C."""
     with opened(512, seed=0) as (rig, rings):
         ring = rings[Direction.LOAD]
         rig.driver.timeline.frozen = {ring.inbound}
@@ -72,17 +67,10 @@ def test_a_receipt_waits_for_what_an_interrupt_cut_short(monkeypatch: pytest.Mon
             copy(dst, src, num_bytes, stream)
 
         with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refuse)
             patched.setattr(rig.driver, "copy_async", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                rig.load(LOADED, LOADED)
-        assert rig.driver.timeline.streams[ring.inbound].queue
-        for _ in range(50):
-            assert rig.engine.poll() == []
-        rig.driver.timeline.frozen = set()
-        (receipt,) = rig.drain().values()
-        assert receipt.outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.inbound].queue
+            with pytest.raises(KeyboardInterrupt), rig.engine.starting_here():
+                load = rig.load(LOADED, LOADED)
+        check_receipt_waits(rig, load, ring.inbound)
 
 
 def test_a_receipt_waits_for_a_gather_that_no_copy_follows() -> None:

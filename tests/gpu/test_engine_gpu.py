@@ -40,10 +40,6 @@ class LeakyDriver(Driver):
         if stream != self.deaf_stream:
             super().stream_wait_event(stream, event)
 
-    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        if stream != self.deaf_stream:
-            super().stream_wait_value(stream, address, value)
-
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[LeakyDriver]:

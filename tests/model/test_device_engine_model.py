@@ -29,8 +29,6 @@ INJECTED = (
     "create_event",
     "current",
     "elapsed_seconds",
-    "stream_wait_value",
-    "stream_write_value",
 )
 
 
@@ -69,10 +67,9 @@ class EngineMachine(RuleBasedStateMachine):
         # Transfer -> what compute behind it must see of each block, and what it saw.
         self.reads: list[tuple[TransferId, bytes, list[bytes]]] = []
         self.landed: set[TransferId] = set()
-        # Only the first piece is queued at once, and compute may wait for the others at a gate.
+        # Only the first piece is queued at once, and a thread queues the others.
         self.small_bytes = gpu.SMALL_BYTES
         gpu.SMALL_BYTES = 0
-        rig.engine._probe._is_safe[rig.compute] = True
 
     @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
     def store(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:

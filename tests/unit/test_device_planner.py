@@ -72,27 +72,15 @@ def test_beside_a_model_stores_take_the_ring_and_loads_one_launch() -> None:
     assert planner.choose(LOAD, layout(16 * KiB), 256, busy=True) == "kernel"
 
 
-def test_beside_a_model_large_segments_take_nothing_from_it() -> None:
-    planner = Planner(builtin_profile(), PATHS)
-    for way in Direction:
-        assert planner.choose(way, layout(2 * MiB), 1, busy=True) == "dma"
-        assert planner.explain(way, layout(2 * MiB), 1, busy=True).count("dma") == 2
-        assert planner.choose(way, layout(2 * MiB), 1, busy=False) == "staged"
-        assert planner.choose(way, layout(MiB), 1, busy=True) != "dma"
-    assert planner.choose(LOAD, layout(2 * MiB), 1, busy=True, in_parts=True) == "kernel"
-    few = Planner(builtin_profile(), PATHS - {"dma"})
-    assert few.choose(LOAD, layout(2 * MiB), 1, busy=True) == "kernel"
-
-
-def test_what_lands_in_parts_goes_by_the_path_that_queues_it_at_once() -> None:
+def test_what_compute_waits_for_goes_by_the_path_that_queues_it_at_once() -> None:
     """Also where another one copies faster: an early reader waits for the last launch."""
     large = (LOAD, layout(16 * KiB), 256, False)
     planner = Planner(builtin_profile(), PATHS)
     assert planner.choose(*large) == "staged"
-    assert planner.choose(*large, in_parts=True) == "kernel"
-    assert Planner(builtin_profile(), PATHS, pinned="dma").choose(*large, in_parts=True) == "dma"
+    assert planner.choose(*large, at_once=True) == "kernel"
+    assert Planner(builtin_profile(), PATHS, pinned="dma").choose(*large, at_once=True) == "dma"
     others = Planner(builtin_profile(), PATHS - {"kernel"})
-    assert others.choose(*large, in_parts=True) == "staged"
+    assert others.choose(*large, at_once=True) == "staged"
 
 
 def test_a_pinned_path_overrules_and_says_so() -> None:

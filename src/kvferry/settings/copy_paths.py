@@ -57,8 +57,7 @@ class CopyPath:
     # Without it, copying memory that the driver does not know would fail, or end all GPU work.
     needs_pinned: bool = True
     queues_at_once: bool = False  # a launch or two queue all of a copy, however large it is
-    fallback: int = 0  # only picked where there is no path of a lower number,
-    beside_model_from: int | None = None  # and beside a model for segments of so many bytes
+    fallback: int = 0  # only picked where there is no path of a lower number
 
 
 COPY_PATHS = (
@@ -80,10 +79,8 @@ COPY_PATHS = (
         load=Cost(15e-6, 55e9, per_segment=2e-6),
         store=Cost(15e-6, 55e9, per_segment=0.5e-6),
         # Where kernels can be launched it was at best 1.3% faster than they. For small segments it
-        # cost the model up to 246 ms per gigabyte: its call holds back the model's launches. With
-        # few large ones it does not, and takes neither threads nor memory rate from the model.
+        # cost the model up to 246 ms per gigabyte: its call holds back the model's launches.
         fallback=1,
-        beside_model_from=2 << 20,
     ),
     CopyPath(
         "kernel",

@@ -21,7 +21,6 @@ from ctypes import (
     c_int,
     c_size_t,
     c_uint,
-    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -48,8 +47,6 @@ STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 HOST_PORTABLE = 1
 CAPTURE_THREAD_LOCAL = 1
-WAIT_UNTIL_AT_LEAST = 0  # counted around the end of the range
-WRITE_AFTER_ALL_BEFORE = 0
 
 # Codes that say "not on this driver or card": a call that is missing (500), not supported (801),
 # or (36) only in a newer driver.
@@ -185,9 +182,6 @@ class Driver:
     batch_form = BatchForm.ABSENT
     """Set to ABSENT by the first caller that learns the batch copy is not supported after all."""
 
-    has_values = False
-    """Whether a stream can write a number to host memory, and another one wait for it."""
-
     def __init__(self, library: Any, device: int = 0) -> None:
         self._library = library
         self._closed = False
@@ -208,7 +202,6 @@ class Driver:
         self._device = handle.value
         self._batch: Callable[..., int] | None = None
         self._resolve_batch()
-        self._resolve_values()
         retain = self.bind("cuDevicePrimaryCtxRetain", c_void_p, c_int)
         self.check(retain(byref(context), self._device), f"cuDevicePrimaryCtxRetain({device})")
         self._pushed = PushedContext(self, context.value or 0)
@@ -339,22 +332,6 @@ class Driver:
             asked = f"stream {stream:#x}, event {event:#x}"
             self.check(code, f"cuStreamWaitEvent({asked})")
 
-    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        """Hold later work on ``stream`` until the 32-bit number at ``address`` is ``value``.
-
-        Or one after it, up to half the range. The write may be queued later: the driver knows of no
-        order between the two, so the work that writes it must not wait for the work that waits.
-        """
-        code = self._wait_value(stream, address, value, WAIT_UNTIL_AT_LEAST)
-        if code:
-            self.check(code, f"cuStreamWaitValue32(stream {stream:#x}, {value} at {address:#x})")
-
-    def stream_write_value(self, stream: int, address: int, value: int) -> None:
-        """Write the number once all work queued on ``stream`` has ended and can be seen."""
-        code = self._write_value(stream, address, value, WRITE_AFTER_ALL_BEFORE)
-        if code:
-            self.check(code, f"cuStreamWriteValue32(stream {stream:#x}, {value} at {address:#x})")
-
     # -- events ------------------------------------------------------------------------------
 
     def create_event(self, *, timing: bool) -> int:
@@ -451,14 +428,6 @@ class Driver:
             self._call("cuMemHostUnregister", address, asked=f"{address:#x}")
 
     # -- what this driver has ----------------------------------------------------------------
-
-    def _resolve_values(self) -> None:
-        """Numbers in host memory: the second form only, the first one must be switched on."""
-        signature = (c_void_p, c_uint64, c_uint32, c_uint)
-        with suppress(DriverError):
-            self._wait_value = self.bind("cuStreamWaitValue32_v2", *signature)
-            self._write_value = self.bind("cuStreamWriteValue32_v2", *signature)
-            self.has_values = True
 
     def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
         """Find the batch copy by the version of its form, asking this driver, not a header."""

@@ -3,7 +3,7 @@
 A copy's life::
 
     submit -> [taken by the thread, or by a waiting caller] -> queued -> end recorded -> over
-                   wait for compute, start, the copy, piece by piece | end, and its flag
+                   wait for compute, start, the copy, piece by piece | end
 
 The ``end`` event is recorded after a failure too: part of the copy may already be queued, and a
 receipt given before that part has run would free memory the card is still writing to.
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import DriverError
 from kvferry.transfer.driver import Driver, EventPool
-from kvferry.transfer.engine.flags import HostFlag, HostFlags
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.paths.contract import Path
 from kvferry.types import Outcome, Rank, Receipt, TransferId
@@ -38,6 +37,7 @@ class PendingCopy:
     """None until one is picked."""
     path_name: str = ""
     beside_model: bool = False
+    compute_waits: bool = False
     num_runs: int = 1
     num_bytes: int = 0
     ready: int | None = None
@@ -54,15 +54,6 @@ class PendingCopy:
     """Why it failed: the first fault, empty while there is none."""
     seconds: float = 0.0
     trouble_since: float | None = None
-    flag: HostFlag | None = None
-    """Unset while compute waits for this load though it is not queued yet."""
-    after: PendingCopy | None = None
-    """A load that compute waits for. A store may wait for that compute, so it is queued later."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing it comes behind is still being queued."""
-        return self.after is None or self.after.queued
 
     def fail(self, error: BaseException) -> None:
         """Keep the first fault as the reason of a failed receipt."""
@@ -104,12 +95,8 @@ class CopyQueue:
         pick: Callable[[PendingCopy], Path],
         num_first_pieces: int = 1,
         patience: float,
-        flags: HostFlags,
-        wait_for_load: Callable[[PendingCopy, float | None], bool],
     ) -> None:
         self.stream = stream
-        self._flags = flags
-        self._wait_for_load = wait_for_load
         self._pick = pick
         self._num_first_pieces = num_first_pieces
         self._name = name
@@ -127,7 +114,8 @@ class CopyQueue:
         self._waiting: deque[PendingCopy] = deque()  # the first may be begun
         self._is_held = False
         self._is_closing = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._work, name=f"kvferry-{name}", daemon=True)
+        self._thread.start()
 
     @property
     def num_open(self) -> int:
@@ -137,14 +125,14 @@ class CopyQueue:
     @property
     def is_stuck(self) -> bool:
         """Whether the thread is still inside a driver call after ``close``."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     # -- what callers do -------------------------------------------------------------------------
 
     def submit(self, copy: PendingCopy, *, quick: bool) -> None:
         """Queue it now if that is quick and nothing waits before it, else on the thread."""
         with self._changed:
-            here = quick and not self.num_unqueued and copy.is_free
+            here = quick and not self.num_unqueued
             self._open.append(copy)
             self.num_unqueued += 1
             if not here:
@@ -154,8 +142,6 @@ class CopyQueue:
         if here:
             with self._turn:
                 self._queue(copy)
-        elif not self._is_held and not self._has_thread():
-            self._queue_next(None)
 
     def hold(self) -> None:
         """Keep the thread from copies submitted from now on, until ``release``."""
@@ -169,7 +155,7 @@ class CopyQueue:
         if not self._waiting or not self._turn.acquire(blocking=False):
             return
         try:
-            while self._waiting and self._waiting[0].is_free:
+            while self._waiting:
                 copy = self._waiting[0]
                 whole = copy.num_bytes <= small
                 if not any(self._queue(copy, whole=whole) for _ in range(self._num_first_pieces)):
@@ -181,7 +167,8 @@ class CopyQueue:
         """Leave what is left to queue to the thread."""
         self._is_held = False
         if self._waiting:
-            self._wake_thread()
+            with self._changed:
+                self._changed.notify_all()
 
     def settle(self) -> list[PendingCopy]:
         """Take out the copies that are over, in order; never blocks on the device."""
@@ -194,9 +181,6 @@ class CopyQueue:
         with self._changed:
             while self._open and self._open[0].queued and self._is_over(self._open[0]):
                 over.append(self._open.popleft())
-        for copy in over:
-            if copy.flag is not None:
-                copy.flag.set_now()  # if the stream refused to
         return over
 
     def has_ended(self) -> bool:
@@ -217,48 +201,18 @@ class CopyQueue:
         What the thread has not taken yet is queued here: handing it over takes longer than that.
         """
         end = time.monotonic() + timeout
-        while self._queue_next(end):
+        while self._queue_next(timeout):
             pass
         with self._changed:
             left = max(0.0, end - time.monotonic())
             return self._queued.wait_for(lambda: not self.num_unqueued, left)
-
-    def hold_behind_flag(self, stream: int) -> PendingCopy | None:
-        """Keep ``stream`` behind a flag that is set when all submitted so far has ended.
-
-        Returns the copy that sets it. None where all is queued, where queueing would take memory or
-        load a kernel (which may wait for the very compute we hold), or where the driver refuses.
-        """
-        with self._changed:
-            if not self.num_unqueued or not self._can_queue_unaided():
-                return None
-            last = self._open[-1]
-            flag = last.flag if last.flag is not None else self._flags.make()
-            if flag is None:
-                return None
-            try:
-                self._flags.hold(flag, stream)
-            except Exception as error:
-                log.warning("%s queue: a flag was refused: %s", self._name, error)
-                if last.flag is None:
-                    flag.set_now()
-                return None
-            last.flag = flag  # under the lock: the thread that queues the last piece looks for it
-            return last
-
-    def wait_until_queued(self, copy: PendingCopy, end: float | None) -> bool:
-        """Wait until nothing more will be queued for it; False if ``end`` came before."""
-        with self._changed:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            return self._queued.wait_for(lambda: copy.queued, left)
 
     def close(self, timeout: float) -> list[PendingCopy]:
         """End the thread; returns the copies whose end is not awaited any more."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout)
+        self._thread.join(timeout)
         if self._turn.acquire(blocking=False):  # else a thread is stuck inside one of them
             for copy in self._waiting:
                 self._cut_short(copy)
@@ -267,49 +221,9 @@ class CopyQueue:
             left = list(self._open)
             self._open.clear()
             self._waiting.clear()
-        for copy in left:
-            if copy.flag is not None:
-                copy.flag.set_now()
         return left
 
     # -- queueing --------------------------------------------------------------------------------
-
-    def _can_queue_unaided(self) -> bool:
-        num_before = 0
-        try:
-            for copy in self._waiting:
-                if copy.pieces is not None and copy.job.in_parts is None:
-                    continue  # one that is begun has all it needs
-                if copy.path is None:
-                    copy.path = self._pick(copy)
-                if copy.job.in_parts is not None:
-                    return False
-                if not copy.path.is_prepared(copy.job, num_before):
-                    return False
-                num_before += 1
-        except Exception:  # queueing meets it again, and reports it
-            return False
-        return True
-
-    def _wake_thread(self) -> None:
-        if self._has_thread():
-            with self._changed:
-                self._changed.notify_all()
-        else:
-            while self._queue_next(None):
-                pass
-
-    def _has_thread(self) -> bool:
-        """Start the thread if there is none; False where the process may not have another one."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name=f"kvferry-{self._name}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                log.warning("%s queue: callers queue copies themselves: %s", self._name, error)
-                return False
-            self._thread = thread
-        return True
 
     def _work(self) -> None:
         while True:
@@ -319,21 +233,15 @@ class CopyQueue:
                 )
                 if not self._waiting:
                     return
-            self._queue_next(None)
+            self._queue_next(-1)
 
-    def _queue_next(self, end: float | None) -> bool:
-        """Queue the next copy to its end, if there is one and its turn comes by ``end``."""
-        if not self._waiting:
-            return False
-        if not self._turn.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
+    def _queue_next(self, timeout: float) -> bool:
+        """Queue the next copy to its end, if there is one and its turn comes in time."""
+        if not self._waiting or not self._turn.acquire(timeout=timeout):
             return False
         try:
-            if not self._waiting:
-                return False
-            copy = self._waiting[0]
-            if copy.after is not None and not self._wait_for_load(copy.after, end):
-                return False
-            self._queue(copy)
+            if self._waiting:
+                self._queue(self._waiting[0])
             return True
         finally:
             self._turn.release()
@@ -408,38 +316,15 @@ class CopyQueue:
 
     def _finish(self, copy: PendingCopy) -> None:
         with self._changed:
-            if copy.flag is None:
-                self._drop(copy)  # under the same lock: a flag asked for later finds it queued
-                return
-        try:
-            self._set_flag(copy, copy.flag)
-        finally:
-            with self._changed:
-                self._drop(copy)
-
-    def _drop(self, copy: PendingCopy) -> None:
-        # The waits, if it came to that, have captured the record: the event is free again.
-        if copy.ready is not None:
-            self._order_events.give(copy.ready)
-            copy.ready = None
-        if self._waiting and self._waiting[0] is copy:
-            self._waiting.popleft()
-        copy.queued = True
-        self.num_unqueued -= 1
-        self._queued.notify_all()
-
-    def _set_flag(self, copy: PendingCopy, flag: HostFlag) -> None:
-        try:
-            with self._driver.current():
-                try:
-                    self._flags.set_behind(flag, self.stream)
-                except Exception as error:
-                    copy.fail(error)
-                    self._driver.synchronize_stream(self.stream)
-                    flag.set_now()
-        except Exception as error:  # a device that is lost: nothing runs on it any more
-            copy.fail(error)
-            flag.set_now()
+            # The waits, if it came to that, have captured the record: the event is free again.
+            if copy.ready is not None:
+                self._order_events.give(copy.ready)
+                copy.ready = None
+            if self._waiting and self._waiting[0] is copy:
+                self._waiting.popleft()
+            copy.queued = True
+            self.num_unqueued -= 1
+            self._queued.notify_all()
 
     # -- its end ---------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@
 Every copy waits for the compute queued when it was submitted: a store because compute may still be
 writing its source, a load because compute may still be reading its destination.
 
-Compute waits for a load by an event where all of it is queued, else by a flag (``flags.py``).
+Compute waits for a load by an event, so only when all of the load is queued. A load that is
+submitted for compute to wait for goes by a path that queues all of it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kvferry.core.lifecycle import Closing, PunctualSleep, pause
 from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
 from kvferry.transfer.driver import Driver, EventPool, Handles, Priority
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
-from kvferry.transfer.engine.flags import FlagProbe, FlagWatchdog, HostFlags
 from kvferry.transfer.job import Direction, JobFactory
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
@@ -64,8 +64,10 @@ class StartHere:
     def __init__(self, queues: Iterable[CopyQueue], order: Callable[[], None] | None) -> None:
         self._queues = tuple(queues)
         self._order = order
+        self.is_entered = False
 
     def __enter__(self) -> None:
+        self.is_entered = True
         for queue in self._queues:
             queue.hold()
 
@@ -76,6 +78,7 @@ class StartHere:
             if self._order is not None and kind is None:
                 self._order()
         finally:
+            self.is_entered = False
             for queue in self._queues:
                 queue.release()
 
@@ -131,10 +134,6 @@ class GpuEngine(Closing):
         self._order_events = EventPool(driver, timing=False)
         self._timing_events = EventPool(driver, timing=True)
         self._in_parts: dict[TransferId, PendingCopy] = {}
-        self._flags = HostFlags(driver)
-        self._watchdog = FlagWatchdog(patience=patience, timeout=close_timeout)
-        self._probe = FlagProbe(driver, self._flags, self._order_events)
-        self._flagged: PendingCopy | None = None
         self._streams = Handles()
         self._queues = self._open_queues(patience)
         self._start_here = StartHere(self._queues.values(), None)
@@ -162,9 +161,8 @@ class GpuEngine(Closing):
         try:
             job = self._jobs.of(transfer)
             copy = PendingCopy(transfer.id, job, num_bytes=job.num_bytes)
+            copy.compute_waits = job.in_parts is not None or self._start_in_order.is_entered
             self._mark_ready(copy)
-            if job.direction is Direction.STORE and self._flagged is not None:
-                copy.after = self._flagged = None if self._flagged.queued else self._flagged
             # A large job's path is picked by the queue's thread: the caller does not wait for that.
             if copy.num_bytes <= QUICK_BYTES:
                 copy.path = self._pick(copy)
@@ -220,8 +218,8 @@ class GpuEngine(Closing):
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far.
 
-        Does not wait until they are queued, where the driver has flags. Raises if it refuses:
-        compute queued after a silent refusal would read blocks that are not there yet.
+        Queues what is left of them first. Raises if the driver refuses: compute queued after a
+        silent refusal would read blocks that are not there yet.
         """
         if self._closed:
             raise ClosedError("the engine is closed")
@@ -229,15 +227,12 @@ class GpuEngine(Closing):
         if not loads.num_open:
             return
         with self._driver.current():
-            compute = self._compute_stream()
-            if loads.num_unqueued and self._hold_behind_flag(loads, compute):
-                return
             if not loads.flush(self._close_timeout):
                 raise DeadlineError(f"loads were not queued within {self._close_timeout} seconds")
             event = self._order_events.take()
             try:
                 self._driver.record_event(event, loads.stream)
-                self._driver.stream_wait_event(compute, event)
+                self._driver.stream_wait_event(self._compute_stream(), event)
             finally:
                 self._order_events.give(event)
 
@@ -307,12 +302,6 @@ class GpuEngine(Closing):
         with self._driver.current():
             compute = self._compute_stream()
             copy.beside_model = self._runs_beside() or not self._driver.stream_is_idle(compute)
-            if self._probe.is_wanted(compute) and not (copy.beside_model or self.num_in_flight):
-                # Here, where nothing of ours is queued and the thread is the one that may ask.
-                streams = [queue.stream for queue in self._queues.values()]
-                for path in self._paths.values():
-                    streams += path.streams
-                self._probe.probe(compute, streams)
             # Here and not on the queue's thread: later compute must not hold this copy back.
             copy.ready = self._order_events.take()
             self._driver.record_event(copy.ready, compute)
@@ -326,7 +315,7 @@ class GpuEngine(Closing):
             len(job.device_blocks),
             copy.beside_model,
             copy.num_runs,
-            in_parts=job.in_parts is not None,
+            at_once=copy.compute_waits,
         )
         path = self._paths.get(copy.path_name)
         if path is None:
@@ -354,52 +343,37 @@ class GpuEngine(Closing):
             self._order_events.give(copy.ready)
             copy.ready = None
 
-    def _hold_behind_flag(self, loads: CopyQueue, compute: int) -> bool:
-        if not self._flags.is_prepared or not self._probe.is_safe(compute):
-            return False
-        if not self._watchdog.start():
-            return False
-        load = loads.hold_behind_flag(compute)
-        if load is None:
-            return False
-        self._flagged = load
-        self._watchdog.watch(load)
-        return True
-
     # -- what the engine owns ----------------------------------------------------------------
 
     def _open_queues(self, patience: float) -> dict[Direction, CopyQueue]:
         """A request waits for its load; no request waits for a store, so it yields to the model."""
         priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
-        queues: dict[Direction, CopyQueue] = {}
         with self._driver.current():
-            for direction, priority in priorities.items():
-                try:
-                    created = self._driver.create_stream(priority)
-                except Exception:
-                    self._streams.close()
-                    raise
-                stream = self._streams.take(created, self._driver.destroy_stream)
-                queues[direction] = CopyQueue(
-                    direction.value,
-                    self._driver,
-                    stream,
-                    self._order_events,
-                    self._timing_events,
-                    pick=self._pick,
-                    num_first_pieces=_NUM_FIRST_PIECES[direction],
-                    patience=patience,
-                    flags=self._flags,
-                    wait_for_load=self._wait_for_load,
-                )
-            self._flags.prepare()
-        return queues
-
-    def _wait_for_load(self, load: PendingCopy, end: float | None) -> bool:
-        return self._queues[Direction.LOAD].wait_until_queued(load, end)
+            try:
+                streams = {
+                    direction: self._streams.take(
+                        self._driver.create_stream(priority), self._driver.destroy_stream
+                    )
+                    for direction, priority in priorities.items()
+                }
+            except Exception:
+                self._streams.close()
+                raise
+        return {
+            direction: CopyQueue(
+                direction.value,
+                self._driver,
+                stream,
+                self._order_events,
+                self._timing_events,
+                pick=self._pick,
+                num_first_pieces=_NUM_FIRST_PIECES[direction],
+                patience=patience,
+            )
+            for direction, stream in streams.items()
+        }
 
     def _give_back(self) -> None:
-        self._watchdog.close()
         if self.is_stuck:
             # Destroying a stream under a call that uses it crashes the process; a leak does not.
             log.error("a copy thread is stuck in the driver; its streams are left to the process")
@@ -411,7 +385,6 @@ class GpuEngine(Closing):
                 log.exception("path %s did not close", name)
         try:
             with self._driver.current():
-                self._flags.close()
                 self._streams.close()
                 self._order_events.close()
                 self._timing_events.close()

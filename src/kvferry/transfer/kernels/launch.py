@@ -85,14 +85,6 @@ class IdBuffers:
             self._driver.record_event(buffer.event, stream)
             buffer.is_fenced = True
 
-    def num_free(self, count: int) -> int:
-        """How many jobs of so many blocks could be written now without another buffer.
-
-        Another thread than the writing one may ask.
-        """
-        fitting = [buffer for buffer in tuple(self._buffers) if buffer.ids.size >= 2 * count]
-        return sum(self._is_free(buffer) for buffer in fitting)
-
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         buffers, self._buffers, self._taken = self._buffers, [], None

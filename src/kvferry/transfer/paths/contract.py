@@ -41,11 +41,6 @@ class Path(ABC):
     COMMON: ClassVar[Sequence[Variant]] = ()
     """The kernels most engines need of it: compiled when paths open, they delay no transfer."""
 
-    @property
-    def streams(self) -> Sequence[int]:
-        """Its own streams, besides the one of the job."""
-        return ()
-
     @classmethod
     @abstractmethod
     def open(cls, means: Means) -> Path:
@@ -82,10 +77,6 @@ class Path(ABC):
 
         Then the engine calls it on the thread of ``submit``, for jobs of up to ``QUICK_BYTES``.
         """
-        return False
-
-    def is_prepared(self, job: CopyJob, num_before: int) -> bool:
-        """Whether queueing takes no memory and loads no kernel, after ``num_before`` other jobs."""
         return False
 
     def close(self) -> None:  # noqa: B027

@@ -21,7 +21,7 @@ when one of the model's ends, and then all waiting chunks must go at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -75,8 +75,6 @@ class Ring:
         self._large_bytes = _whole_pages((num_bytes - self._small_bytes) // NUM_LARGE)
         self._driver = driver
         self._handles = Handles()
-        self.streams: list[int] = []
-        """All its streams; empty before it is open."""
         self.is_open = False
 
     def open(self) -> None:
@@ -95,7 +93,6 @@ class Ring:
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         self.is_open = False
-        self.streams = []
         self._handles.close()
 
     def _take_all(self) -> None:
@@ -123,9 +120,7 @@ class Ring:
 
     def _stream(self) -> int:
         driver = self._driver
-        stream = driver.create_stream(Priority.HIGH)
-        self.streams.append(self._handles.take(stream, driver.destroy_stream))
-        return stream
+        return self._handles.take(driver.create_stream(Priority.HIGH), driver.destroy_stream)
 
 
 def _whole_pages(num_bytes: int) -> int:
@@ -191,19 +186,10 @@ class StagedPath(Path):
         finally:
             self._ids[job.direction].fence(stream)
 
-    @property
-    def streams(self) -> Sequence[int]:
-        return [stream for ring in self._rings.values() for stream in ring.streams]
-
     def prepare(self, job: CopyJob) -> None:
         self._kernels.get(job)
         self._ids[job.direction].prepare()
         self._rings[job.direction].open()
-
-    def is_prepared(self, job: CopyJob, num_before: int) -> bool:
-        if not self._rings[job.direction].is_open or self._kernels.find(job) is None:
-            return False
-        return self._ids[job.direction].num_free(len(job.device_blocks)) > num_before
 
     def close(self) -> None:
         with self._driver.current():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.planner.measure import calibrate
 from kvferry.transfer.planner.profile import (
     Profile,
-    builtin_cost,
     builtin_profile,
     load_profile,
     profile_file,
@@ -66,18 +65,6 @@ class Planner:
             direction: {name: profile.cost(direction, name) for name in self.names}
             for direction in Direction
         }
-        others = (
-            []
-            if pinned is not None
-            else [BY_NAME[name] for name in paths if name not in self.names]
-        )
-        large = [(path.name, path.beside_model_from) for path in others if path.beside_model_from]
-        self._large = large[0] if large else None
-        self._at_once = {
-            direction: {name: costs[name] for name in costs if BY_NAME[name].queues_at_once}
-            or costs
-            for direction, costs in self._costs.items()
-        }
 
     def choose(
         self,
@@ -87,20 +74,19 @@ class Planner:
         busy: bool,
         num_runs: int = 1,
         *,
-        in_parts: bool = False,
+        at_once: bool = False,
     ) -> str:
         """The name of the path that costs least; several threads may ask at once.
 
         ``busy`` says that the model runs now, ``num_runs`` how many runs of neighbours the host
-        slots make up. For a transfer ``in_parts`` it is the best path that queues a copy at once,
-        if there is one: the reader of the parts is told of them when all are queued. (A load of
+        slots make up. ``at_once`` asks for the best path that queues a copy at once, if there is
+        one: compute waits for the copy, and can be ordered behind what is queued only. (A load of
         917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens came after
         26.6 and 29.7 ms. One NVIDIA H200, vLLM 0.26, 2026-11-18.)
         """
-        if in_parts:
-            costs = self._at_once[direction]
-        else:
-            costs = self._costs_of(direction, layout, busy)
+        costs = self._costs[direction]
+        if at_once:
+            costs = {n: cost for n, cost in costs.items() if BY_NAME[n].queues_at_once} or costs
         if len(costs) == 1:
             return next(iter(costs))
         return min(_estimates(costs, layout, num_blocks, busy, num_runs)).path
@@ -114,18 +100,7 @@ class Planner:
         num_runs: int = 1,
     ) -> list[Estimate]:
         """What each path would cost, the best first."""
-        costs = self._costs_of(direction, layout, busy)
-        return sorted(_estimates(costs, layout, num_blocks, busy, num_runs))
-
-    def _costs_of(self, direction: Direction, layout: GroupLayout, busy: bool) -> dict[str, Cost]:
-        """Of the paths there is a choice between, and of one more for large segments."""
-        costs = self._costs[direction]
-        if busy and self._large is not None:
-            name, least = self._large
-            if layout.block_bytes >= least * layout.num_segments:
-                rate = max(cost.rate for cost in costs.values())  # the link's, as far as is known
-                return {**costs, name: replace(builtin_cost(direction, name), rate=rate)}
-        return costs
+        return sorted(_estimates(self._costs[direction], layout, num_blocks, busy, num_runs))
 
     def explain(
         self,
@@ -215,8 +190,8 @@ class PathChoices:
         planner, what = self._planner, (direction, self.layouts[group], num_blocks, busy, num_runs)
         if planner.choose(*what) == path:
             return planner.explain(*what)
-        if planner.choose(*what, in_parts=True) == path:
-            return f"{path}: it landed in parts, and this path queues all of them at once."
+        if planner.choose(*what, at_once=True) == path:
+            return f"{path}: compute waited for it, and this path queues all of it at once."
         return ""
 
 
@@ -239,5 +214,5 @@ def open_planner(
             save_profile(profile, file)
         except (KvferryError, OSError, RuntimeError) as error:
             log.warning("this machine could not be measured: %s", error)
-            profile = profile or builtin_profile(f"measuring failed: {error}")
+            profile = builtin_profile(f"measuring failed: {error}")
     return Planner(profile, paths)
