@@ -234,40 +234,6 @@ def worth_storing(
     ]
 
 
-def longest_within(
-    groups: Sequence[Group],
-    held: Sequence[BoolArray],
-    new: Sequence[BoolArray],
-    bounds: Sequence[tuple[int, Sequence[int]]],
-    *,
-    above: int,
-    alignment: int,
-) -> int:
-    """The longest hit above so many tokens for whose slots there is room, or ``above`` if none is.
-
-    ``held`` is as for :func:`worth_storing`, and says nothing of slots past its end: no hit reads
-    those. ``new`` are the slots that would take room. Each bound is how much there is of something,
-    and how much of it a slot of each group takes.
-    """
-    _require_match(groups, held)
-    _require_match(groups, new)
-    step = _hit_step(groups, alignment)
-    end = min(len(slots) * group.block_tokens for group, slots in zip(groups, held, strict=True))
-    lengths = np.arange(above // step + 1, end // step + 1, dtype=np.int64) * step
-    possible = np.ones(len(lengths), dtype=np.bool_)
-    taken = []
-    for group, slots, fresh in zip(groups, held, new, strict=True):
-        first, stop = _cut(group, lengths, 0)
-        lost = np.concatenate(([0], np.cumsum(~slots)))
-        possible &= lost[first] == lost[stop]
-        before = np.concatenate(([0], np.cumsum(fresh)))
-        taken.append(before[stop] - before[first])
-    for room, sizes in bounds:
-        possible &= sum(each * size for each, size in zip(taken, sizes, strict=True)) <= room
-    found = np.flatnonzero(possible)
-    return int(lengths[found[-1]]) if len(found) else above
-
-
 def can_serve(
     groups: Sequence[Group], num_tokens: int, *, alignment: int | None = None
 ) -> list[BoolArray]:

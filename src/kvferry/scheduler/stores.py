@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,89 +26,6 @@ from kvferry.scheduler.transfers import (
     checked_blocks,
 )
 from kvferry.types import NO_SLOT, DeviceBlocks
-
-Bound = tuple[int, Sequence[int]]
-"""How much room there is, and how much of it a block of each group takes."""
-
-
-class SharedRoom:
-    """What may still be stored by all bounds together. Owns what is left of each."""
-
-    def __init__(self, bounds: Sequence[Bound]) -> None:
-        self._left = [(sizes, [room]) for room, sizes in bounds]
-
-    def take(self, group: int, num_blocks: int) -> int:
-        """Take room for as many of these blocks of a group as fit; returns how many do."""
-        for sizes, (left,) in self._left:
-            if sizes[group]:
-                num_blocks = min(num_blocks, max(0, left) // sizes[group])
-        for sizes, left_of in self._left:
-            left_of[0] -= num_blocks * sizes[group]
-        return num_blocks
-
-
-def usable(
-    groups: Sequence[reach.Group],
-    todo: Mapping[int, range],
-    held: Sequence[reach.BoolArray],
-    new: Sequence[reach.BoolArray],
-    bounds: Sequence[Bound],
-    *,
-    above: int,
-    alignment: int,
-) -> dict[int, range] | None:
-    """Which blocks to store of those ``todo``, by group; None if no hit above so many tokens is.
-
-    ``held`` and ``new`` are as for :func:`reach.longest_within`. First comes what the longest hit
-    reads for which there is room, then what leads on from there, then what serves shorter ones. If
-    there is room for no hit, a part of the longest one: the rest of it another time.
-    """
-    tokens = reach.longest_within(groups, held, new, bounds, above=above, alignment=alignment)
-    is_whole = tokens > above
-    if not is_whole:
-        tokens = reach.longest_within(groups, held, new, (), above=above, alignment=alignment)
-        if tokens == above:
-            return None
-    room, spans = SharedRoom(bounds), {}
-    full = [g for g in todo if isinstance(groups[g], reach.FullAttention)]
-    others = [g for g in todo if g not in full]
-    for g in full:
-        stop = _clip(tokens // groups[g].block_tokens, todo[g])
-        spans[g] = range(todo[g].start, _until(new[g], todo[g].start, stop, room, g))
-    for g in others:
-        stop = _clip(tokens // groups[g].block_tokens, todo[g])
-        read = reach.needed(groups[g], tokens)
-        first = min(_clip(read.start, todo[g]), stop) if read else stop
-        last = _until(new[g], first, stop, room, g)
-        if last < stop and not new[g][first:last].any():  # nothing of it: it must not be passed by
-            first = last = todo[g].start
-        spans[g] = range(first, last)
-    if is_whole:
-        for g in full:
-            stop = _until(new[g], spans[g].stop, todo[g].stop, room, g)
-            spans[g] = range(spans[g].start, stop)
-        for g in others:
-            spans[g] = range(_from(new[g], todo[g].start, spans[g].start, room, g), spans[g].stop)
-    return spans
-
-
-def _clip(place: int, todo: range) -> int:
-    return min(max(place, todo.start), todo.stop)
-
-
-def _until(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: int) -> int:
-    """How far from a place on there is room; what there is room for is taken from it."""
-    found = np.flatnonzero(new[first:stop])
-    fits = room.take(group, len(found))
-    return stop if len(found) <= fits else first + int(found[fits])
-
-
-def _from(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: int) -> int:
-    """The same backwards: from where on, up to ``stop``, there is room."""
-    found = np.flatnonzero(new[first:stop])
-    fits = room.take(group, len(found))
-    return first if len(found) <= fits else first + int(found[-fits - 1]) + 1
-
 
 class OnDevice:
     """Hints for blocks that only the device has, for stores that no request orders.
@@ -190,8 +107,6 @@ class OnDevice:
 _Part = tuple[int, range, npt.NDArray[np.int64]]
 """Blocks of a group that are to be stored: their places, and the device blocks they are in."""
 
-_NO_BOUND = 1 << 40
-
 _SHARE, _LEAST_BLOCKS = 1 / 4, 64
 """Of the device's blocks: so many may be in the hands of stores, where no setting says how many.
 
@@ -267,6 +182,7 @@ class Stores:
         self.on_device = on_device
         self.admission = SeenOften(config.store_threshold, num_keys=pool.num_slots)
         self.num_shed = 0
+        self._was_cut = False  # by the bounds, the last store
         self._matcher = matcher
         self._pool = pool
         self._transfers = transfers
@@ -290,7 +206,9 @@ class Stores:
     ) -> tuple[Ordered, ...]:
         """Order the whole blocks below ``num_tokens`` after the ``stored`` ones of each group.
 
-        ``stored`` is moved on. A table that will not do is refused before anything is claimed.
+        ``stored`` is moved on. Of one group as many go as the bounds allow. Several groups go
+        whole or wait, because a part of each would serve no request. A table that will not do is
+        refused before anything is claimed.
         """
         parts = []
         for g, group in enumerate(self._matcher.groups):
@@ -302,19 +220,18 @@ class Stores:
                         f"{num_tokens} tokens need {todo.stop}"
                     )
                 parts.append((g, todo, checked_blocks(g, tables[g], todo)))
-        chosen = None
-        if len(stored) > 1 and not self._all_fit(parts):
-            chosen = self._usable(stored, keys, parts, num_tokens)
+        self._was_cut = len(stored) > 1 and self._must_wait(keys, parts)
+        if self._was_cut:
+            self.num_shed += 1
+            return ()
         ordered = []
         for g, todo, blocks in parts:
-            if chosen is not None:
-                blocks = blocks[chosen[g].start - todo.start : chosen[g].stop - todo.start]
-                todo = chosen[g]
             slot_keys = self._matcher.slot_keys(g, keys, todo)
             count = len(todo)
-            if chosen is None and count > self._room(g):
+            if len(stored) == 1 and count > self._room(g):
                 count = self._fitting(g, slot_keys)
             if count < len(todo):
+                self._was_cut = True
                 self.num_shed += 1
                 slot_keys, blocks, todo = slot_keys[:count], blocks[:count], todo[:count]
             stored[g] = todo.stop
@@ -324,53 +241,24 @@ class Stores:
                     ordered.append(order)
         return tuple(ordered)
 
-    def _all_fit(self, parts: Sequence[_Part]) -> bool:
-        """Whether the bounds allow all of it, whatever is kept already."""
-        return all(
-            sum(len(todo) * sizes[g] for g, todo, _ in parts) <= room
-            for room, sizes in self._bounds()
-        )
+    def _must_wait(self, keys: Keys, parts: Sequence[_Part]) -> bool:
+        """Whether the bounds do not allow all of it; alone it always goes, or would never."""
+        if not self._is_busy or self._fits({g: len(todo) for g, todo, _ in parts}):
+            return False
+        new = {}  # what is kept takes no room
+        for g, todo, _ in parts:
+            known = self._pool.known(self._matcher.slot_keys(g, keys, todo))
+            new[g] = int(np.count_nonzero(~known))
+        return not self._fits(new)
 
-    def _usable(
-        self, stored: Sequence[int], keys: Keys, parts: Sequence[_Part], num_tokens: int
-    ) -> dict[int, range] | None:
-        """What to store of more than the bounds allow, by group; see :func:`usable`."""
-        matcher = self._matcher
-        low = min(
-            count * group.block_tokens for count, group in zip(stored, matcher.groups, strict=True)
-        )
-        tables = {g: (todo, blocks) for g, todo, blocks in parts}
-        held, new = [], []
-        for g, group in enumerate(matcher.groups):
-            end = num_tokens // group.block_tokens
-            first = max(0, group.first_token(low)) // group.block_tokens
-            if isinstance(group, reach.FullAttention) or first > stored[g]:
-                # Full attention: what is stored is taken for there. That may be more than is
-                # computed: from others, or from before the request was set back.
-                first = min(stored[g], end)
-            slot_keys = matcher.slot_keys(g, keys, range(first, end))
-            known = self._pool.known(slot_keys)
-            fresh = np.zeros(end - first, dtype=np.bool_)
-            if g in tables:
-                todo, blocks = tables[g]
-                fresh[todo.start - first :] = self._wanted(
-                    g, todo, blocks, slot_keys[todo.start - first :]
-                )
-            before = np.ones(first, dtype=np.bool_)
-            held.append(np.concatenate((before, known | fresh)))
-            new.append(np.concatenate((~before, fresh & ~known)))
-        chosen = usable(
-            matcher.groups,
-            {g: todo for g, todo, _ in parts},
-            held,
-            new,
-            self._bounds(),
-            above=low,
-            alignment=matcher.alignment,
-        )
-        if chosen is not None:
-            self.num_shed += any(chosen[g] != todo for g, todo, _ in parts)
-        return chosen
+    def _fits(self, num_blocks: Mapping[int, int]) -> bool:
+        """Whether so many blocks by group, in all, pass no bound."""
+        transfers, total = self._transfers, sum(num_blocks.values())
+        most = self._max_blocks
+        if total and most is not None and transfers.blocks_from_device + total > most:
+            return False
+        num_bytes = sum(count * self._block_bytes[g] for g, count in num_blocks.items())
+        return not num_bytes or transfers.num_bytes + num_bytes <= self._max_bytes
 
     def skip_known(self, stored: list[int], keys: Keys, num_tokens: int) -> None:
         """Count the whole blocks below ``num_tokens`` as stored, group by group, if they are kept.
@@ -488,34 +376,22 @@ class Stores:
 
     @property
     def is_full(self) -> bool:
-        """Whether the bounds let some group store nothing more for now.
+        """Whether the bounds cut the last store short, and copies under way will make room."""
+        return self._was_cut and self._is_busy
 
-        With nothing on its way they never will: a request would wait for ever.
-        """
-        if not self._transfers.blocks_from_device and not self._transfers.num_bytes:
-            return False
-        return any(self._room(g) <= 0 for g in range(len(self._matcher.groups)))
+    @property
+    def _is_busy(self) -> bool:
+        return self._transfers.blocks_from_device > 0 or self._transfers.num_bytes > 0
 
     def _room(self, g: int) -> int:
         """How many blocks of this group may be ordered now without passing the bounds."""
-        room = _NO_BOUND
+        room = NEVER
         if self._max_blocks is not None:
             room = self._max_blocks - self._transfers.blocks_from_device
         if self._block_bytes[g]:
-            transfers = self._transfers
-            flying = transfers.bytes_to_device + transfers.bytes_from_device
-            room = min(room, (self._max_bytes - flying) // self._block_bytes[g])
+            num_bytes = self._max_bytes - self._transfers.num_bytes
+            room = min(room, num_bytes // self._block_bytes[g])
         return max(0, room)
-
-    def _bounds(self) -> list[Bound]:
-        """The same for all groups together."""
-        transfers, bounds = self._transfers, list[Bound]()
-        if self._max_blocks is not None:
-            room = max(0, self._max_blocks - transfers.blocks_from_device)
-            bounds.append((room, (1,) * len(self._block_bytes)))
-        if any(self._block_bytes):
-            bounds.append((max(0, self._max_bytes - transfers.num_bytes), self._block_bytes))
-        return bounds
 
 
 # -- stores of what ended requests left ---------------------------------------------------------
@@ -597,24 +473,30 @@ class DeferredStores:
         self._hasty_step = least_tokens * max(1, num_blocks // _HURRY)
         self._most_held = num_device_blocks // _HELD_SHARE
         self._clock = clock
-        self._waiting: dict[Key, Deferred] = {}  # both the oldest first
-        self.held: list[Deferred] = []
-        """Those whose device blocks are held, which the engine may need any time."""
+        self._rests: list[Deferred] = []  # the oldest first
         self.is_wanted = False
         """Whether the engine needs the blocks: then none is held any longer."""
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self.held)
+        return len(self._rests)
+
+    def __iter__(self) -> Iterator[Deferred]:
+        return iter(self._rests)
 
     @property
     def step(self) -> int:
         """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether device blocks are held, which the engine may need any time."""
+        return any(rest.held for rest in self._rests)
+
     def wait(self, request: Any, num_tokens: int, key: Key) -> Deferred | None:
         """Let a short rest wait; returns what waited with the same end: one is enough."""
-        twin = self._waiting.pop(key, None)
-        self._waiting[key] = Deferred(request, num_tokens, key, self._clock())
+        twin = self._take_waiting(key)
+        self._rests.append(Deferred(request, num_tokens, key, self._clock()))
         return twin
 
     def hold(
@@ -626,55 +508,55 @@ class DeferredStores:
         held: tuple[DeviceBlocks, ...],
     ) -> None:
         """Remember one whose blocks are held."""
-        self.held.append(Deferred(request, num_tokens, key, self._clock(), tables, held))
+        self._rests.append(Deferred(request, num_tokens, key, self._clock(), tables, held))
 
     def put_back(self, rests: Sequence[Deferred]) -> None:
         """They could not be stored whole yet: again in the next step, and before all others."""
-        self._waiting = {rest.key: rest for rest in rests if not rest.held} | self._waiting
-        self.held = [rest for rest in rests if rest.held] + self.held
+        self._rests = [*rests, *self._rests]
 
     def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Deferred | None:
         """What waits for a request that goes on after so many blocks of its chain."""
-        if not self._waiting or num_keys > len(chain):  # an engine may have more than has keys
+        if not self._rests or num_keys > len(chain):  # an engine may have more than has keys
             return None
-        return self._waiting.pop(chain[num_keys - 1], None)
+        return self._take_waiting(chain[num_keys - 1])
+
+    def _take_waiting(self, key: Key) -> Deferred | None:
+        for rest in self._rests:
+            if rest.key == key and not rest.held:
+                self._rests.remove(rest)
+                return rest
+        return None
 
     def take_due(self, *, is_idle: bool) -> list[Deferred]:
-        """What is to be stored in this step, the oldest first."""
-        if not (self._waiting or self.held):
+        """What is to be stored in this step: what is held first, the oldest first."""
+        if not self._rests:
             return []
-        now, engine, due = self._clock(), self.engine, list[Deferred]()
-        if self.held:
+        now, engine = self._clock(), self.engine
+        due = [rest for rest in self._rests if rest.held]
+        waiting = [rest for rest in self._rests if not rest.held]
+        if due and not (is_idle or self.is_wanted):
             is_short = engine.num_free < self._most_held or engine.num_held > self._most_held
-            takes_held = is_idle or self.is_wanted or is_short
-            due = [rest for rest in self.held if takes_held or now >= rest.since + SOON_SECONDS]
+            if not is_short:
+                due = [rest for rest in due if now >= rest.since + SOON_SECONDS]
         self.is_wanted = False
-        takes_waiting = is_idle or engine.evicts
-        surplus = len(self._waiting) - _MOST_WAITING
-        for number, rest in enumerate(self._waiting.values()):
-            is_ripe = now >= rest.since + WAIT_SECONDS or number < surplus
-            if not takes_waiting and not (is_ripe and number < max(_PER_STEP, surplus)):
-                break
-            due.append(rest)
-        for rest in due:
-            self._remove(rest)
+        if is_idle or engine.evicts:
+            due += waiting
+        else:
+            surplus = len(waiting) - _MOST_WAITING
+            for number, rest in enumerate(waiting[: max(_PER_STEP, surplus)]):
+                if number < surplus or now >= rest.since + WAIT_SECONDS:
+                    due.append(rest)
+        if due:
+            self._rests = [rest for rest in self._rests if rest not in due]
         return due
 
     def drop(self, request: Any) -> list[Deferred]:
         """What one request left, which is not to be stored any more."""
-        rests = [rest for rest in (*self.held, *self._waiting.values()) if rest.request is request]
-        for rest in rests:
-            self._remove(rest)
+        rests = [rest for rest in self._rests if rest.request is request]
+        self._rests = [rest for rest in self._rests if rest.request is not request]
         return rests
 
     def take_all(self) -> list[Deferred]:
         """Everything, due or not: what is left of before is not to be stored any more."""
-        rests = [*self.held, *self._waiting.values()]
-        self.held, self._waiting = [], {}
+        rests, self._rests = self._rests, []
         return rests
-
-    def _remove(self, rest: Deferred) -> None:
-        if rest.held:
-            self.held.remove(rest)
-        else:
-            del self._waiting[rest.key]
