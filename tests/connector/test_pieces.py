@@ -85,7 +85,7 @@ def begin(make: Callable[..., Sides]) -> Any:
         sides = make(num_ranks, tier_write="through", **options)
         parts = scheduler_of(sides)._requests
         parts.lower.piece_slots = 1
-        parts.pipelined._share = lambda tiers: 1.0
+        parts.promoter._share = lambda tiers: 1.0
         wanted = [chat(sides, number) for number in range(8)]
         evict(scheduler_of(sides).pool, HOST_BLOCKS)
         gates.extend(Gates(sides, rank, 0) for rank in range(num_ranks))
@@ -248,7 +248,7 @@ def test_a_drive_that_goes_away_ends_the_load(begin):
 
 def fall_silent(sides: Sides) -> None:
     """Nothing comes up for a minute, as far as loads in pieces can see."""
-    pipelined = scheduler_of(sides)._requests.pipelined
+    pipelined = scheduler_of(sides)._requests.promoter
     clock = pipelined._clock
     pipelined._clock = lambda: clock() + 60.001
 

@@ -365,7 +365,7 @@ class World:
         progress = request.progress
         return (
             *(request.state, tuple(progress.stored), progress.is_outdated, found, request._missed),
-            *(request.is_counted, request.is_explained),
+            *(request.was_asked, request.is_answered),
             *(below, progress.past, request._computed),
             tuple(sorted(names[t] for t in request.loading)),
             tuple(sorted(names[t] for t in request_laws.waits_of(request))),

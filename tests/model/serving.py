@@ -162,7 +162,7 @@ class Serving:
         )
         if setup.piece_slots:
             self.scheduler.lower.piece_slots = setup.piece_slots
-            self.scheduler._requests.pipelined._share = lambda tiers: 1.0  # type: ignore[method-assign]
+            self.scheduler._requests.promoter._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
@@ -501,7 +501,7 @@ class Serving:
         for receipt in receipts:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
-        coming = self.scheduler._requests.pipelined
+        coming = self.scheduler._requests.promoter
         for load in coming._loads.values():
             assert not load.is_open or self.now < load.since + coming._patience, (
                 "a load waits for a tier that says nothing"
@@ -588,7 +588,7 @@ class Serving:
         flying = [each for each in scheduler.transfers.in_flight.values() if not each.overdue]
         orders = [each.transfer for each in (*flying, *scheduler.transfers._loads)]
         loads = [t for t in orders if isinstance(t, Transfer) and t.dst == DEVICE]
-        pieces = scheduler._requests.pipelined
+        pieces = scheduler._requests.promoter
         coming = pieces._loads
         held = sum(load.end - load.first for load in coming.values() if load.is_open)
         assert not self.setup.bounded or held <= self.setup.num_blocks // 2
@@ -737,7 +737,7 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
-        assert not scheduler._requests.pipelined
+        assert not scheduler._requests.promoter.has_loads
         assert not scheduler.transfers.blocks_to_device
         assert not scheduler.requests
         assert not scheduler.hits._being_loaded.any()

@@ -9,10 +9,9 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
 from kvferry.cache.pool import Pool
-from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode, lower_tier
-from kvferry.scheduler.writeback import TierAdmission, admission_of
+from kvferry.scheduler.writeback import TierAdmission
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import TierName
 
@@ -55,31 +54,6 @@ def test_an_admission_counts_requests_and_bytes() -> None:
     admission.wrote(3)
     assert not admission.admits(some, 0.0).any()
     assert admission.admits(some, DAY / 7).sum() == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "admitting"),
-    [
-        ({}, set()),
-        ({"disk_admission": "all", "remote_admission": "all"}, set()),
-        ({"disk_admission": "requested-twice"}, {DISK}),
-        ({"disk_write_per_day": "1GiB"}, {DISK}),
-        ({"remote_admission": "requested-twice"}, {REMOTE}),
-        (
-            {"disk_admission": "requested-twice", "remote_admission": "requested-twice"},
-            {DISK, REMOTE},
-        ),
-    ],
-)
-def test_the_settings_make_one_where_it_matters(
-    settings: dict[str, object], admitting: set[TierName]
-) -> None:
-    config = Config.from_dict(settings)
-    admissions = {
-        name: admission_of(config, name, num_keys=None, block_bytes=1, now=0.0)
-        for name in (DISK, REMOTE, TierName("memory"))
-    }
-    assert {name for name, each in admissions.items() if each is not None} == admitting
 
 
 def desk_of(name: TierName = DISK, **settings: Any) -> Desk:

@@ -36,9 +36,8 @@ class EventKind(IntEnum):
     FOUND = 8  # a lower tier has these blocks: keys
     LOST = 9  # a lower tier does not have these blocks any more: keys, or None for all
     PROMOTED = 10  # blocks were copied from a lower tier to the host: keys
-    ASK = 11  # a request must wait for its first answer: request, tokens, detail
-    RESULT = 12  # something else became known of a request: request, detail
-    PROMOTE = 13  # blocks are on their way up from a lower tier: keys, detail (its name)
+    RESULT = 11  # something else became known of a request: request, detail
+    PROMOTE = 12  # blocks are on their way up from a lower tier: keys, detail (its name)
 
 
 ALL_KINDS = tuple(EventKind)

@@ -225,7 +225,7 @@ class Control:
 
     def prefetch_queued(self, request: Any) -> None:
         """This request will be matched soon; requests beyond a bound are ignored."""
-        is_known = request.is_counted or request in self._prefetches
+        is_known = request.was_asked or request in self._prefetches
         if self._lower.tiers and not is_known and len(self._queued) < _MOST_QUEUED:
             self._queued[request] = None
 
@@ -246,7 +246,7 @@ class Control:
                 if prefetch.pin_seconds is not None:
                     self._pin(prefetch, prefetch.pin_seconds)
         for request in tuple(self._queued):
-            if request.is_counted or request not in self._live:
+            if request.was_asked or request not in self._live:
                 del self._queued[request]
             elif self._room() <= 0:
                 break
@@ -260,7 +260,7 @@ class Control:
 
     def _advance_queued(self, prefetch: Prefetch, now: float) -> None:
         request, until = prefetch.request, prefetch.until
-        if request.is_counted:  # it is matched: what is coming it waits for itself
+        if request.was_asked:  # it is matched: what is coming it waits for itself
             self._end(prefetch)
         elif request not in self._live or (until is not None and until <= now):
             self._end(prefetch)

@@ -21,9 +21,10 @@ from kvferry.cache.events import EventKind, EventLog, PoolEvent
 from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
 from kvferry.cache.pool import Pool
+from kvferry.cache.slots import TenantCounts
 from kvferry.cache.tenants import Tenants
 from kvferry.core.identity import scope
-from kvferry.core.keys import Key, KeyChain, Keys, masked_key
+from kvferry.core.keys import Key, Keys, masked_key
 from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.lookup import Matcher, Missing
 from kvferry.scheduler.tiering import LowerTiers
@@ -93,14 +94,6 @@ class Loaded(NamedTuple):
     overlap: OverlapDecision | None
 
 
-class Asked(NamedTuple):
-    """A request asked and must wait for its answer."""
-
-    tenant: int
-    chain: KeyChain
-    num_keys: int  # of its chain, which may grow until this is read
-
-
 class RequestAnswer(NamedTuple):
     """What a request was answered: facts of that moment, from which its miss is explained later.
 
@@ -109,8 +102,6 @@ class RequestAnswer(NamedTuple):
     """
 
     request: Any
-    request_id: RequestId
-    was_counted: bool
     num_keys: int
     max_tokens: int
     computed_tokens: int
@@ -178,7 +169,7 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """What is remembered of one request."""
+    """What is remembered of one of the latest requests."""
 
     explanation: Explanation | None = None
     hints: Hints | None = None
@@ -189,29 +180,6 @@ class Entry:
     copies: list[Copy] = field(default_factory=list)
     brought: dict[str, int] = field(default_factory=dict)
     """Tokens of its hit that came up from lower tiers, until the hit is loaded."""
-
-
-class Journal:
-    """Remembers the latest requests; the one that asked longest ago is forgotten first."""
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[RequestId, Entry] = OrderedDict()
-        """All that are remembered, the latest last."""
-
-    def touch(self, request_id: RequestId, *, is_first_answer: bool = False) -> Entry:
-        """The entry of a request, as the latest; a new one if there is none.
-
-        At its first answer another request's of its name goes; copies for it may have ended before.
-        """
-        entry = self.entries.get(request_id)
-        if entry is not None and not (is_first_answer and entry.explanation is not None):
-            self.entries.move_to_end(request_id)
-            return entry
-        self.entries.pop(request_id, None)
-        entry = self.entries[request_id] = Entry()
-        if len(self.entries) > MOST_REQUESTS:
-            self.entries.popitem(last=False)
-        return entry
 
 
 class GhostFilter:
@@ -237,7 +205,6 @@ class GhostFilter:
 
 _KINDS = (
     EventKind.LOOKUP,
-    EventKind.ASK,
     EventKind.RESULT,
     EventKind.LOAD,
     EventKind.EVICT,
@@ -263,7 +230,8 @@ class Bookkeeper:
         tenants: Tenants | None = None,
     ) -> None:
         self.counts = MatchCounts()
-        self.journal = Journal()
+        self.entries: OrderedDict[RequestId, Entry] = OrderedDict()
+        """What is remembered; the request that asked longest ago comes first."""
         self.failure: Exception | None = None
         self._matcher = matcher
         self._admission = admission
@@ -282,7 +250,6 @@ class Bookkeeper:
         """Records that wait to be read."""
         self._read: dict[EventKind, Callable[[PoolEvent], None]] = {
             EventKind.LOOKUP: self._looked_up,
-            EventKind.ASK: self._asked,
             EventKind.RESULT: self._noted,
             EventKind.LOAD: self._loaded,
             EventKind.EVICT: self._evicted,
@@ -315,6 +282,21 @@ class Bookkeeper:
         if failure is not None:
             raise failure
 
+    def _touch(self, request_id: RequestId, *, is_first_answer: bool = False) -> Entry:
+        """The entry of a request, as the latest; a new one if there is none.
+
+        At its first answer another request's of its name goes; copies for it may have ended before.
+        """
+        entry = self.entries.get(request_id)
+        if entry is not None and not (is_first_answer and entry.explanation is not None):
+            self.entries.move_to_end(request_id)
+            return entry
+        self.entries.pop(request_id, None)
+        entry = self.entries[request_id] = Entry()
+        if len(self.entries) > MOST_REQUESTS:
+            self.entries.popitem(last=False)
+        return entry
+
     def close(self) -> None:
         self.drain()
         self._reader.close()
@@ -323,21 +305,16 @@ class Bookkeeper:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def _asked(self, event: PoolEvent) -> None:
-        asked = event.detail
-        assert isinstance(asked, Asked)
-        self._count(asked.tenant, event.tokens, asked.chain, asked.num_keys)
-
-    def _count(self, tenant: int, num_tokens: int, chain: KeyChain, num_keys: int) -> None:
-        self.counts.queries += 1
-        self.counts.asked_tokens += max(0, num_tokens)
+    def _count(self, request: Any, num_tokens: int, num_keys: int) -> None:
+        counts: list[MatchCounts | TenantCounts] = [self.counts]
         if self._tenants is not None:
-            counts = self._tenants.counts(tenant)
-            counts.queries += 1
-            counts.asked_tokens += max(0, num_tokens)
+            counts.append(self._tenants.counts(request.tenant))
+        for each in counts:
+            each.queries += 1
+            each.asked_tokens += max(0, num_tokens)
         if self._counts_keys:
             for g in range(len(self._matcher.groups)):
-                slot_keys = self._matcher.asked_keys(g, chain, num_keys)
+                slot_keys = self._matcher.asked_keys(g, request.chain, num_keys)
                 self._admission.see(slot_keys)
                 self._writeback.requested(slot_keys)
 
@@ -346,10 +323,8 @@ class Bookkeeper:
         if not isinstance(answer, RequestAnswer):  # of another group of the same request
             return
         request = answer.request
-        if not answer.was_counted:
-            num_tokens = answer.max_tokens - answer.computed_tokens
-            self._count(request.tenant, num_tokens, request.chain, answer.num_keys)
-        entry = self.journal.touch(answer.request_id, is_first_answer=True)
+        self._count(request, answer.max_tokens - answer.computed_tokens, answer.num_keys)
+        entry = self._touch(request.id, is_first_answer=True)
         explanation = entry.explanation = self._explain(answer, entry)
         self.counts.missed[explanation.reason.value] += 1
         self.counts.tier_hit_tokens[DEVICE] += explanation.device_tokens
@@ -364,19 +339,17 @@ class Bookkeeper:
     def _noted(self, event: PoolEvent) -> None:
         detail = event.detail
         if isinstance(detail, RequestAnswer):
-            entry = self.journal.touch(event.request)
+            entry = self._touch(event.request)
             entry.explanation = self._explain(detail, entry)
         elif isinstance(detail, InFlight):
             if isinstance(detail.transfer, Transfer):  # a question copies nothing
-                known = self.journal.entries.get(event.request)
-                copies = (
-                    known.copies if known is not None else self.journal.touch(event.request).copies
-                )
+                known = self.entries.get(event.request)
+                copies = (known or self._touch(event.request)).copies
                 copies.append(Copy.of(detail, detail.transfer))
                 if len(copies) > MOST_COPIES:
                     del copies[0]
         elif isinstance(detail, Hinted):
-            entry = self.journal.touch(event.request)
+            entry = self._touch(event.request)
             entry.hints, entry.refused = detail.hints, tuple(detail.refused)
             self.counts.unheeded_hints += bool(detail.refused)
 
@@ -384,7 +357,7 @@ class Bookkeeper:
         load = event.detail
         assert isinstance(load, Loaded)
         self.counts.hit_tokens += event.tokens
-        entry = self.journal.entries.get(event.request)
+        entry = self.entries.get(event.request)
         if entry is None or not entry.brought:
             self.counts.tier_hit_tokens[HOST] += event.tokens
         else:
@@ -395,7 +368,7 @@ class Bookkeeper:
             self._tenants.counts(load.tenant).hit_tokens += event.tokens
         if load.overlap is not None:
             self.counts.overlaps[load.overlap.verdict.value] += 1
-            self.journal.touch(event.request).overlap = load.overlap.words
+            self._touch(event.request).overlap = load.overlap.words
 
     def _evicted(self, event: PoolEvent) -> None:
         keys = event.keys if isinstance(event.keys, Keys) else event.all_keys()
@@ -457,7 +430,7 @@ class Bookkeeper:
         if entry.brought:
             by_tier = _split(from_host, entry.brought)
         return Explanation(  # by position: that takes half the time
-            answer.request_id,
+            answer.request.id,
             answer.max_tokens,
             answer.computed_tokens,
             from_host,

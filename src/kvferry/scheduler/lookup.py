@@ -535,8 +535,9 @@ class Hits:
         config: Config,
         shape: EngineShape,
         clock: Callable[[], float],
+        worth: LoadOrCompute,
     ) -> None:
-        self.worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
+        self.worth = worth
         self._matcher = matcher
         self._pool = pool
         self._transfers = transfers

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.cache.index import num_leading
-from kvferry.cache.policies.load_or_compute import Decision, LoadOrCompute
+from kvferry.cache.policies.load_or_compute import Decision
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState
 from kvferry.config import Config
@@ -71,18 +71,67 @@ class Promotion:
         self.has_asked = self.has_promoted = False
 
 
-class Promoter:
-    """Asks lower tiers and brings up blocks. Owns the count of promoted tokens.
+@dataclass(eq=False, slots=True)
+class PipelinedLoad:
+    """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
 
-    Its callers are requests and prefetches, which have a ``promotion`` and a ``tenant``. They are
-    told by the scheduler when a transfer they wait for has ended.
+    Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
+    ``sent`` are ordered, none from ``last`` on ever will be, and those from ``good`` on are lost.
+    ``since`` is when the last of them was ordered. ``pieces`` tell where each transfer begins.
     """
 
-    def __init__(self, matcher: Matcher, lower: LowerTiers, worth: LoadOrCompute) -> None:
+    keys: Keys
+    table: SlotArray
+    first: int
+    end: int
+    since: float
+    patience: float
+    sent: int
+    last: int
+    good: int
+    reason: str = ""
+    pieces: dict[TransferId, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more of it may still be ordered."""
+        return self.sent < self.last
+
+
+class Promoter:
+    """Asks lower tiers, brings up blocks, and pipelines loads with that. Owns the pipelined loads.
+
+    Its callers are requests and prefetches, which have a ``promotion`` and a ``tenant``. The
+    scheduler tells them when a transfer they wait for has ended. Loads are pipelined for engines
+    with one group whose hits read every block.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        matcher: Matcher,
+        lower: LowerTiers,
+        hits: Hits,
+        transfers: Transfers,
+        shape: EngineShape,
+        config: Config,
+        clock: Callable[[], float],
+    ) -> None:
         self.promoted_tokens = 0
+        self.num_begun = 0
+        """Loads that began while some of their blocks were still coming up."""
+        self._pool = pool
         self._matcher = matcher
         self._lower = lower
-        self._worth = worth
+        self._hits = hits
+        self._transfers = transfers
+        self._clock = clock
+        self._is_possible = len(shape.groups) == 1 and matcher.is_full and not shape.spare_tokens
+        self._foresees = shape.loads_early and self._is_possible
+        self._max_blocks = shape.bound(None, _DEVICE_SHARE)
+        self._patience = config.promote_deadline * _PATIENCE
+        self._size = shape.sizes[0]
+        self._loads: dict[Any, PipelinedLoad] = {}
 
     def fetch(self, caller: Any, found: Lookup, most_slots: int | None = None) -> bool:
         """Ask for what is not known, or bring up what is below; whether the caller should wait.
@@ -113,7 +162,7 @@ class Promoter:
         num_tokens = found.all_tokens - found.host_tokens
         promotion.declined = None
         if runs:
-            decision = self._lower.worth_promoting(runs, num_tokens, self._worth)
+            decision = self._lower.worth_promoting(runs, num_tokens)
             if not decision.load:
                 promotion.declined = decision
                 return False
@@ -131,77 +180,17 @@ class Promoter:
         promotion.promised_tokens = 0
         promotion.foreseen = None
 
-
-@dataclass(eq=False, slots=True)
-class PipelinedLoad:
-    """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
-
-    Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
-    ``sent`` are ordered, none from ``last`` on ever will be, and those from ``good`` on are lost.
-    ``since`` is when the last of them was ordered. ``pieces`` tell where each transfer begins.
-    """
-
-    keys: Keys
-    table: SlotArray
-    first: int
-    end: int
-    since: float
-    patience: float
-    sent: int
-    last: int
-    good: int
-    reason: str = ""
-    pieces: dict[TransferId, int] = field(default_factory=dict)
+    # -- pipelined loads --------------------------------------------------------------------------
 
     @property
-    def is_open(self) -> bool:
-        """Whether more of it may still be ordered."""
-        return self.sent < self.last
-
-
-class PipelinedLoads:
-    """Owns the pipelined loads, by request, and the device blocks that they count as taken.
-
-    For engines with one group whose hits read every block.
-    """
-
-    def __init__(
-        self,
-        promoter: Promoter,
-        pool: Pool,
-        matcher: Matcher,
-        lower: LowerTiers,
-        hits: Hits,
-        transfers: Transfers,
-        shape: EngineShape,
-        config: Config,
-        clock: Callable[[], float],
-    ) -> None:
-        self.num_begun = 0
-        """Loads that began while some of their blocks were still coming up."""
-        self._promoter = promoter
-        self._pool = pool
-        self._matcher = matcher
-        self._lower = lower
-        self._hits = hits
-        self._transfers = transfers
-        self._clock = clock
-        self._is_possible = len(shape.groups) == 1 and matcher.is_full and not shape.spare_tokens
-        self._foresees = shape.loads_early and self._is_possible
-        self._max_blocks = shape.bound(None, _DEVICE_SHARE)
-        self._patience = config.promote_deadline * _PATIENCE
-        self._size = shape.sizes[0]
-        self._loads: dict[Any, PipelinedLoad] = {}
-
-    def __bool__(self) -> bool:
+    def has_loads(self) -> bool:
+        """Whether a pipelined load is under way."""
         return bool(self._loads)
 
     def is_open(self, request: Any) -> bool:
         """Whether more pieces of its load may still be ordered."""
         load = self._loads.get(request)
         return load is not None and load.is_open
-
-    # -- begin ----------------------------------------------------------------------------------
 
     def foresee(self, request: Any, computed_tokens: int, max_tokens: int | None) -> Match | None:
         """The hit of a request that waits for a tier, if now is the time to begin its load.
@@ -375,7 +364,7 @@ class PipelinedLoads:
 
     def _end(self, request: Any, load: PipelinedLoad) -> Match:
         del self._loads[request]
-        self._promoter.stop_waiting(request)
+        self.stop_waiting(request)
         if not load.reason:
             request.promotion.renew()
         return Match(MatchState.HIT, load.end * self._size, load.good * self._size)

@@ -20,10 +20,10 @@ from kvferry.cache.tenants import Tenants
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hinted, Hints
-from kvferry.scheduler.journal import Asked, Bookkeeper, Loaded, Reason, RequestAnswer
+from kvferry.scheduler.journal import Bookkeeper, Loaded, Reason, RequestAnswer
 from kvferry.scheduler.lookup import Hits, Matcher, Missing, PinnedHit
 from kvferry.scheduler.placement import evidence_of, tell_pools
-from kvferry.scheduler.promotion import PipelinedLoads, Promoter, Promotion
+from kvferry.scheduler.promotion import Promoter, Promotion
 from kvferry.scheduler.stores import Deferred, DeferredStores, Progress, Stores
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
@@ -98,7 +98,6 @@ class Requests:
     lower: LowerTiers
     book: Bookkeeper
     promoter: Promoter
-    pipelined: PipelinedLoads
     sizes: tuple[int, ...]
     clock: Callable[[], float]
     spare_tokens: int = 0
@@ -150,8 +149,7 @@ class Request:
         self.hints = hints
         self.state = State.UNKNOWN
         self.loading: set[TransferId] = set()  # its loads in flight
-        self.is_counted = self.is_explained = False
-        self.asked_tokens: int | None = None  # when it was first answered
+        self.was_asked = self.is_answered = False
         self.num_storing = 0
         """Orders to store of it that have not landed."""
         self.own_from: int | None = None
@@ -193,6 +191,7 @@ class Request:
                 f"request {self.id!r}: computed_tokens and max_tokens must not be negative, got "
                 f"{computed_tokens} and {max_tokens}"
             )
+        self._computed, self.was_asked = computed_tokens, True
         hints = self.hints
         if hints is None:
             return self._match(computed_tokens, max_tokens)
@@ -209,12 +208,11 @@ class Request:
 
     def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
         requests, chain = self._requests, self.chain
-        self._computed = computed_tokens
         promotion = self.promotion
         waits = promotion is not None and promotion.waits
         if waits or self.loading or self.state is State.LOADING:
             if self.state is State.WAITING:
-                promised = requests.pipelined.foresee(self, computed_tokens, max_tokens)
+                promised = requests.promoter.foresee(self, computed_tokens, max_tokens)
                 if promised is not None:
                     return promised
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
@@ -244,11 +242,6 @@ class Request:
         requests = self._requests
         found = requests.matcher.lookup(keys, computed_tokens, max_tokens, requests.spare_tokens)
         if self.promotion is not None and requests.promoter.fetch(self, found):
-            if not self.is_counted:
-                self.is_counted = True
-                asked = Asked(self.tenant, self.chain, len(self.chain))
-                num_tokens = max_tokens - computed_tokens
-                requests.log.append(EventKind.ASK, tokens=num_tokens, request=self.id, detail=asked)
             self.state = State.WAITING
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = requests.hits.pin(found)
@@ -264,8 +257,6 @@ class Request:
             slots = NO_SLOTS
         answer = RequestAnswer(
             self,
-            self.id,
-            self.is_counted,
             len(found.keys.array),
             found.max_tokens,
             found.computed_tokens,
@@ -289,16 +280,15 @@ class Request:
     ) -> None:
         """Nothing could be had, because of this one block or for this reason."""
         counts = (len(self.chain), max_tokens, computed, computed, computed)
-        self._answered(RequestAnswer(self, self.id, self.is_counted, *counts, missing, reason))
+        self._answered(RequestAnswer(self, *counts, missing, reason))
 
     def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
         """Append what it was answered; ``slots`` are its leading ones, if known."""
         requests = self._requests
-        if self.is_explained:
+        if self.is_answered:
             requests.log.append(EventKind.RESULT, request=self.id, detail=answer)
             return
-        self.is_counted = self.is_explained = True
-        self.asked_tokens = answer.max_tokens
+        self.is_answered = True
         matcher, log, sizes = requests.matcher, requests.log, requests.sizes
         tokens, hit = answer.max_tokens, answer.host_tokens
         num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
@@ -341,10 +331,9 @@ class Request:
     def _decline(self, computed_tokens: int, max_tokens: int | None) -> Match:
         """A hint said that nothing more is to be loaded for it."""
         self._let_go()
-        self._computed = computed_tokens
         covered = len(self.chain) * self._requests.matcher.hash_tokens
         asked = covered if max_tokens is None else min(max_tokens, covered)
-        if not self.is_counted:
+        if not self.is_answered:
             self._answered_nothing(computed_tokens, asked, reason=Reason.HINT)
         state = State.UNKNOWN if self.state is State.MATCHED else self.state
         match, self.state = self._nothing(computed_tokens), state
@@ -423,7 +412,7 @@ class Request:
         Returns what is ordered by now; more comes with ``Settled.ordered``. The request is loading
         from now on, unless what was promised is gone, or the engine has several groups.
         """
-        begun = self._requests.pipelined.begin(self, self._computed, table)
+        begun = self._requests.promoter.begin(self, self._computed, table)
         if begun is None:
             return ()
         hit, ordered = begun
@@ -444,7 +433,7 @@ class Request:
     @property
     def has_more_to_load(self) -> bool:
         """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
-        return self.promotion is not None and self._requests.pipelined.is_open(self)
+        return self.promotion is not None and self._requests.promoter.is_open(self)
 
     def landed(self, flight: InFlight, done: Completion) -> None:
         """One of its loads has ended, or is overdue; the last of them, or a failure, ends all.
@@ -456,7 +445,7 @@ class Request:
             return
         requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
-        if self.promotion is not None and requests.pipelined.note_landed(self, flight):
+        if self.promotion is not None and requests.promoter.note_landed(self, flight):
             return  # told when all of its pieces have ended
         if not self.loading or flight.reason:
             self.loading.clear()
@@ -675,7 +664,7 @@ class Request:
         requests.answered.pop(self, None)
         if requests.stores.on_device is not None:
             requests.stores.on_device.ended(self)
-        if self.asked_tokens is not None:
+        if self.is_answered:
             requests.log.append(EventKind.END, request=self.id, detail=self)
 
     def forget(self) -> None:
@@ -708,7 +697,7 @@ class Request:
             self.loading.clear()
             self._promised = None
         if self.promotion is not None:
-            requests.pipelined.drop(self)
+            requests.promoter.drop(self)
             requests.promoter.stop_waiting(self)
             self.promotion.renew()
 

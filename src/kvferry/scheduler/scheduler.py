@@ -21,6 +21,7 @@ from pathlib import Path
 from kvferry.cache import reach
 from kvferry.cache.events import MANY_EVENTS, EventKind
 from kvferry.cache.policies import learned
+from kvferry.cache.policies.load_or_compute import LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
@@ -31,10 +32,10 @@ from kvferry.hints import Hints
 from kvferry.scheduler.control import Control, Prefetch
 from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation
 from kvferry.scheduler.lookup import Hits, Matcher
-from kvferry.scheduler.promotion import PipelinedLoads, Promoter
+from kvferry.scheduler.promotion import Promoter
 from kvferry.scheduler.request import Completion, FailedLoad, Request, Requests
 from kvferry.scheduler.stores import DeferredStores, OnDevice, Stores
-from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
+from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
@@ -44,9 +45,8 @@ from kvferry.scheduler.transfers import (
     Ordered,
     Transfers,
 )
-from kvferry.scheduler.writeback import Writeback, admission_of, times_requested
+from kvferry.scheduler.writeback import Writeback
 from kvferry.settings.eviction import TenantShare
-from kvferry.settings.tiers import REMOTE
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.ipc.small_file import read_small, write_small
 from kvferry.types import (
@@ -172,14 +172,28 @@ class Scheduler:
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
         self.transfers = transfers = Transfers(num_ranks, shape.block_bytes, config)
-        self.lower = lower = LowerTiers(pool, tiers, transfers, clock, slot_bytes=shape.slot_bytes)
-        self.writeback = _writeback(pool, lower, transfers, shape, config, clock)
+        worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
+        self.lower = lower = LowerTiers(
+            pool, tiers, transfers, clock, worth, slot_bytes=shape.slot_bytes
+        )
+        self.writeback = Writeback(
+            pool,
+            lower.tiers,
+            transfers,
+            clock,
+            lower.moves,
+            config,
+            block_bytes=shape.slot_bytes * shape.num_ranks,
+            piece_slots=lower.piece_slots,
+        )
         """Copies blocks down; while the engine is idle, all that only the host holds."""
         self._pools = (pool, *(tier.pool for tier in tiers if tier.pool is not None))
+        for each in self._pools:
+            each.eviction.pins.bound(config.pin_share)
         self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
         on_device = _on_device(shape) if config.store_mode == "lazy" else None
         self.stores = Stores(matcher, pool, transfers, config, shape, on_device)
-        self.hits = Hits(matcher, pool, transfers, config, shape, clock)
+        self.hits = hits = Hits(matcher, pool, transfers, config, shape, clock, worth)
         self._tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
         self.has_tenants = self._tenants is not None
         self.book = Bookkeeper(
@@ -194,20 +208,17 @@ class Scheduler:
                 num_device_blocks=shape.num_device_blocks or 0,
                 clock=clock,
             )
-        promoter = Promoter(matcher, lower, self.hits.worth)
+        promoter = Promoter(pool, matcher, lower, hits, transfers, shape, config, clock)
         self._requests = requests = Requests(
             pool=pool,
             log=pool.log,
             matcher=matcher,
-            hits=self.hits,
+            hits=hits,
             stores=self.stores,
             transfers=transfers,
             lower=lower,
             book=self.book,
             promoter=promoter,
-            pipelined=PipelinedLoads(
-                promoter, pool, matcher, lower, self.hits, transfers, shape, config, clock
-            ),
             sizes=shape.sizes,
             spare_tokens=shape.spare_tokens,
             tenants=self._tenants,
@@ -216,7 +227,7 @@ class Scheduler:
         )
         self.control = Control(pool, matcher, lower, promoter, requests.live, clock)
         """Acts on blocks by their keys."""
-        entries = self.book.journal.entries
+        entries = self.book.entries
         self.onlooker = Onlooker(self._snapshot, entries.get, partial(tuple, entries))
         """What other threads may read."""
 
@@ -381,7 +392,7 @@ class Scheduler:
         if looks and now >= self.transfers.next_deadline:
             overdue = self.transfers.expire(now)
         tells = landed or overdue or requests.pinned or requests.released
-        if not tells and not (self.lower.tiers and requests.pipelined):
+        if not tells and not requests.promoter.has_loads:
             return _NOTHING
         return self._complete(landed, overdue, now)
 
@@ -430,8 +441,8 @@ class Scheduler:
         for flight in overdue:
             self._give_up(flight, done)
         ordered: list[Ordered] = []
-        if self.lower.tiers and requests.pipelined:
-            ordered, ended = requests.pipelined.advance()
+        if requests.promoter.has_loads:
+            ordered, ended = requests.promoter.advance()
             for request, promised, reason in ended:
                 request.end_load(promised, reason, done)
         expired: tuple[Request, ...] = ()
@@ -476,12 +487,10 @@ class Scheduler:
         request.landed(flight, done)
 
     def _moved(self, flight: InFlight) -> None:
-        landed = self.lower.landed(flight)
+        move = self.lower.landed(flight)
         self.writeback.note_change()
-        if landed is not None and landed.upward:
-            self.hits.worth.note_load(landed.num_bytes, landed.seconds, landed.tier)
-        elif landed is not None:
-            self.writeback.wrote(landed.tier, ok=landed.ok)
+        if move is not None and not move.upward:
+            self.writeback.wrote(move.tier.name, ok=not flight.lost.all())
         self._came(flight)
 
     def _came(self, flight: InFlight) -> None:
@@ -614,12 +623,12 @@ class Scheduler:
     def journal(self, request_id: RequestId) -> Entry | None:
         """What is remembered of a request, its transfers too; None if too long ago."""
         self.book.drain()
-        return self.book.journal.entries.get(request_id)
+        return self.book.entries.get(request_id)
 
     def recent(self) -> tuple[RequestId, ...]:
         """The requests still remembered, the latest last."""
         self.book.drain()
-        return tuple(self.book.journal.entries)
+        return tuple(self.book.entries)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
@@ -640,7 +649,7 @@ class Scheduler:
             hit_tokens=matches.hit_tokens,
             promoted_tokens=self._requests.promoter.promoted_tokens,
             expired_hits=matches.expired_hits,
-            pipelined_loads=self._requests.pipelined.num_begun,
+            pipelined_loads=self._requests.promoter.num_begun,
             unheeded_hints=matches.unheeded_hints,
             tier_hit_tokens={
                 name: matches.tier_hit_tokens[name]
@@ -689,44 +698,6 @@ class Scheduler:
 
 
 # -- wiring -------------------------------------------------------------------------------------
-
-
-def _writeback(
-    pool: Pool,
-    lower: LowerTiers,
-    transfers: Transfers,
-    shape: EngineShape,
-    config: Config,
-    clock: Callable[[], float],
-) -> Writeback:
-    """What of the host goes to lower tiers, and stays there."""
-    block_bytes, now = shape.slot_bytes * shape.num_ranks, clock()
-    admissions = {}
-    for tier in lower.tiers:
-        num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
-        admission = admission_of(
-            config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now
-        )
-        if admission is not None:
-            admission.note_spent(tier.spent)
-            admissions[tier.name] = admission
-        if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
-            tier.write = WriteMode.SPILL
-        if tier.name == REMOTE and config.remote_mode == "read-only":
-            tier.write = WriteMode.NEVER
-    for each in (pool, *(tier.pool for tier in lower.tiers if tier.pool is not None)):
-        each.eviction.pins.bound(config.pin_share)
-    return Writeback(
-        pool,
-        lower.tiers,
-        transfers,
-        clock,
-        lower.moves,
-        admissions=admissions,
-        flush_tiers=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
-        flush_seconds=config.tier_flush,
-        piece_slots=lower.piece_slots,
-    )
 
 
 def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:

@@ -27,6 +27,7 @@ from kvferry.scheduler.transfers import (
 )
 from kvferry.types import NO_SLOT, DeviceBlocks
 
+
 class OnDevice:
     """Hints for blocks that only the device has, for stores that no request orders.
 

@@ -122,19 +122,6 @@ class Inbound(NamedTuple):
         return np.isin(keys.array[:, 0], words)
 
 
-class Landed(NamedTuple):
-    """Blocks that moved between a tier and the host; ``ok`` unless none of them could be written.
-
-    Of those that came up: their bytes on one rank, and the seconds the tier was busy with them.
-    """
-
-    tier: TierName
-    upward: bool
-    ok: bool
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
 class LowerTiers:
     """Finds blocks below the host, brings them up, and learns how transfers there ended.
 
@@ -148,10 +135,12 @@ class LowerTiers:
         tiers: Sequence[LowerTier],
         transfers: Transfers,
         clock: Callable[[], float],
+        worth: LoadOrCompute,
         *,
         slot_bytes: int = 0,
     ) -> None:
-        """``slot_bytes`` is the size of a block on one rank; 0 where it is not known."""
+        """``worth`` learns the tiers' speeds. A block has ``slot_bytes`` on one rank; 0: unknown"""
+        self._worth = worth
         self.tiers = tuple(tiers)
         self.keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
         self._slot_bytes = slot_bytes
@@ -333,9 +322,7 @@ class LowerTiers:
         heard = min(self._busy[name].since for name in names)
         return Inbound(tuple(move.keys for move in found), names, heard)
 
-    def worth_promoting(
-        self, runs: Sequence[GroupLookup], num_tokens: int, worth: LoadOrCompute
-    ) -> Decision:
+    def worth_promoting(self, runs: Sequence[GroupLookup], num_tokens: int) -> Decision:
         """Whether these runs, of so many tokens, come up sooner than they are computed.
 
         The speed is that of the tier which has most of them.
@@ -350,7 +337,7 @@ class LowerTiers:
         tier, size = tiers[counts.most_common(1)[0][0]], self._slot_bytes
         moves = [move for move in self.moves.values() if move.upward and not move.late]
         num_queued = sum([len(move.keys) for move in moves if move.tier is tier])
-        return worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
+        return self._worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
 
     # -- what became of it ----------------------------------------------------------------------
 
@@ -389,7 +376,7 @@ class LowerTiers:
             if move.upward:  # else the tier would count as busy while it rests
                 self._busy[move.tier.name].give_up()
 
-    def landed(self, flight: InFlight) -> Landed | None:
+    def landed(self, flight: InFlight) -> Move | None:
         """A transfer or a question below the host ended; returns what moved, if anything did."""
         now = self._clock()
         if isinstance(flight.transfer, Question):
@@ -402,12 +389,11 @@ class LowerTiers:
             return None
         ok, name = ~flight.lost, move.tier.name
         move.tier.moved(move.keys, ok, upward=move.upward, now=now)
-        if not move.upward:
-            return Landed(name, upward=False, ok=bool(ok.any()))
-        if move.late:
-            return None
-        num_moved = int(np.count_nonzero(ok)) if not flight.overdue else 0
-        return Landed(name, True, True, *self._busy[name].end(num_moved * self._slot_bytes, now))
+        if move.upward and not move.late:
+            num_moved = int(np.count_nonzero(ok)) if not flight.overdue else 0
+            num_bytes, seconds = self._busy[name].end(num_moved * self._slot_bytes, now)
+            self._worth.note_load(num_bytes, seconds, name)
+        return move
 
     def reset(self, reset: Reset) -> None:
         """Forget every block on every tier; the ranks are told with the next plan."""

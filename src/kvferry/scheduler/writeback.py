@@ -13,7 +13,7 @@ A block that a tier already has is never copied again. Evicting such a block cos
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -60,9 +60,6 @@ _FLUSHING_SHARE = 8
 _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
 """How many different keys the request counts tell apart, in 4 to 16 MiB."""
 
-_TIMES = {"all": 1, "requested-twice": 2}
-"""How often a block must have been requested, by the value of the setting."""
-
 
 class Writeback:
     """Copies blocks down. Owns the admissions, stores that wait for a parent, rests and the flush.
@@ -78,23 +75,20 @@ class Writeback:
         transfers: Transfers,
         clock: Callable[[], float],
         moves: dict[TransferId, Move],
+        config: Config,
         *,
-        admissions: Mapping[TierName, TierAdmission],
-        flush_tiers: Collection[TierName],
-        flush_seconds: float,
+        block_bytes: int,
         piece_slots: int,
     ) -> None:
-        """``admissions`` are those of tiers that do not take every block.
-
-        ``flush_seconds`` bounds one flush, which has 16 times ``piece_slots`` in flight.
-        The first of ``flush_tiers`` with slots is flushed to; 0 seconds: none is.
-        """
+        """A block costs ``block_bytes`` on all ranks; a flush has 16 ``piece_slots`` in flight."""
         self._host = host
         self._tiers = tiers
         self._transfers = transfers
         self._clock = clock
         self._moves = moves
-        self._admissions = admissions
+        self._admissions: dict[TierName, TierAdmission] = {}
+        for tier in tiers:
+            self._set_up(tier, config, block_bytes)
         self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
         self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
         self._watermark = Watermark(
@@ -105,15 +99,36 @@ class Writeback:
         self._num_changes = 0  # moves that ended, and tiers that went or came back
         self._clean = (-1, -1, -1)  # the state in which nothing was left to spill
         self._clean_until = 0.0
-        can_flush = any(t.name in flush_tiers and t.write is WriteMode.SPILL for t in tiers)
-        self._flush_tiers = flush_tiers
-        self._flush_seconds = flush_seconds if can_flush else 0.0
+        self._flush_tiers = {spec.name for spec in config.all_tiers if spec.outlives_us}
+        can_flush = any(t.name in self._flush_tiers and t.write is WriteMode.SPILL for t in tiers)
+        self._flush_seconds = config.tier_flush if can_flush else 0.0  # of one flush
         most_flushing = min(_FLUSH_PIECES * piece_slots, host.num_slots // _FLUSHING_SHARE)
         self._most_flushing = max(1, most_flushing)
         self._left = Keys.empty()  # what the last search for a flush found, and is not sent yet
         self._num_found = 0
         self._seen = host.generation
         self._began = self._say_at = self._look_at = 0.0
+
+    def _set_up(self, tier: LowerTier, config: Config, block_bytes: int) -> None:
+        """What goes to a tier, and when, as the settings say."""
+        setting = {DISK: config.disk_admission, REMOTE: config.remote_admission}
+        is_picky = setting.get(tier.name, "all") != "all"
+        per_day = config.disk_write_per_day if tier.name == DISK else None
+        if is_picky:  # when a block is stored, it was requested once
+            tier.write = WriteMode.SPILL
+        if tier.name == REMOTE and config.remote_mode == "read-only":
+            tier.write = WriteMode.NEVER
+        if is_picky or per_day is not None:
+            num_keys = self._host.num_slots
+            num_keys += tier.pool.num_slots if tier.pool is not None else _MOST_KEYS
+            admission = self._admissions[tier.name] = TierAdmission(
+                times=2 if is_picky else 1,
+                num_keys=num_keys,
+                bytes_per_day=per_day,
+                block_bytes=block_bytes,
+                now=self._clock(),
+            )
+            admission.note_spent(tier.spent)
 
     @property
     def counts_requests(self) -> bool:
@@ -450,29 +465,3 @@ class TierAdmission:
     def wrote(self, num_blocks: int) -> None:
         """Take so many blocks from the bytes left."""
         self._left -= num_blocks * self._block_bytes
-
-
-def times_requested(config: Config, tier: TierName) -> int:
-    """How often a block must have been requested to go to this tier."""
-    admission = {DISK: config.disk_admission, REMOTE: config.remote_admission}.get(tier, "all")
-    return _TIMES[admission]
-
-
-def admission_of(
-    config: Config, tier: TierName, *, num_keys: int | None, block_bytes: int, now: float
-) -> TierAdmission | None:
-    """The admission that the settings ask for; None where they admit every block.
-
-    ``num_keys``: about how many blocks host memory and the tier hold together; None: any number.
-    """
-    times = times_requested(config, tier)
-    per_day = config.disk_write_per_day if tier == DISK else None
-    if times == 1 and per_day is None:
-        return None
-    return TierAdmission(
-        times=times,
-        num_keys=_MOST_KEYS if num_keys is None else num_keys,
-        bytes_per_day=per_day,
-        block_bytes=block_bytes,
-        now=now,
-    )
