@@ -21,14 +21,11 @@ from kvferry.core.quantities import MiB
 from kvferry.errors import TransferError
 from kvferry.tools.cli import main as door
 from kvferry.tools.cli.commands import kvferry
-from kvferry.tools.demo import engine as offload
 from kvferry.tools.demo import parts
 from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.parts import Scenario, run_restart
 from kvferry.tools.demo.report import Part
 from kvferry.tools.demo.workload import Chat
-from kvferry.transfer.engine.cpu import CpuEngine
-from kvferry.types import DEVICE, Transfer
 
 TINY = (
     *("demo", "--conversations", "4", "--turns", "3", "--users", "2"),
@@ -106,27 +103,40 @@ def test_figures_alone_go_to_standard_output_and_tiers_take_what_the_host_evicts
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html"]
 
 
+CARELESS = """
+import sys
+if "kvferry.tools.demo.servers" in sys.orig_argv:
+    from dataclasses import replace
+    from kvferry.transfer.engine.cpu import CpuEngine
+    move = CpuEngine._move
+
+    def move_wrong(self, transfer):
+        if transfer.dst == "device":
+            wrong = (transfer.src_slots + 1) % len(self._host)
+            transfer = replace(transfer, src_slots=wrong)
+        move(self, transfer)
+
+    CpuEngine._move = move_wrong
+"""
+"""Loads every block from its neighbour's slot."""
+
+
 def test_says_so_and_fails_when_tokens_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Careless(CpuEngine):
-        """Loads every block from its neighbour's slot."""
-
-        def _move(self, transfer: Transfer) -> None:
-            if transfer.dst == DEVICE:
-                wrong = (transfer.src_slots + 1) % len(self._host)
-                transfer = Transfer(
-                    transfer.id, transfer.src, transfer.dst, wrong, transfer.dst_slots
-                )
-            super()._move(transfer)
-
-    monkeypatch.setattr(offload, "CpuEngine", Careless)
+    in_servers(CARELESS, tmp_path, monkeypatch)
     html = tmp_path / "report.html"
     result = invoke(*TINY, "--html", str(html))
     assert result.exit_code == 1, result.output
     assert "FAILED" in result.output
     assert re.search(r"\d of 12 answers differ in the three runs", result.output)
     assert "answers differ" in html.read_text(encoding="utf-8")
+
+
+def in_servers(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every Python process that is started run this first."""
+    (folder / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +242,12 @@ if "kvferry.tools.demo.servers" in sys.orig_argv:
 """It still runs when a test on a busy machine gets round to ending it."""
 
 
-@pytest.mark.parametrize("begun", ["conversations", "Before the restart"])
+@pytest.mark.parametrize("begun", ["Big device", "Before the restart"])
 def test_ctrl_c_leaves_nothing_behind(
     begun: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     html = tmp_path / "report.html"
-    (tmp_path / "sitecustomize.py").write_text(ENDLESS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    in_servers(ENDLESS, tmp_path, monkeypatch)
     command = [sys.executable, "-m", "kvferry", *TINY, "--restart", "--html", str(html)]
     process = subprocess.Popen(
         command,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +20,10 @@ from tests.fakes import mooncake_store, remote, s3_servers
 
 from kvferry.errors import InputError, TransferError
 from kvferry.tools.cli.commands import kvferry
-from kvferry.tools.demo import mooncake_master, servers
+from kvferry.tools.demo import servers
 from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.model import ModelShape
-from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
+from kvferry.tools.demo.mooncake_master import require_mooncake
 from kvferry.tools.demo.parts import fleet_part
 from kvferry.tools.demo.report import Run
 from kvferry.tools.demo.servers import ServerProcesses, ServerSetup
@@ -168,31 +167,13 @@ def test_what_is_missing_is_said_before_anything_is_done(
     assert not html.exists()
 
 
-@needs_mooncake
-def test_a_port_that_another_took_first_is_left_to_him(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in mooncake_store.environment().items():
-        monkeypatch.setenv(name, value)
-    free = mooncake_master._free_ports
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        offers = iter([[*free(1), taken], free(2)])
-        monkeypatch.setattr(mooncake_master, "_free_ports", lambda count: next(offers))
-        with MooncakeMaster() as master:
-            assert next(offers, None) is None
-            assert mooncake_master._answers(int(master.place.rpartition(":")[2]))
-
-
 def test_a_server_that_cannot_serve_is_an_error(
     mark: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
     setup = ServerSetup(shape, 8, 1 << 20, 16, {"no_such_setting": 1})
-    with ServerProcesses(setup, 1) as fleet:
-        fleet.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
-        with pytest.raises(TransferError, match="ended with 1"):
-            fleet.hear()
+    with ServerProcesses(setup, 1) as fleet, pytest.raises(TransferError, match="ended with 1"):
+        fleet.hear()
     assert "no_such_setting" in capfd.readouterr().err
 
 
@@ -228,7 +209,6 @@ def test_a_server_begins_when_the_store_that_it_shares_is_there(
 ) -> None:
     door.clock = refusing(door, 3)
     with ServerProcesses(sharing(door), 1) as fleet:
-        fleet.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
         _, answer = fleet.hear()
     assert answer is not None
     assert answer.ailment == ""

@@ -95,7 +95,7 @@ def answers_of(
         runner = stack.enter_context(Runner(Decoder(SHAPE), num_blocks=24))
         offloader = stack.enter_context(Offloader(runner, host_bytes=HOST_BYTES, config=config))
         engine = Engine(runner, offloader=offloader)
-        said = serve(engine, CHAT, lambda _: after(next(numbers))).answers()
+        said = serve(engine, CHAT, lambda _: after(next(numbers)))
         engine.drain()
         offloader.scheduler.check_integrity()
         return said, offloader.scheduler.stats().bytes_moved.get((REMOTE, HOST), 0)
@@ -112,7 +112,7 @@ def begun_with_the_store() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def truth() -> Answers:
     with Runner(Decoder(SHAPE), num_blocks=CHAT.num_blocks(16)) as runner:
-        return serve(Engine(runner), CHAT).answers()
+        return serve(Engine(runner), CHAT)
 
 
 @pytest.fixture(scope="module")

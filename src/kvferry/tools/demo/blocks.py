@@ -184,8 +184,6 @@ class ServedState(Enum):
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
-    FINISHED = "finished"
-    ABORTED = "aborted"
 
 
 @dataclass(frozen=True)
@@ -216,8 +214,6 @@ class ServedRequest:
     prompt: Sequence[int]
     max_new_tokens: int
     arrival: float = 0.0
-    """Its earliest start, on the engine's clock."""
-
     hints: Hints | None = None
     state: ServedState = ServedState.WAITING
     tokens: list[int] = field(default_factory=list)
@@ -228,9 +224,6 @@ class ServedRequest:
 
     num_computed: int = 0
     num_loading: int = 0
-    num_published: int = 0
-    """Leading blocks that the prefix cache knows."""
-
     first_token_at: float | None = None
     num_device_hits: int = 0
     num_loaded: int = 0
@@ -248,15 +241,6 @@ class ServedRequest:
     @property
     def generated(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether its next step computes only the token sampled last."""
-        return self.num_uncomputed == 1 and len(self.tokens) > len(self.prompt)
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.tokens) - len(self.prompt) >= self.max_new_tokens
 
     def turn(self) -> Turn:
         """The answer and its figures. The request must have its first token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
-from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span
+from kvferry.tools.demo.model import Decoder, Floats, Span
 from kvferry.tools.demo.workload import Chat, Dialogue
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.job import CopyEngine
@@ -42,10 +42,6 @@ class Runner(Closing):
     """Owns one device's KV tensors and its compute stream. The engine owns the block tables."""
 
     def __init__(self, decoder: Decoder, *, num_blocks: int, block_tokens: int = 16) -> None:
-        if num_blocks < 1:
-            raise InputError(f"a device needs at least 1 block, got {num_blocks}")
-        if block_tokens < 1 or KEY_TILE % block_tokens:
-            raise InputError(f"block_tokens must divide {KEY_TILE}, got {block_tokens}")
         shape = decoder.shape.kv_shape(num_blocks, block_tokens)
         self.kv: list[Floats] = [np.zeros(shape, np.float32) for _ in decoder.layers]
         self.groups = decoder.shape.groups(block_tokens)
@@ -196,7 +192,6 @@ class Counts:
 
     num_prefill_tokens: int = 0
     num_loaded_tokens: int = 0
-    num_failed_load_tokens: int = 0
     num_preemptions: int = 0
 
 
@@ -214,14 +209,13 @@ class Engine:
         *,
         limits: Limits | None = None,
         offloader: Offloader | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.memory = DeviceMemory(runner.groups, runner.num_blocks)
         self.counts = Counts()
         self.limits = limits or Limits()
         self.offloader = offloader
-        self.clock = clock
+        self.clock = time.perf_counter
         self._namespace = runner.namespace
         self._block_tokens = runner.block_tokens
         self._requests: dict[RequestId, ServedRequest] = {}
@@ -233,34 +227,24 @@ class Engine:
         return bool(self._requests)
 
     def submit(self, request: ServedRequest) -> None:
-        """Take a request. It may be scheduled once its arrival time has come."""
-        if request.id in self._requests:
-            raise InputError(f"request {request.id} is already being served")
+        """Take a request. Earlier arrivals are scheduled first."""
         longest = len(request.prompt) + request.max_new_tokens
-        if longest > self.runner.max_tokens:
+        most = min(self.runner.max_tokens, self.memory.num_blocks * self._block_tokens)
+        if longest > most:
             raise InputError(
-                f"request {request.id} may grow to {longest} tokens; "
-                f"the model ends at {self.runner.max_tokens}"
-            )
-        if self.memory.blocks_for(longest) > self.memory.num_blocks:
-            raise InputError(
-                f"request {request.id} may grow to {longest} tokens; "
-                f"{self.memory.num_blocks} device blocks of {self._block_tokens} cannot hold it"
+                f"request {request.id} may grow to {longest} tokens; the model and "
+                f"{self.memory.num_blocks} device blocks of {self._block_tokens} hold {most}"
             )
         request.tables = [[] for _ in self.memory.groups]
         self._requests[request.id] = request
-        insort(self._waiting, request, key=_turn)
+        insort(self._waiting, request, key=_order)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request in any state. A transfer under way keeps its blocks until it ends."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            raise InputError(f"request {request_id} is not being served")
-        if request.state is ServedState.WAITING:
-            self._waiting.remove(request)
-        elif request.state is ServedState.RUNNING:
-            self._running.remove(request)
-        request.state = ServedState.ABORTED
+        request = self._requests.pop(request_id)
+        for queue in (self._waiting, self._running):
+            if request in queue:
+                queue.remove(request)
         if request.ferried is not None:
             request.ferried.end()
         self._drop(request)
@@ -279,7 +263,7 @@ class Engine:
             self._offer(self.offloader.scheduler)
             self.offloader.dispatch()
         if not work and self._requests:
-            time.sleep(IDLE_SECONDS)  # a transfer or an arrival may come
+            time.sleep(IDLE_SECONDS)  # a transfer may end
         tokens = result()
         if self.offloader:
             scheduler = self.offloader.scheduler
@@ -304,24 +288,27 @@ class Engine:
                 self._settle(self.offloader)
 
     def _schedule(self) -> Work:
-        budget = self.limits.step_tokens
+        budget, num_preemptions = self.limits.step_tokens, self.counts.num_preemptions
         work: Work = []
-        num_preemptions = self.counts.num_preemptions
-        for request in tuple(self._running):
+
+        def add(request: ServedRequest) -> int:
             count = min(request.num_uncomputed, budget)
-            if request.state is ServedState.RUNNING and count and self._make_room(request, count):
-                work.append((request, count))
-                budget -= count
+            if request.state is not ServedState.RUNNING or not count:
+                return 0
+            if not self._make_room(request, count):
+                return 0
+            work.append((request, count))
+            return count
+
+        for request in tuple(self._running):
+            budget -= add(request)
         if num_preemptions != self.counts.num_preemptions:
             return work  # no room for more requests
         num_admitted = len(self._requests) - len(self._waiting)
         for request in self._waiting[: max(0, self.limits.max_running - num_admitted)]:
-            if not budget or request.arrival > self.clock() or not self._admit(request):
+            if not budget or not self._admit(request):
                 break
-            count = min(request.num_uncomputed, budget)
-            if request.state is ServedState.RUNNING and self._make_room(request, count):
-                work.append((request, count))
-                budget -= count
+            budget -= add(request)
         return work
 
     def _admit(self, request: ServedRequest) -> bool:
@@ -343,23 +330,19 @@ class Engine:
                 self._drop(request)
                 return False
             num_tokens = match.num_tokens
-        if not self._fits(request):
+        # This request and all admitted ones must be able to grow to their lengths.
+        admitted = (r for r in self._requests.values() if r.state is not ServedState.WAITING)
+        if not self.memory.can_grow(*((r.tables, len(r.tokens)) for r in (*admitted, request))):
             self._drop(request)
             return False
         self._waiting.remove(request)
         request.num_computed = num_cached
-        request.num_published = num_cached // self._block_tokens
         request.num_device_hits += num_cached
         if num_tokens > num_cached:
             self._load(request, num_tokens)
         else:
             self._resume(request)
         return True
-
-    def _fits(self, request: ServedRequest) -> bool:
-        """Whether this request and all admitted ones could grow to their lengths."""
-        admitted = (r for r in self._requests.values() if r.state is not ServedState.WAITING)
-        return self.memory.can_grow(*((r.tables, len(r.tokens)) for r in (*admitted, request)))
 
     def _load(self, request: ServedRequest, num_tokens: int) -> None:
         assert request.ferried is not None
@@ -375,7 +358,7 @@ class Engine:
 
     def _resume(self, request: ServedRequest) -> None:
         request.state = ServedState.RUNNING
-        insort(self._running, request, key=_turn)
+        insort(self._running, request, key=_order)
 
     def _make_room(self, request: ServedRequest, count: int) -> bool:
         """Get blocks for ``count`` more tokens, and preempt later requests for them if needed."""
@@ -395,16 +378,14 @@ class Engine:
         self._drop(request)
         request.state = ServedState.WAITING
         self.counts.num_preemptions += 1
-        insort(self._waiting, request, key=_turn)
+        insort(self._waiting, request, key=_order)
 
     def _advance(self, request: ServedRequest, count: int) -> None:
         """Publish, store and trim full blocks, now that ``count`` more tokens are queued."""
-        if not request.is_decoding:
+        if request.num_uncomputed > 1 or not request.generated:  # else it only decodes
             self.counts.num_prefill_tokens += count
             request.num_prefilled += count
-        request.num_computed += count
-        self._extend_keys(request)
-        self._publish(request)
+        self._add_computed(request, count)
         if request.ferried is not None:
             self._hold(request.ferried.store(request.tables, request.num_computed))
         # After the stores hold their blocks: blocks that a window has passed are handed out again.
@@ -427,7 +408,7 @@ class Engine:
             request.tokens.append(token)
             if request.first_token_at is None:
                 request.first_token_at = now
-            if request.is_done:
+            if len(request.generated) == request.max_new_tokens:
                 self._finish(request)
                 finished.append(request)
         return finished
@@ -435,7 +416,6 @@ class Engine:
     def _finish(self, request: ServedRequest) -> None:
         self._running.remove(request)
         del self._requests[request.id]
-        request.state = ServedState.FINISHED
         if request.ferried is not None:
             # Blocks that found no room in flight when they were computed.
             self._hold(request.ferried.store(request.tables, request.num_computed))
@@ -446,14 +426,12 @@ class Engine:
         settled = offloader.settle()
         for ferried in settled.loaded:
             request = self._requests[ferried.id]
-            request.num_computed += request.num_loading
             request.num_loaded += request.num_loading
             self.counts.num_loaded_tokens += request.num_loading
-            self._publish(request)
+            self._add_computed(request, request.num_loading)
             self._resume(request)
         for failed in settled.failed:
             request = self._requests[failed.request.id]
-            self.counts.num_failed_load_tokens += failed.num_tokens
             self.memory.cut(request.tables, failed.first_token)
             self._resume(request)
         for group, blocks in settled.released:
@@ -463,11 +441,12 @@ class Engine:
         for part in ordered:
             self.memory.pools[part.group].hold(part.blocks.tolist())
 
-    def _publish(self, request: ServedRequest) -> None:
-        num_full = request.num_computed // self._block_tokens
-        blocks = range(request.num_published, num_full)
-        self.memory.publish(request.tables, request.keys, blocks)
-        request.num_published = num_full
+    def _add_computed(self, request: ServedRequest, count: int) -> None:
+        first = request.num_computed // self._block_tokens
+        request.num_computed += count
+        self._extend_keys(request)
+        full = range(first, request.num_computed // self._block_tokens)
+        self.memory.publish(request.tables, request.keys, full)
 
     def _extend_keys(self, request: ServedRequest) -> None:
         known = len(request.keys)
@@ -482,38 +461,24 @@ class Engine:
     def _drop(self, request: ServedRequest) -> None:
         self.memory.cut(request.tables, 0)
         request.num_computed = 0
-        request.num_published = 0
 
 
-def _turn(request: ServedRequest) -> tuple[float, str]:
+def _order(request: ServedRequest) -> tuple[float, str]:
     return (request.arrival, request.id)
-
-
-@dataclass(frozen=True)
-class Served:
-    """The requests of a workload in the order they finished."""
-
-    requests: list[ServedRequest] = field(repr=False)
-    seconds: float
-
-    def answers(self) -> dict[str, list[int]]:
-        """The generated tokens by request id."""
-        return {request.id: request.generated for request in self.requests}
 
 
 def serve(
     engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
-) -> Served:
-    """Serve all turns of a chat with one engine."""
+) -> dict[str, list[int]]:
+    """Serve all turns of a chat with one engine. Returns the answers by request id."""
     dialogue = Dialogue(chat)
-    done: list[ServedRequest] = []
-    start = engine.clock()
+    answers: dict[str, list[int]] = {}
     while not dialogue.is_over:
         while (question := dialogue.ask()) is not None:
             engine.submit(ServedRequest(**question, arrival=engine.clock()))
         for request in engine.step():
             dialogue.answered(request.id, request.generated)
-            done.append(request)
+            answers[request.id] = request.generated
             if on_finish:
                 on_finish(request)
-    return Served(done, engine.clock() - start)
+    return answers

@@ -1,17 +1,8 @@
 """A small decoder over paged KV whose bytes do not depend on how the work was scheduled.
 
-Matrix libraries round differently for different shapes. So every row of every product is computed
-at one fixed place in a fixed shape, chosen by the token's position alone:
-
-::
-
-    position   0 1 2 ... 15 | 16 17 ... 31 | ...        row of a tile = position % TILE
-    tile       [ TILE rows x fan_in ] @ [ fan_in x fan_out ]         always this shape
-    attention  [ QUERY_TILE rows ] x [ KEY_TILE keys ], both counted from position 0,
-               partial sums added from the first key tile to the last
-
-Absent rows and keys are zero or masked to an exact zero. So the rest of the batch, the chunks of a
-prompt, and whether earlier KV was computed or loaded cannot change a bit.
+Matrix libraries round differently for different shapes. Here every value is a whole number, and
+every sum of products stays below 2**24, where float32 is exact in any order. So the rest of the
+batch, the chunks of a prompt, and whether earlier KV was computed or loaded cannot change a bit.
 """
 
 from __future__ import annotations
@@ -30,10 +21,12 @@ from kvferry.cache import reach
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
-TILE = 16
-QUERY_TILE = 4
-KEY_TILE = 64
-EPSILON = np.float32(1e-5)
+_LARGEST = 127
+_SPREAD = np.float32(32)
+"""The usual size of a value."""
+
+_MOST_WEIGHT = np.float32(16)
+"""The attention weight of the best key. 4096 keys of this weight are summed exactly."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,6 @@ class ModelShape:
     hidden: int = 512
     windows: tuple[int | None, ...] = ()
     max_tokens: int = 4096
-    rope_theta: float = 10_000.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -119,12 +111,11 @@ class Decoder:
         rng = np.random.default_rng(shape.seed)
 
         def weight(fan_in: int, fan_out: int) -> Floats:
-            values = rng.standard_normal((fan_in, fan_out), dtype=np.float32)
-            return values / np.float32(np.sqrt(fan_in))
+            return rng.integers(-4, 5, (fan_in, fan_out)).astype(np.float32)
 
         query = shape.num_heads * shape.head_dim
         key = shape.num_kv_heads * shape.head_dim
-        self.embedding = rng.standard_normal((shape.vocab, shape.width), dtype=np.float32)
+        self.embedding = weight(shape.vocab, shape.width) * _SPREAD
         self.layers = tuple(
             _Layer(
                 query_key_value=weight(shape.width, query + 2 * key),
@@ -138,7 +129,7 @@ class Decoder:
         )
         self.head = weight(shape.width, shape.vocab)
         half = shape.head_dim // 2
-        turns = np.arange(shape.max_tokens)[:, None] * shape.rope_theta ** (-np.arange(half) / half)
+        turns = np.arange(shape.max_tokens)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         self._cos = np.cos(turns).astype(np.float32)[:, None, :]
         self._sin = np.sin(turns).astype(np.float32)[:, None, :]
 
@@ -152,157 +143,95 @@ class Decoder:
         """
         if not spans:
             return []
-        batch = _Batch(spans, kv[0].shape[2])
-        x = batch.tiling.to_tiles(self.embedding[batch.tokens])
+        ends = np.cumsum([len(span.tokens) for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        x = self.embedding[np.concatenate([span.tokens for span in spans])]
         for layer, cache in zip(self.layers, kv, strict=True):
-            x = x + self._attend(layer, _norm(x), batch, cache)
-            gate, up = np.split(_norm(x) @ layer.gate_up, 2, axis=-1)
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down
-        last_rows = np.array([rows.stop - 1 for rows in batch.slices])
-        last = Tiling(batch.positions[last_rows])
-        logits = last.to_tiles(batch.tiling.to_rows(x)[last_rows])
-        logits = last.to_rows(_norm(logits) @ self.head)
+            mixed = self._attend(layer, _norm(x), positions, spans, cache)
+            x = x + _project(mixed, layer.output)
+            gate, up = np.split(_project(_norm(x), layer.gate_up), 2, axis=-1)
+            x = x + _project(_round(np.maximum(gate, 0) * up / _SPREAD), layer.down)
+        logits = _norm(x[ends - 1]) @ self.head
         return [int(token) for token in logits.argmax(axis=-1)]
 
-    def _attend(self, layer: _Layer, x: Floats, batch: _Batch, cache: Floats) -> Floats:
-        shape = self.shape
-        heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        projected = batch.tiling.to_rows(x @ layer.query_key_value)
-        projected = projected.reshape(len(projected), heads + 2 * kv_heads, shape.head_dim)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
-        query = _rotate(projected[:, :heads], cos, sin)
+    def _attend(
+        self, layer: _Layer, x: Floats, positions: Ints, spans: Sequence[Span], cache: Floats
+    ) -> Floats:
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        projected = _project(x, layer.query_key_value)
+        projected = projected.reshape(len(x), heads + 2 * kv_heads, self.shape.head_dim)
+        turned, value = projected[:, :-kv_heads], projected[:, -kv_heads:]
+        turned = _rotate(turned, self._cos[positions], self._sin[positions])
+        query, key = turned[:, :heads], turned[:, heads:]
         # Every span's KV is written before any span reads: a span may attend to another's blocks.
-        block_ids = batch.block_ids[layer.group]
-        cache[block_ids, 0, batch.offsets] = _rotate(
-            projected[:, heads : heads + kv_heads], cos, sin
+        block_tokens = cache.shape[2]
+        tables = [span.tables[layer.group] for span in spans]
+        blocks = np.concatenate(
+            [
+                table[np.arange(span.start, span.end) // block_tokens]
+                for span, table in zip(spans, tables, strict=True)
+            ]
         )
-        cache[block_ids, 1, batch.offsets] = projected[:, heads + kv_heads :]
-        mixed = np.empty((len(projected), heads * shape.head_dim), np.float32)
-        for span, rows in zip(batch.spans, batch.slices, strict=True):
-            mixed[rows] = paged_attention(query[rows], span, layer, cache)
-        return batch.tiling.to_tiles(mixed) @ layer.output
+        cache[blocks, 0, positions % block_tokens] = key
+        cache[blocks, 1, positions % block_tokens] = value
+        mixed, row = [], 0
+        for span, table in zip(spans, tables, strict=True):
+            rows = query[row : row + len(span.tokens)]
+            mixed.append(paged_attention(rows, span.start, table, layer.window, cache))
+            row += len(span.tokens)
+        return np.concatenate(mixed)
 
 
-def paged_attention(query: Floats, span: Span, layer: _Layer, cache: Floats) -> Floats:
-    """Causal attention of one span's rows over its block table; rows of heads * head_dim."""
-    _, _, _, kv_heads, head_dim = cache.shape
-    num_rows, heads, _ = query.shape
-    window = layer.window
-    first_row = span.start - span.start % QUERY_TILE
-    num_query_tiles = -(-(span.end - first_row) // QUERY_TILE)
-    first_key = 0 if window is None else max(0, span.start - window + 1) // KEY_TILE * KEY_TILE
-    num_key_tiles = -(-(span.end - first_key) // KEY_TILE)
+def paged_attention(
+    query: Floats, start: int, table: Ints, window: int | None, cache: Floats
+) -> Floats:
+    """Causal attention of rows from ``start`` on over a block table; rows of heads * head_dim.
 
-    # Queries as (query tile, 1, KV head, heads of the group * QUERY_TILE, head_dim).
-    tiles = np.zeros((num_query_tiles * QUERY_TILE, heads, head_dim), np.float32)
-    tiles[span.start - first_row : span.end - first_row] = query * np.float32(head_dim**-0.5)
-    tiles = tiles.reshape(num_query_tiles, QUERY_TILE, kv_heads, heads // kv_heads, head_dim)
-    tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_query_tiles, 1, kv_heads, -1, head_dim)
-    key, value = _gather(span, span.tables[layer.group], cache, first_key, num_key_tiles)
-
-    scores = np.matmul(tiles, key.transpose(0, 2, 3, 1))
-    at = first_row + np.arange(num_query_tiles * QUERY_TILE).reshape(-1, 1, QUERY_TILE, 1)
-    back = first_key + np.arange(num_key_tiles * KEY_TILE).reshape(1, -1, 1, KEY_TILE)
-    hidden = back > at if window is None else (back > at) | (back <= at - window)
-    by_head = scores.reshape(num_query_tiles, num_key_tiles, heads, QUERY_TILE, KEY_TILE)
-    np.copyto(by_head, np.float32(-np.inf), where=hidden[:, :, None])
-    # Rows of the tile outside the span may see nothing at all; their result is not used.
-    peak = scores.max(axis=-1, keepdims=True).max(axis=1, keepdims=True)
-    scores -= np.maximum(peak, np.float32(-1e30))
-    np.exp(scores, out=scores)
-    sums = scores.sum(axis=-1, keepdims=True)
-    mixed = np.matmul(scores, value.transpose(0, 2, 1, 3))
-    total, result = sums[:, 0], mixed[:, 0]
-    for tile in range(1, num_key_tiles):  # the order of these additions is part of the contract
-        total += sums[:, tile]
-        result += mixed[:, tile]
-    result = result / np.maximum(total, np.float32(1e-30))
-    rows = result.reshape(num_query_tiles, heads, QUERY_TILE, head_dim).transpose(0, 2, 1, 3)
-    return rows.reshape(-1, heads * head_dim)[span.start - first_row :][:num_rows]
-
-
-def _gather(
-    span: Span, table: Ints, cache: Floats, first_key: int, num_key_tiles: int
-) -> tuple[Floats, Floats]:
-    """Keys and values from ``first_key`` on as (key tile, KEY_TILE, KV head, head_dim)."""
-    _, _, block_tokens, kv_heads, head_dim = cache.shape
-    first, last = first_key // block_tokens, -(-span.end // block_tokens)
-    flat = np.zeros((2, num_key_tiles * KEY_TILE, kv_heads, head_dim), np.float32)
-    paged = flat.reshape(2, -1, block_tokens, kv_heads, head_dim)
-    blocks = table[first:last]
-    paged[:, : last - first] = cache[blocks].swapaxes(0, 1)
-    # Behind the last token, and where a window has passed, lie old bytes of other requests. They
-    # must not reach a sum, not even times 0.
-    paged[:, : last - first][:, blocks < 0] = 0
-    flat[:, span.end - first_key :] = 0
-    key, value = flat.reshape(2, num_key_tiles, KEY_TILE, kv_heads, head_dim)
-    return key, value
-
-
-class _Batch:
-    """Where each token of a step goes: its tile row, its KV block and offset."""
-
-    def __init__(self, spans: Sequence[Span], block_tokens: int) -> None:
-        self.spans = spans
-        self.tokens = np.concatenate([span.tokens for span in spans])
-        self.positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        places = [np.arange(span.start, span.end) // block_tokens for span in spans]
-        self.block_ids = [
-            np.concatenate([table[place] for table, place in zip(group, places, strict=True)])
-            for group in zip(*(span.tables for span in spans), strict=True)
-        ]
-        self.offsets = self.positions % block_tokens
-        ends = np.cumsum([len(span.tokens) for span in spans])
-        self.slices = [
-            slice(int(end) - len(span.tokens), int(end))
-            for span, end in zip(spans, ends, strict=True)
-        ]
-        self.tiling = Tiling(self.positions)
-
-
-class Tiling:
-    """Puts rows into tiles so that a row's place depends on its position only.
-
-    Row with position p goes to row ``p % TILE`` of the first tile where that row is still free.
+    A key's weight falls linearly with its distance from the best key, down to zero.
     """
+    _, _, block_tokens, kv_heads, head_dim = cache.shape
+    num_rows, num_heads, _ = query.shape
+    end = start + num_rows
+    first = 0 if window is None else max(0, start - window + 1)
+    first_block = first // block_tokens
+    blocks = cache[table[first_block : -(-end // block_tokens)]].swapaxes(0, 1)
+    # Exactly these tokens: beside them lie old bytes of other requests.
+    skipped = first - first_block * block_tokens
+    key, value = blocks.reshape(2, -1, kv_heads, head_dim)[:, skipped : skipped + end - first]
 
-    def __init__(self, positions: Ints) -> None:
-        used = [0] * TILE
-        places = np.empty(len(positions), np.int64)
-        for i, residue in enumerate((positions % TILE).tolist()):
-            places[i] = used[residue] * TILE + residue
-            used[residue] += 1
-        self._places = places
-        self._num_tiles = max(used)
+    by_head = query.reshape(num_rows, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
+    scores = by_head.reshape(kv_heads, -1, head_dim) @ key.transpose(1, 2, 0)
+    at, back = np.arange(start, end)[:, None], np.arange(first, end)
+    hidden = back > at if window is None else (back > at) | (back <= at - window)
+    np.copyto(scores.reshape(num_heads, num_rows, -1), np.float32(-np.inf), where=hidden)
+    scores -= scores.max(axis=-1, keepdims=True)
+    scores /= np.float32(128 * head_dim**0.5)
+    weights = np.maximum(np.floor(scores) + _MOST_WEIGHT, 0)
+    mixed = np.rint(weights @ value.swapaxes(0, 1) / weights.sum(axis=-1, keepdims=True))
+    return mixed.reshape(num_heads, num_rows, head_dim).swapaxes(0, 1).reshape(num_rows, -1)
 
-    def to_tiles(self, rows: Floats) -> Floats:
-        """(rows, width) to (tiles, TILE, width), absent rows zero."""
-        tiles = np.zeros((self._num_tiles * TILE, rows.shape[-1]), np.float32)
-        tiles[self._places] = rows
-        return tiles.reshape(self._num_tiles, TILE, rows.shape[-1])
 
-    def to_rows(self, tiles: Floats) -> Floats:
-        """(tiles, TILE, width) back to (rows, width)."""
-        rows: Floats = tiles.reshape(-1, tiles.shape[-1])[self._places]
-        return rows
+def _round(x: Floats) -> Floats:
+    rounded: Floats = np.clip(np.rint(x), -_LARGEST, _LARGEST)
+    return rounded
+
+
+def _project(x: Floats, weight: Floats) -> Floats:
+    return _round(x @ weight * np.float32(0.4 / len(weight) ** 0.5))
 
 
 def _norm(x: Floats) -> Floats:
-    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPSILON)
-    return normed
+    squares = (x.astype(np.float64) ** 2).sum(axis=-1, keepdims=True) + 1
+    return _round((x * (_SPREAD * np.sqrt(x.shape[-1] / squares))).astype(np.float32))
 
 
 def _rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
     first, second = np.split(x, 2, axis=-1)
-    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return _round(np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1))
 
 
-def limit_matrix_threads(count: int) -> bool:
-    """Let OpenBLAS use ``count`` threads from now on. One leaves the other cores to the copies.
-
-    Returns:
-        False if numpy uses another matrix library, which is then left as it is.
-    """
+def limit_matrix_threads(count: int) -> None:
+    """Let OpenBLAS use ``count`` threads from now on. One leaves the other cores to the copies."""
     try:
         module = import_module("numpy._core._multiarray_umath")
     except ImportError:  # numpy 1
@@ -313,5 +242,3 @@ def limit_matrix_threads(count: int) -> bool:
             setter = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
             if setter is not None:
                 setter(ctypes.c_int(count))
-                return True
-    return False

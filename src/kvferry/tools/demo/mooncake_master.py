@@ -15,7 +15,6 @@ from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError, TransferError, install
 
 _START_SECONDS = 20.0
-_TRIES = 3
 _END_SECONDS = 5.0
 _CLIENT_SECONDS = 2
 """The master drops a server, and its memory, after so much silence."""
@@ -56,41 +55,35 @@ class MooncakeMaster(Closing):
     """Owns the process. It listens on the loopback only and persists nothing."""
 
     def __init__(self) -> None:
-        for _ in range(_TRIES):
-            port, metrics_port = _free_ports(2)
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", _RUN),
-                    *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
-                    *(f"--metrics_port={metrics_port}", f"--client_ttl={_CLIENT_SECONDS}"),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C reaches the demo; its servers still sign off
-            )
-            try:
-                if self._comes_up(port):
-                    break  # else another process took a port first
-            except BaseException:
-                self.close()
-                raise
-        else:
-            raise TransferError(f"mooncake_master ended with {self._process.returncode}")
+        port, metrics_port = _free_ports(2)
         self.place = f"127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", _RUN),
+                *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
+                *(f"--metrics_port={metrics_port}", f"--client_ttl={_CLIENT_SECONDS}"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C reaches the demo; its servers still sign off
+        )
         self.pid = self._process.pid
+        try:
+            self._wait_for(port)
+        except BaseException:
+            self.close()
+            raise
 
-    def _comes_up(self, port: int) -> bool:
-        """Wait for the master's port. Returns False if the master ends instead."""
+    def _wait_for(self, port: int) -> None:
         end = time.monotonic() + _START_SECONDS
         while not _answers(port):
             if self._process.poll() is not None:
-                return False
+                raise TransferError(f"mooncake_master ended with {self._process.returncode}")
             if time.monotonic() > end:
                 raise TransferError(f"mooncake_master did not answer in {_START_SECONDS:.0f} s")
             time.sleep(0.02)
-        return True
 
     def close(self) -> None:
         self._process.terminate()

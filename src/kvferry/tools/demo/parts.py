@@ -11,25 +11,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.errors import InputError
 from kvferry.settings.tiers import TierSpec, show_tiers
-from kvferry.tools.demo.blocks import ServedRequest, Turn
-from kvferry.tools.demo.engine import Engine, Offloader, Runner, serve
-from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.blocks import Turn
+from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster
-from kvferry.tools.demo.report import FIRST_TOKEN, PREFILL, OnTurn, Part, Run, hit_rate, ignore_turn
-from kvferry.tools.demo.servers import Router, ServerProcesses, ServerSetup
+from kvferry.tools.demo.report import (
+    FIRST_TOKEN,
+    PREFILL,
+    OnTurn,
+    Part,
+    Row,
+    Run,
+    hit_rate,
+    ignore_turn,
+)
+from kvferry.tools.demo.servers import ServerSetup, run_servers
 from kvferry.tools.demo.workload import Chat, Dialogue
 from kvferry.tools.words import counted, show_bytes, show_seconds, show_share
-from kvferry.types import DEVICE, HOST
 
 _CONVERSATIONS, _TURNS = 8, 4
 """Enough to see the effect of a restart or a fleet in a few seconds."""
@@ -125,8 +131,14 @@ WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big dev
 
 def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     """Serve the workload each way."""
-    decoder = Decoder(scenario.shape)
-    runs = {way: _run_way(scenario, way, decoder, on_turn) for way in reversed(WAYS)}
+    tiers = {"tiers": show_tiers(scenario.tiers)} if scenario.tiers else {}
+    alone = replace(scenario.server(), settings=None)
+    roomy = replace(alone, device_blocks=scenario.working_set)
+    setups = {"roomy": roomy, "small": alone, "kvferry": scenario.server(**tiers)}
+    runs = {
+        way: run_servers(WAYS[way], setup, Dialogue(scenario.chat), on_turn)
+        for way, setup in setups.items()
+    }
     runs = {way: runs[way] for way in WAYS}
     small, ferried = runs["small"], runs["kvferry"]
     fewer = small.tokens("prefilled") / ferried.tokens("prefilled")
@@ -141,18 +153,14 @@ def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
             f" Between host memory and {show_tiers(scenario.tiers)}: "
             f"{show_bytes(moved['host->tiers'])} written, {show_bytes(moved['tiers->host'])} read."
         )
+    loaded, stored = show_bytes(moved["host->device"]), show_bytes(moved["device->host"])
     cards = (
-        (f"{fewer:.1f}×", "fewer prefill tokens", f"{PREFILL[1](small)} → {PREFILL[1](ferried)}"),
-        (
-            f"{sooner:.1f}×",
-            "sooner first token (median)",
-            f"{FIRST_TOKEN[1](small)} → {FIRST_TOKEN[1](ferried)}",
-        ),
+        (f"{fewer:.1f}×", "fewer prefill tokens", _change(PREFILL, small, ferried)),
+        _sooner(small, ferried),
         (
             show_share(hit_rate(ferried.turns, "host")),
             "of prompt tokens loaded from host memory",
-            f"{show_bytes(moved['host->device'])} loaded, "
-            f"{show_bytes(moved['device->host'])} stored",
+            f"{loaded} loaded, {stored} stored",
         ),
     )
     rows = (
@@ -171,41 +179,13 @@ def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     return Part("Three ways", runs, "in the three runs", gain, cards, rows, facts)
 
 
-def _run_way(scenario: Scenario, way: str, decoder: Decoder, on_turn: OnTurn) -> Run:
-    num_blocks = scenario.working_set if way == "roomy" else scenario.device_blocks
-    total = scenario.chat.num_conversations * scenario.chat.num_turns
-
-    def finished(request: ServedRequest) -> None:
-        on_turn(WAYS[way], total, request.turn())
-
-    with Runner(decoder, num_blocks=num_blocks, block_tokens=scenario.block_tokens) as runner:
-        if way != "kvferry":
-            return _serve_chat(Engine(runner), WAYS[way], scenario.chat, finished)
-        config = Config(tiers=scenario.tiers)
-        with Offloader(runner, host_bytes=scenario.host_bytes, config=config) as offloader:
-            engine = Engine(runner, offloader=offloader)
-            return _serve_chat(engine, WAYS[way], scenario.chat, finished)
+def _change(row: Row, before: Run, after: Run) -> str:
+    return f"{row[1](before)} → {row[1](after)}"
 
 
-def _serve_chat(
-    engine: Engine, title: str, chat: Chat, finished: Callable[[ServedRequest], None]
-) -> Run:
-    served = serve(engine, chat, finished)
-    moved = dict.fromkeys(("device->host", "host->device", "host->tiers", "tiers->host"), 0)
-    if engine.offloader:
-        engine.drain()
-        engine.memory.check_integrity(num_held=0)
-        engine.offloader.scheduler.check_integrity()
-        for route, num_bytes in engine.offloader.stats().bytes_moved.items():
-            src, dst = (name if name in (DEVICE, HOST) else "tiers" for name in route)
-            moved[f"{src}->{dst}"] += num_bytes
-    facts = {
-        "seconds": served.seconds,
-        "device_blocks": engine.memory.num_blocks,
-        "preemptions": engine.counts.num_preemptions,
-        "bytes_moved": moved,
-    }
-    return Run(title, [request.turn() for request in served.requests], facts)
+def _sooner(before: Run, after: Run) -> tuple[str, str, str]:
+    ratio = before.first_token_seconds() / after.first_token_seconds()
+    return f"{ratio:.1f}×", "sooner first token (median)", _change(FIRST_TOKEN, before, after)
 
 
 LIVES = {
@@ -235,10 +215,10 @@ def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
             load_policy="always",  # this small model computes faster than a real one
         )
         dialogue = Dialogue(chat, first)
-        before = _live("before", with_disk, dialogue, on_turn)
+        before = run_servers(LIVES["before"], with_disk, dialogue, on_turn)
         again = [Dialogue(chat, last, dialogue.histories) for _ in range(2)]
-        warm = _live("warm", with_disk, again[0], on_turn)
-        cold = _live("cold", scenario.server(), again[1], on_turn)
+        warm = run_servers(LIVES["warm"], with_disk, again[0], on_turn)
+        cold = run_servers(LIVES["cold"], scenario.server(), again[1], on_turn)
     found = warm.tokens("host") / warm.tokens("prompt")
     sooner = cold.first_token_seconds() / warm.first_token_seconds()
     restored = f"{warm.facts['restored_blocks']:,}"
@@ -249,11 +229,7 @@ def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     )
     cards = (
         (show_share(found), "hit rate of the first turns", f"{restored} blocks found on disk"),
-        (
-            f"{sooner:.1f}×",
-            "sooner first token (median)",
-            f"{FIRST_TOKEN[1](cold)} → {FIRST_TOKEN[1](warm)}",
-        ),
+        _sooner(cold, warm),
     )
     rows = (
         FIRST_TOKEN,
@@ -265,16 +241,6 @@ def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     where = "after the restart, with the disk and without"
     runs = {"warm": warm, "cold": cold}
     return Part("After a restart", runs, where, gain, cards, rows, facts)
-
-
-def _live(name: str, setup: ServerSetup, dialogue: Dialogue, on_turn: OnTurn) -> Run:
-    """Serve the dialogue in a process that ends with this call."""
-    with ServerProcesses(setup, 1) as servers:
-        router = Router(servers, dialogue, lambda t: on_turn(LIVES[name], dialogue.num_turns, t))
-        router.run()
-        router.finish()
-    names = ("restored_blocks", "read_bytes", "written_bytes")
-    return Run(LIVES[name], router.turns, {name: router.total(name) for name in names})
 
 
 FLEETS = {"shared": "One store for all", "alone": "Each for itself"}
@@ -291,15 +257,20 @@ def run_fleet(
     total = chat.num_blocks(scenario.block_tokens) * scenario.block_bytes
     # Room for everything twice: objects lie on random segments, and one segment may be lost.
     segment = -(-2 * total // (num_servers * _SEGMENT_UNIT)) * _SEGMENT_UNIT
+
+    def run(name: str, setup: ServerSetup) -> Run:
+        return run_servers(
+            FLEETS[name], setup, Dialogue(chat), on_turn, num_servers=num_servers, kill=kill
+        )
+
     with MooncakeMaster() as master:
         sharing = scenario.server(
             remote=f"mooncake://{master.place}?segment={max(segment, 4 * _SEGMENT_UNIT)}",
             tier_write="through",
             load_policy="always",  # this small model computes faster than a real one
         )
-        shared = _serve_fleet("shared", sharing, chat, num_servers, kill, on_turn)
-    alone = _serve_fleet("alone", scenario.server(), chat, num_servers, kill, on_turn)
-    return fleet_part(num_servers, shared, alone)
+        shared = run("shared", sharing)
+    return fleet_part(num_servers, shared, run("alone", scenario.server()))
 
 
 def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
@@ -308,7 +279,7 @@ def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
     cards = [(show_share(_found(shared.turns)), "hit rate", f"{_hits(alone)} without the store")]
     if shared.facts["read_bytes"]:  # else any difference is chance: turns met other turns
         saved = 1 - shared.tokens("prefilled") / alone.tokens("prefilled")
-        prefill = f"{PREFILL[1](alone)} → {PREFILL[1](shared)}"
+        prefill = _change(PREFILL, alone, shared)
         words = [f"Sharing saved {saved:.0%} of the prefill tokens ({prefill})."]
         cards.append((show_share(saved), "of prefill saved by sharing", prefill))
     else:
@@ -362,23 +333,3 @@ def _turns_by_server(run: Run) -> str:
     counts = enumerate(run.facts["turns_by_server"])
     killed = run.facts["killed_server"]
     return " + ".join(f"{n}†" if number == killed else f"{n}" for number, n in counts)
-
-
-def _serve_fleet(
-    name: str, setup: ServerSetup, chat: Chat, num_servers: int, kill: bool, on_turn: OnTurn
-) -> Run:
-    dialogue = Dialogue(chat)
-    with ServerProcesses(setup, num_servers) as servers:
-        router = Router(
-            servers, dialogue, lambda t: on_turn(FLEETS[name], dialogue.num_turns, t), kill=kill
-        )
-        router.run()
-    facts = {
-        "turns_by_server": [router.answered_by[number] for number in range(num_servers)],
-        "read_bytes": router.total("read_bytes"),
-        "killed_server": router.killed,
-        "turns_before_kill": router.num_before_kill,
-        "resent_turns": router.resent,
-        "store_ailment": router.ailment,
-    }
-    return Run(FLEETS[name], router.turns, facts)

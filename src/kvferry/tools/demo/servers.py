@@ -4,8 +4,8 @@
 
     python -m kvferry.tools.demo.servers FD     a server; it ends when the other end of FD is closed
 
-A server receives its :class:`ServerSetup`, then questions, and answers each. To None it answers
-once its transfers have ended.
+A server receives its :class:`ServerSetup` and answers when it is ready. Then it receives questions,
+and answers each. To None it answers once its transfers have ended.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +30,7 @@ from kvferry.errors import KvferryError, TransferError
 from kvferry.tools.demo.blocks import ServedRequest, Turn
 from kvferry.tools.demo.engine import Engine, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.report import OnTurn, Run
 from kvferry.tools.demo.workload import Dialogue, TurnRequest
 from kvferry.types import DEVICE, HOST
 
@@ -40,67 +42,67 @@ _STORE_SECONDS = 30.0
 
 _SILENCE_SECONDS = 60.0
 _END_SECONDS = 15.0
+_NO_BYTES = dict.fromkeys(("device->host", "host->device", "host->tiers", "tiers->host"), 0)
 
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """The sizes of a server. ``settings`` are kvferry's."""
+    """The sizes of a server. ``settings`` are kvferry's; with None it serves without kvferry."""
 
     shape: ModelShape
     device_blocks: int
     host_bytes: int
     block_tokens: int
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """A turn, or None for finished transfers, and the figures of the server so far."""
+    """A turn if there is one, and the figures of the server so far."""
 
     turn: Turn | None
+    preemptions: int
     restored_blocks: int
-    read_bytes: int
-    written_bytes: int
+    bytes_moved: Counter[str]
     ailment: str
 
 
 def serve_questions(setup: ServerSetup, router: Connection) -> None:
-    """ServerAnswer every question. Raises EOFError once the router has closed its end."""
+    """Answer every question. Raises EOFError once the router has closed its end."""
     limit_matrix_threads(1)
-    decoder, config = Decoder(setup.shape), Config.from_dict(setup.settings)
-    with (
-        Runner(decoder, num_blocks=setup.device_blocks, block_tokens=setup.block_tokens) as runner,
-        Offloader(runner, host_bytes=setup.host_bytes, config=config) as offloader,
-    ):
+    num_blocks, offloader = setup.device_blocks, None
+    with ExitStack() as stack:
+        runner = Runner(
+            Decoder(setup.shape), num_blocks=num_blocks, block_tokens=setup.block_tokens
+        )
+        stack.enter_context(runner)
+        if setup.settings is not None:
+            config = Config.from_dict(setup.settings)
+            offloader = Offloader(runner, host_bytes=setup.host_bytes, config=config)
+            stack.enter_context(offloader)
+            _wait_for_store(offloader, router)
         engine = Engine(runner, offloader=offloader)
-        questions: list[TurnRequest | None] = []
-        _wait_for_store(engine, offloader, router, questions)
+        router.send(_answer(engine))
         while True:
-            while router.poll(0 if engine.has_work or questions else _IDLE_SECONDS):
-                questions.append(router.recv())
-            for question in questions:
+            while router.poll(0 if engine.has_work else _IDLE_SECONDS):
+                question = router.recv()
                 if question is None:
                     engine.drain()
-                    router.send(_answer(offloader))
+                    engine.memory.check_integrity(num_held=0)
+                    router.send(_answer(engine))
                 else:
                     engine.submit(ServedRequest(**question, arrival=engine.clock()))
-            questions.clear()
             for request in engine.step():
-                router.send(_answer(offloader, request.turn()))
+                router.send(_answer(engine, request.turn()))
 
 
-def _wait_for_store(
-    engine: Engine,
-    offloader: Offloader,
-    router: Connection,
-    questions: list[TurnRequest | None],
-) -> None:
-    """Wait until all tiers can be used. Keeps the questions that arrive meanwhile.
+def _wait_for_store(offloader: Offloader, router: Connection) -> None:
+    """Wait until all tiers can be used.
 
     A server without its shared store would compute everything and show no saving.
     """
     end = time.monotonic() + _STORE_SECONDS
-    engine.step()
+    offloader.settle()
     while ailment := _ailment(offloader):
         if time.monotonic() > end:
             raise TransferError(
@@ -108,24 +110,23 @@ def _wait_for_store(
                 f"{ailment}"
             )
         if router.poll(_IDLE_SECONDS):
-            questions.append(router.recv())
-        engine.step()
+            router.recv()  # nothing is sent before we are ready: the router has gone
+        offloader.settle()
 
 
 def _ailment(offloader: Offloader) -> str:
     return "; ".join(filter(None, offloader.stats().ailments.values()))
 
 
-def _answer(offloader: Offloader, turn: Turn | None = None) -> ServerAnswer:
-    stats = offloader.stats()
-    lower = {r: n for r, n in stats.bytes_moved.items() if DEVICE not in r}
-    return ServerAnswer(
-        turn,
-        restored_blocks=sum(stats.restored.values()),
-        read_bytes=sum(n for (_, dst), n in lower.items() if dst == HOST),
-        written_bytes=sum(n for (src, _), n in lower.items() if src == HOST),
-        ailment=_ailment(offloader),
-    )
+def _answer(engine: Engine, turn: Turn | None = None) -> ServerAnswer:
+    restored, moved, ailment = 0, Counter(_NO_BYTES), ""
+    if engine.offloader:
+        stats, ailment = engine.offloader.stats(), _ailment(engine.offloader)
+        restored = sum(stats.restored.values())
+        for route, num_bytes in stats.bytes_moved.items():
+            src, dst = (name if name in (DEVICE, HOST) else "tiers" for name in route)
+            moved[f"{src}->{dst}"] += num_bytes
+    return ServerAnswer(turn, engine.counts.num_preemptions, restored, moved, ailment)
 
 
 class ServerProcesses(Closing):
@@ -219,6 +220,7 @@ class Router:
         self.num_before_kill = 0
         self.resent: list[str] = []
         self.ailment = ""
+        self.seconds = 0.0
         self.latest: dict[int, ServerAnswer] = {}
         """The latest figures of each server."""
         self._servers = servers
@@ -228,8 +230,9 @@ class Router:
         self._under_way: dict[str, tuple[int, TurnRequest]] = {}
 
     def run(self) -> None:
-        """Ask all turns and wait for their answers."""
-        half = self._dialogue.num_waiting // 2
+        """Ask all turns once all servers are ready, and wait until they have finished."""
+        self._hear_all()
+        began, half = time.monotonic(), self._dialogue.num_waiting // 2
         while not self._dialogue.is_over:
             while (question := self._dialogue.ask()) is not None:
                 server = self._send(question)
@@ -237,15 +240,21 @@ class Router:
                     self.killed, self.num_before_kill = server, len(self.turns)
                     self._servers.kill(server)
             self._hear()
-
-    def finish(self) -> None:
-        """Wait until the only server has finished its transfers."""
-        self._servers.say(0, None)
-        self._hear()
+        self.seconds = time.monotonic() - began
+        for number in self._servers.alive:
+            self._servers.say(number, None)
+        self._hear_all()
 
     def total(self, name: str) -> int:
         """A figure summed over all servers."""
-        return sum(getattr(figures, name) for figures in self.latest.values())
+        return sum(getattr(answer, name) for answer in self.latest.values())
+
+    def bytes_moved(self) -> dict[str, int]:
+        """The bytes copied by all servers, by route."""
+        routes = dict(_NO_BYTES)
+        for answer in self.latest.values():
+            routes = {route: n + answer.bytes_moved[route] for route, n in routes.items()}
+        return routes
 
     def _send(self, question: TurnRequest) -> int:
         """Send a question to a living server: the same one each time the same servers live."""
@@ -255,6 +264,11 @@ class Router:
         self._under_way[question["id"]] = server, question
         self._servers.say(server, question)
         return server
+
+    def _hear_all(self) -> None:
+        """Wait for one answer without a turn from each server."""
+        for _ in tuple(self._servers.alive):
+            self._hear()
 
     def _hear(self) -> None:
         server, answer = self._servers.hear()
@@ -277,6 +291,38 @@ class Router:
             if owner == server:
                 self.resent.append(name)
                 self._send(question)
+
+
+def run_servers(
+    title: str,
+    setup: ServerSetup,
+    dialogue: Dialogue,
+    on_turn: OnTurn,
+    *,
+    num_servers: int = 1,
+    kill: bool = False,
+) -> Run:
+    """Serve a dialogue with processes that end with this call."""
+    show = partial(on_turn, title, dialogue.num_turns)
+    with ServerProcesses(setup, num_servers) as servers:
+        router = Router(servers, dialogue, show, kill=kill)
+        router.run()
+    moved = router.bytes_moved()
+    facts = {
+        "seconds": router.seconds,
+        "device_blocks": setup.device_blocks,
+        "preemptions": router.total("preemptions"),
+        "bytes_moved": moved,
+        "restored_blocks": router.total("restored_blocks"),
+        "read_bytes": moved["tiers->host"],
+        "written_bytes": moved["host->tiers"],
+        "turns_by_server": [router.answered_by[number] for number in range(num_servers)],
+        "killed_server": router.killed,
+        "turns_before_kill": router.num_before_kill,
+        "resent_turns": router.resent,
+        "store_ailment": router.ailment,
+    }
+    return Run(title, router.turns, facts)
 
 
 def main() -> None:
