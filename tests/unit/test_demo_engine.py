@@ -110,7 +110,9 @@ def test_closing_with_copies_in_flight_is_clean(monkeypatch: pytest.MonkeyPatch)
 
 def test_refuses_what_cannot_be_served(build: Build) -> None:
     loop = build(4)
-    with pytest.raises(InputError, match="may grow to 70 tokens; .* 4 device blocks of 16 hold 64"):
+    with pytest.raises(
+        InputError, match=r"may grow to 70 tokens; .* 4 device blocks of 16 hold 64"
+    ):
         loop.submit(ServedRequest("big", prompt(60), 10))
     with pytest.raises(InputError, match="a block has 6144 bytes, host memory of 100 bytes"):
         build(4, host_bytes=100)

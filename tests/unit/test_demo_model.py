@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvferry.tools.demo.model import Decoder, ModelShape, Span, limit_matrix_threads
 
 BLOCK_TOKENS, LENGTH = 16, 200
-SIZES = {"vocab": 199, "width": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-FULL = ModelShape(**SIZES, num_layers=3, hidden=96, seed=5)
-HYBRID = ModelShape(**SIZES, num_layers=4, hidden=96, windows=(None, 24, None, 100), seed=5)
+FULL = ModelShape(
+    vocab=199, width=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden=96, seed=5
+)
+HYBRID = replace(FULL, num_layers=4, windows=(None, 24, None, 100))
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -31,7 +34,7 @@ def plain(decoder: Decoder, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
 
     def norm(row: np.ndarray) -> np.ndarray:
         scale = 32 * np.sqrt(len(row) / (int((row.astype(np.int64) ** 2).sum()) + 1))
-        return rounded(np.float32(row * scale)).astype(np.int64)
+        return rounded((row * scale).astype(np.float32)).astype(np.int64)
 
     def project(row: np.ndarray, weight: np.ndarray) -> np.ndarray:
         scale = np.float32(0.4 / len(weight) ** 0.5)
