@@ -168,12 +168,13 @@ class Ferry(Closing):
         if not 0 <= on_device <= len(keys.array):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
         given, tokens = None if hints is None else _hints(hints), self.namespace.block_tokens
-        self._is_inside = True
-        request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
+        request, self._is_inside = None, True
         try:
+            request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
             match = request.match(computed_tokens=on_device * tokens)
         except Exception:  # keys that repeat, or what a policy raises
-            request.end()
+            if request is not None:
+                request.end()
             self._is_inside = False
             raise
         if match.state is not MatchState.HIT:
@@ -336,11 +337,11 @@ class Ferry(Closing):
         if self._is_growing:
             self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
-        ticket, given = None, None if hints is None else _hints(hints)
-        self._is_inside = True
-        request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
-        request.progress.begin_at(first * self.namespace.block_tokens)
+        given = None if hints is None else _hints(hints)
+        request, ticket, self._is_inside = None, None, True
         try:
+            request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
+            request.progress.begin_at(first * self.namespace.block_tokens)
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
             reason = ""
             if len(tables) == 1:
@@ -349,14 +350,16 @@ class Ferry(Closing):
                     reason = self._skip_reason(request, keys, first, num_ordered)
             ticket = self._tickets.send(ordered, reason)
             self._send(starts_here=True)
-        except BaseException:
+            request.end()
+        except BaseException as error:
             # The caller may write to those blocks now: no copy of them must ever be found.
             if ticket is not None:
                 self._tickets.drop(ticket)
-            self._scheduler.disown(request)
+            if request is not None:
+                self._scheduler.disown(request)
+                request.end()
+            self._is_inside = not isinstance(error, Exception)
             raise
-        finally:
-            request.end()
         self._is_inside = False
         return ticket
 

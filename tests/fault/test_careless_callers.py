@@ -2,12 +2,15 @@
 
 Seen to fail: 1,000 of 1,000 matches refused for a repeated key left a request behind; with two
 groups the first group's lease as well; a policy that raised while blocks were spilled kept a load
-from being sent off, whose caller had no ticket.
+from being sent off, whose caller had no ticket. A policy that raised when it was told of a request
+made the ferry say that an interrupt tore it; the slots it lost were never free again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +18,8 @@ import numpy as np
 import pytest
 
 import kvferry
+from kvferry.cache.policies.contract import EvictionPolicy, Residents
+from kvferry.cache.policies.lru import Lru
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 
@@ -105,3 +110,87 @@ def test_a_policy_that_raises_when_asked_to_make_room_fails_that_store_only(
             for request in ferry._scheduler.requests:
                 request.end()
         assert ferry.wait(ferry.store(several[5], range(BLOCKS)), 5).num_blocks == BLOCKS
+
+
+class CarelessError(RuntimeError):
+    """What the policy below raises."""
+
+
+VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard")
+
+
+def careless(residents: Residents) -> EvictionPolicy:
+    """An LRU that raises now and then, before or after its work, whatever it is asked."""
+    policy = Lru(residents)
+
+    def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            fails = RANDOM.random() < RATE[0]
+            done = verb(*given) if not fails or RANDOM.random() < 0.5 else None
+            if fails:
+                raise CarelessError
+            return done
+
+        return call
+
+    for name in VERBS:
+        setattr(policy, name, guarded(getattr(policy, name)))
+    for name in ("asked", "hint"):
+        setattr(policy, name, guarded(lambda *_: None))
+    return policy
+
+
+RANDOM, RATE = random.Random(), [0.0]
+
+
+def any_verb(ferry: kvferry.Ferry, keys: Keys) -> set[int]:
+    """A store, a hit loaded or released, or an action on blocks by their keys; its ticket."""
+    verb = RANDOM.randrange(6)
+    blocks = range(len(keys))
+    if verb < 2:
+        return {ferry.store(keys, blocks, hints={"ended": True} if verb else None)}
+    if verb < 4:
+        hit = ferry.match(keys)
+        if verb == 2 and not hit.is_pending:
+            return {ferry.load(hit, blocks[: len(hit)])}
+        ferry.release(hit)
+    elif verb == 4:
+        getattr(ferry, RANDOM.choice(("pin", "unpin", "drop", "lookup")))(keys)
+    else:
+        ferry.hint(keys, {"continues": True})
+    return set()
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("tiers", ["none", "memory:64KiB"])
+def test_a_policy_that_raises_at_any_verb_harms_the_calls_that_learn_of_it_only(
+    tiers: str, rate: float
+) -> None:
+    seed = random.randrange(1 << 32)
+    RANDOM.seed(seed)
+    RATE[0] = 0.0
+    with attached(policy=f"{__name__}:careless", tiers=tiers, match_deadline=0.1) as ferry:
+        RATE[0] = rate
+        tickets, ended = set[int](), set[int]()
+        for _ in range(300):
+            first = 1000 * RANDOM.randrange(30)
+            keys = ferry.keys(range(first, first + RANDOM.randint(1, BLOCKS) * TOKENS))
+            with suppress(CarelessError):
+                tickets |= any_verb(ferry, keys)
+            ended |= {done.ticket for done in ferry.poll()}
+        RATE[0] = 0.0
+        give_up = time.monotonic() + 5
+        while ended != tickets and time.monotonic() < give_up:
+            ended |= {done.ticket for done in ferry.poll(0.01)}
+        assert ended == tickets, seed
+        with suppress(CarelessError):  # one that was not told yet
+            ferry.lookup(keys)
+            ferry.release(ferry.match(keys))
+        for number in range(100, 110):  # all slots are given out again
+            keys = ferry.keys(range(1000 * number, 1000 * number + BLOCKS * TOKENS))
+            assert ferry.wait(ferry.store(keys, range(BLOCKS)), 5).num_blocks == BLOCKS, seed
+        hit = ferry.match(keys)
+        assert len(hit) == BLOCKS
+        ferry.release(hit)
+        assert not ferry._scheduler.pool.eviction.feed.has_failed, seed
+        ferry._scheduler.check_integrity()

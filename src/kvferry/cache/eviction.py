@@ -202,6 +202,8 @@ class Eviction:
         The ``own`` slots stay: a chain must not push out its own beginning.
         """
         table = self._table
+        if self.feed.has_failed:
+            self._give_back()
         count += self._num_spare
         if self.pins.count:
             self._unclaim(self.pins.expire(self._clock()))
@@ -218,11 +220,21 @@ class Eviction:
                 own_pins = gave_way[is_own]
                 self._unclaim(gave_way[~is_own])
                 self._evict_by_policy(count, arriving)
+        except Exception:
+            self.feed.has_failed = True
+            raise
         finally:
             if len(own):
                 table.readers[own] -= 1
             if len(own_pins):  # not before: while we claim them too, they would not count as idle
                 self._unclaim(own_pins)
+
+    def _give_back(self) -> None:
+        """Give the policy, which has raised, the idle slots that it lost by that."""
+        self.feed.drain()
+        idle = np.flatnonzero(self._table.is_idle(np.arange(self._table.num_slots)))
+        self.feed.policy.put_back(idle[~self.feed.policy.holds(idle)])
+        self.feed.has_failed = False
 
     def within_ceiling(
         self, missing: SlotArray, own: SlotArray, arriving: Arriving, tenant: int
@@ -244,6 +256,9 @@ class Eviction:
                 over -= self._evict_first(over, is_its_own)
             if over > 0:
                 self._evict(self._victims(quotas.of(tenant), over, arriving))
+        except Exception:
+            self.feed.has_failed = True
+            raise
         finally:
             table.readers[own] -= 1
         return missing[: max(0, ceiling - int(quotas.owned[tenant]))]
@@ -339,7 +354,7 @@ class Eviction:
         if self.quotas is not None and (near := self._near_ceiling(self.quotas)):
             own = np.concatenate([self.quotas.peek_of(*each) for each in near])
             slots = np.concatenate((own, slots[~np.isin(slots, own)]))
-        return self._table.index.keys_of(slots[self._table.readers.take(slots) == 0][:count])
+        return self._table.index.keys_of(slots[self._table.is_idle(slots)][:count])
 
     # -- what happens to slots ------------------------------------------------------------------
 

@@ -458,9 +458,10 @@ class Pool:
         """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
         if any(lease.ended is not None for lease in self.leases):
             raise IntegrityError("pool: an ended lease is still open in the pool")
+        policy, feed = self.eviction.policy, self.eviction.feed
         check_pool(
             self.table,
-            self.eviction.policy,
+            None if feed.has_failed else policy,
             pinned=self.eviction.pins.all_pinned(),
             written=[each.slots for each in self.leases if each.purpose is Purpose.WRITE],
             read=[each.slots for each in self.leases if each.purpose is not Purpose.WRITE],

@@ -26,6 +26,8 @@ class PolicyFeed:
         self._reader: Reader | None = None
         self.failure: Exception | None = None
         """The first exception of the policy since the last :meth:`raise_failure`."""
+        self.has_failed = False
+        """Whether the policy has raised, and so may lack slots, since room was last made."""
         self.events: deque[PoolEvent] = deque()
         """What the policy has not been told yet, the oldest first."""
         self.policy: EvictionPolicy
@@ -70,6 +72,7 @@ class PolicyFeed:
                     self._tell(event, slots)
             except Exception as error:
                 self.failure = self.failure or error
+                self.has_failed = True
             finally:
                 self._then = None
             events.popleft()
