@@ -59,10 +59,9 @@ class PublishedPath(Path):
         if job.direction is not Direction.LOAD or not small:
             self._dma.enqueue(job, stream)
             return
-        table = descriptors(job)
         external: Any = torch.cuda.ExternalStream(stream)
         with torch.cuda.stream(external):
-            packed = np.concatenate((table.dsts, table.srcs, table.sizes)).view(np.int64)
+            packed = np.concatenate(descriptors(job)).view(np.int64)
             on_device = torch.from_numpy(packed).pin_memory().to("cuda", non_blocking=True)
             words = triton.next_power_of_2(segment // 8)
             copy_descriptors[(min(NUM_PROGRAMS, count),)](on_device, count, WORDS=words)

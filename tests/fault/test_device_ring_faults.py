@@ -21,12 +21,10 @@ LOADED, STORED = (list(range(first, first + COUNT)) for first in (0, COUNT))
 def opened(page: int, seed: int) -> Iterator[tuple[Rig, Mapping[Direction, Ring]]]:
     kv = make_kv("split", page=page, num_blocks=2 * COUNT, seed=seed)
     rig = Rig(kv, path="staged", num_slots=2 * COUNT, seed=seed)
-    rig.store([0], [0])
-    rig.drain_ok()  # everything is compiled
-    rings = rig.engine._paths["staged"]._rings  # type: ignore[attr-defined]
-    with rig.driver.current():
-        rings[Direction.LOAD].open()
-    yield rig, rings
+    for start in (rig.store, rig.load):
+        start([0], [0])
+        rig.drain_ok()  # everything is compiled
+    yield rig, rig.engine._paths["staged"]._rings  # type: ignore[attr-defined]
     rig.driver.timeline.frozen = set()
     rig.close()
     assert rig.driver.leaks() == {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import (
@@ -226,27 +225,24 @@ class Driver:
         function.restype = c_int
         return function
 
-    def error_words(self, code: int) -> tuple[str, str]:
+    def check(self, code: int, asked: str) -> None:
+        """Turn a code other than success into a DriverError that says what was asked."""
+        if code == SUCCESS:
+            return
         words = []
         for function in ("cuGetErrorName", "cuGetErrorString"):
             text = c_char_p()
-            found = self.bind(function, c_int, c_void_p)(code, byref(text))
-            known = found == 0 and text.value is not None
-            words.append(text.value.decode() if known and text.value else "unknown error")
-        return words[0], words[1]
-
-    def check(self, code: int, asked: str) -> None:
-        """Turn a code other than success into a DriverError that says what was asked."""
-        if code != SUCCESS:
-            name, words = self.error_words(code)
-            raise DriverError(
-                f"{asked}: {name} ({code}): {words}", code=code, unsupported=code in UNSUPPORTED
-            )
+            self.bind(function, c_int, c_void_p)(code, byref(text))
+            words.append((text.value or b"unknown error").decode())
+        raise DriverError(
+            f"{asked}: {words[0]} ({code}): {words[1]}", code=code, unsupported=code in UNSUPPORTED
+        )
 
     def _call(self, name: str, *args: Any, asked: str = "") -> None:
         code = self._calls[name](*args)
         if code != SUCCESS:
-            self.check(code, f"{name}({asked})")
+            numbers = ", ".join(f"{arg:#x}" for arg in args if isinstance(arg, int))
+            self.check(code, f"{name}({asked or numbers})")
 
     # -- the device --------------------------------------------------------------------------
 
@@ -307,7 +303,7 @@ class Driver:
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream, asked=f"stream {stream:#x}")
+        self._call("cuStreamDestroy_v2", stream)
 
     def stream_is_idle(self, stream: int) -> bool:
         """Whether all work queued on ``stream`` has ended."""
@@ -320,7 +316,7 @@ class Driver:
 
     def synchronize_stream(self, stream: int) -> None:
         """Block until all work queued on ``stream`` has ended."""
-        self._call("cuStreamSynchronize", stream, asked=f"stream {stream:#x}")
+        self._call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Hold later work on ``stream`` until the last record of ``event`` so far is reached.
@@ -340,7 +336,7 @@ class Driver:
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        self._call("cuEventDestroy_v2", event, asked=f"event {event:#x}")
+        self._call("cuEventDestroy_v2", event)
 
     def record_event(self, event: int, stream: int) -> None:
         code = self._event_record(event, stream)
@@ -405,7 +401,7 @@ class Driver:
         return address.value
 
     def free_device(self, address: int) -> None:
-        self._call("cuMemFree_v2", address, asked=f"{address:#x}")
+        self._call("cuMemFree_v2", address)
 
     def alloc_host(self, num_bytes: int) -> int:
         """Pinned host memory; for small buffers (pools register memory of their own)."""
@@ -414,7 +410,7 @@ class Driver:
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        self._call("cuMemFreeHost", address, asked=f"{address:#x}")
+        self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pin memory the process already has, for every device; from any thread."""
@@ -425,7 +421,7 @@ class Driver:
     def unregister_host(self, address: int) -> None:
         """Undo one ``register_host``, while the memory is still mapped."""
         with self.current(), self.beside_captures():
-            self._call("cuMemHostUnregister", address, asked=f"{address:#x}")
+            self._call("cuMemHostUnregister", address)
 
     # -- what this driver has ----------------------------------------------------------------
 
@@ -488,32 +484,25 @@ class EventPool:
     def __init__(self, driver: Driver, *, timing: bool) -> None:
         self._driver = driver
         self._timing = timing
-        self._lock = threading.Lock()
         self._free: list[int] = []
-        self._all: set[int] = set()
+        self._all = Handles()
 
     def take(self) -> int:
         """An event for the caller alone; DriverError when a new one is needed and refused."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
+        try:
+            return self._free.pop()
+        except IndexError:
             event = self._driver.create_event(timing=self._timing)
-            self._all.add(event)
-            return event
+            return self._all.take(event, self._driver.destroy_event)
 
     def give(self, event: int) -> None:
         """Return an event whose last record is done, or that nothing will query any more."""
-        with self._lock:
-            self._free.append(event)
+        self._free.append(event)
 
     def close(self) -> None:
         """Destroy every event, held or not: the driver lets pending ones end first."""
-        with self._lock:
-            events, self._all, self._free = self._all, set(), []
-        handles = Handles()
-        for event in events:
-            handles.take(event, self._driver.destroy_event)
-        handles.close()
+        self._free.clear()
+        self._all.close()
 
 
 def pcie_link(bus_id: str, sysfs: Path = SYSFS) -> str:

@@ -66,8 +66,6 @@ class CopyJob:
         slots = self.host_slots
         if self.host_pitch != self.layout.block_bytes:
             return np.arange(len(slots))
-        if self._is_one_run():
-            return _ONE_RUN
         is_head = slots[1:] - slots[:-1] != 1
         if self.host_chunk is not None:
             # The driver refuses one copy across two registrations.
@@ -77,23 +75,6 @@ class CopyJob:
         heads = np.zeros(len(after) + min(1, len(slots)), dtype=np.int64)
         np.add(after, 1, out=heads[1:])
         return heads
-
-    def _is_one_run(self) -> bool:
-        """The common case, found in a third of the time: the first copy waits for this."""
-        slots = self.host_slots
-        if not len(slots):
-            return False
-        first, last = slots.item(0), slots.item(-1)
-        chunk, pitch = self.host_chunk, self.host_pitch
-        if last - first != len(slots) - 1:
-            return False
-        if chunk is not None and first * pitch // chunk != last * pitch // chunk:
-            return False
-        return slots.tobytes() == np.arange(first, last + 1).tobytes()
-
-
-_ONE_RUN: Int64s = np.zeros(1, dtype=np.int64)
-_ONE_RUN.flags.writeable = False
 
 
 class JobFactory:

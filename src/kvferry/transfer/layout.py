@@ -86,61 +86,26 @@ class GroupLayout:
 
 def find_overlap(
     bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
-) -> tuple[tuple[int, ...], str] | None:
-    """Two segments (or one) that share a byte, and where; None when all ranges are disjoint.
+) -> tuple[tuple[int, int], str] | None:
+    """Two segments that share a byte, and where; None when all ranges are disjoint.
 
-    Two segments of any two blocks that share a byte would race. To write out every range is exact
-    but slow for a large cache, so common shapes are settled first: extents that never meet, and
-    segments of one stride that fit beside each other within that stride::
-
-        stride |<----------------->|<----------------->|
-        block       0                    1
-                [K0][V0] [K1][V1]   [K0][V0] [K1][V1]      residues mod stride are disjoint
+    Ranges are compared only among segments whose extents meet: those of separate tensors do not.
     """
-    tight = np.flatnonzero(strides < sizes)
-    if num_blocks > 1 and tight.size:
-        s = int(tight[0])
-        apart = f"{int(sizes[s])} bytes but its blocks lie only {int(strides[s])} bytes apart"
-        return (s,), f"segment {s} is {apart}"
     ends = bases + (num_blocks - 1) * strides + sizes
     order = np.argsort(bases, kind="stable")
     reach = np.maximum.accumulate(ends[order])
-    breaks = np.flatnonzero(bases[order][1:] >= reach[:-1]) + 1
-    for cluster in np.split(order, breaks):
-        tables = bases[cluster], strides[cluster], sizes[cluster]
-        if len(cluster) > 1 and not _fit_in_one_stride(*tables):
-            found = _exact_overlap(*tables, num_blocks)
-            if found is not None:
-                (one, first), (other, second) = found
-                one, other = int(cluster[one]), int(cluster[other])
-                words = f"segment {one} of block {first} overlaps segment {other} of block {second}"
-                return (one, other), words
+    for cluster in np.split(order, np.flatnonzero(bases[order][1:] >= reach[:-1]) + 1):
+        starts = (bases[cluster, None] + strides[cluster, None] * np.arange(num_blocks)).ravel()
+        ends = starts + np.repeat(sizes[cluster], num_blocks)
+        in_order = np.argsort(starts, kind="stable")
+        hits = np.flatnonzero(ends[in_order][:-1] > starts[in_order][1:])
+        if hits.size:
+            places, blocks = np.divmod(in_order[hits[0] : hits[0] + 2], num_blocks)
+            one, other = cluster[places].tolist()
+            first, second = blocks.tolist()
+            words = f"segment {one} of block {first} overlaps segment {other} of block {second}"
+            return (one, other), words
     return None
-
-
-def _fit_in_one_stride(bases: Int64s, strides: Int64s, sizes: Int64s) -> bool:
-    """True only when certainly disjoint; False means "look closer"."""
-    stride = int(strides[0])
-    if stride <= 0 or np.any(strides != stride):
-        return False
-    residues = (bases - bases.min()) % stride
-    order = np.argsort(residues, kind="stable")
-    starts, ends = residues[order], residues[order] + sizes[order]
-    return bool(np.all(ends[:-1] <= starts[1:]) and ends[-1] <= stride + starts[0])
-
-
-def _exact_overlap(
-    bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
-) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Segment and block of two ranges that overlap."""
-    starts = (bases[:, None] + strides[:, None] * np.arange(num_blocks)).ravel()
-    ends = starts + np.repeat(sizes, num_blocks)
-    order = np.argsort(starts, kind="stable")
-    hits = np.flatnonzero(ends[order][:-1] > starts[order][1:])
-    if not hits.size:
-        return None
-    first, second = order[hits[0] : hits[0] + 2].tolist()
-    return divmod(first, num_blocks), divmod(second, num_blocks)
 
 
 _PLAIN_KINDS = "biufcmMV"

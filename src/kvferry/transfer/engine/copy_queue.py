@@ -39,7 +39,6 @@ class PendingCopy:
     beside_model: bool = False
     compute_waits: bool = False
     num_runs: int = 1
-    num_bytes: int = 0
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""
     pieces: Iterator[None] | None = None
@@ -67,7 +66,7 @@ class PendingCopy:
             rank,
             Outcome.FAILED if self.reason else Outcome.OK,
             self.reason,
-            num_bytes=0 if self.reason else self.num_bytes,
+            num_bytes=0 if self.reason else self.job.num_bytes,
             seconds=0.0 if self.reason else self.seconds,
             path=self.path_name,
             beside_model=self.beside_model,
@@ -157,7 +156,7 @@ class CopyQueue:
         try:
             while self._waiting:
                 copy = self._waiting[0]
-                whole = copy.num_bytes <= small
+                whole = copy.job.num_bytes <= small
                 if not any(self._queue(copy, whole=whole) for _ in range(self._num_first_pieces)):
                     break
         finally:

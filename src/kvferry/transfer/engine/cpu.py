@@ -17,15 +17,7 @@ from kvferry.core.lifecycle import Process
 from kvferry.errors import ClosedError
 from kvferry.transfer.job import CopyJob, Direction, JobFactory
 from kvferry.transfer.layout import GroupLayout
-from kvferry.types import (
-    DEVICE,
-    FIRST_RANK,
-    Outcome,
-    Rank,
-    Receipt,
-    Transfer,
-    TransferId,
-)
+from kvferry.types import DEVICE, FIRST_RANK, Outcome, Rank, Receipt, Transfer, TransferId
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -133,7 +125,7 @@ class CpuEngine:
         rank: Rank = FIRST_RANK,
     ) -> None:
         self._jobs = JobFactory(layouts, host_base=0, host_pitch=host.shape[1], num_slots=len(host))
-        self._views: dict[int, _BlockViews] = {}  # by the id of a layout that the jobs own
+        self._views: dict[int, _BlockViews] = {}  # by the id of their layout
         self._host = host
         self._compute = compute
         self._rank = rank
@@ -233,12 +225,10 @@ class CpuEngine:
 
     def _move(self, transfer: Transfer) -> None:
         job = self._jobs.of(transfer)
-        views = self._views_of(job.layout)
-        move = views.store if job.direction is Direction.STORE else views.load
-        move(job, self._host)
+        self._views_of(job.layout).copy(job, self._host)
 
     def _load_part(self, part: CopyJob) -> None:
-        self._views_of(part.layout).load(part, self._host)
+        self._views_of(part.layout).copy(part, self._host)
 
     def _views_of(self, layout: GroupLayout) -> _BlockViews:
         views = self._views.get(id(layout))
@@ -263,8 +253,8 @@ class _BlockViews:
     """One group's segments as arrays of shape (blocks, bytes) over the tensors' own memory."""
 
     def __init__(self, layout: GroupLayout) -> None:
-        self.layout = layout
-        self.segments: list[tuple[Rows, slice]] = []
+        self.layout = layout  # kept alive, so that its id is never another's
+        self.segments: list[tuple[Rows, int]] = []
         tables = (layout.bases, layout.strides, layout.sizes, layout.offsets)
         for base, stride, size, offset in zip(*(t.tolist() for t in tables), strict=True):
             span = (layout.num_blocks - 1) * stride + size
@@ -272,14 +262,13 @@ class _BlockViews:
             view = np.lib.stride_tricks.as_strided(
                 run, shape=(layout.num_blocks, size), strides=(stride, 1)
             )
-            self.segments.append((view, slice(offset, offset + size)))
+            self.segments.append((view, offset))
 
-    def store(self, job: CopyJob, host: Rows) -> None:
-        for view, place in self.segments:
-            host[job.host_slots, place] = view[job.device_blocks]
-
-    def load(self, job: CopyJob, host: Rows) -> None:
-        start = job.host_base  # of this part within a slot
-        for view, place in self.segments:
-            part = slice(start + place.start, start + place.stop)
-            view[job.device_blocks] = host[job.host_slots, part]
+    def copy(self, job: CopyJob, host: Rows) -> None:
+        blocks, slots, start = job.device_blocks, job.host_slots, job.host_base
+        for view, offset in self.segments:
+            place = slice(start + offset, start + offset + view.shape[1])
+            if job.direction is Direction.STORE:
+                host[slots, place] = view[blocks]
+            else:
+                view[blocks] = host[slots, place]

@@ -31,14 +31,7 @@ from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
 from kvferry.transfer.paths.direct import count_runs
 from kvferry.transfer.planner.choose import PathChoices, Planner
-from kvferry.types import (
-    FIRST_RANK,
-    Outcome,
-    Rank,
-    Receipt,
-    Transfer,
-    TransferId,
-)
+from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt, Transfer, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -160,11 +153,11 @@ class GpuEngine(Closing):
         copy: PendingCopy | None = None
         try:
             job = self._jobs.of(transfer)
-            copy = PendingCopy(transfer.id, job, num_bytes=job.num_bytes)
+            copy = PendingCopy(transfer.id, job)
             copy.compute_waits = job.in_parts is not None or self._start_in_order.is_entered
             self._mark_ready(copy)
             # A large job's path is picked by the queue's thread: the caller does not wait for that.
-            if copy.num_bytes <= QUICK_BYTES:
+            if job.num_bytes <= QUICK_BYTES:
                 copy.path = self._pick(copy)
             quick = copy.path is not None and all(map(copy.path.is_quick, job.parts()))
         except Exception as error:

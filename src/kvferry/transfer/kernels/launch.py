@@ -201,11 +201,6 @@ class RowTable:
         """Where each row starts within the packed block."""
         return self.layout.offsets[self.segments] + self.starts
 
-    @cached_property
-    def is_even(self) -> bool:
-        """Whether all rows are full, so that rows and bytes are counted alike."""
-        return not (self.layout.sizes % self.shape.row_bytes).any()
-
     def tables(self) -> Int64s:
         """All the kernel reads, as one array: four numbers per segment, two per row if mixed."""
         layout = self.layout
@@ -216,15 +211,11 @@ class RowTable:
 
     def row_at(self, position: int) -> int:
         """The last row that starts at or before byte ``position`` of blocks laid end to end."""
-        if self.is_even:
-            return position // self.shape.row_bytes
         block, within = divmod(position, self.layout.block_bytes)
         return block * self.rows_per_block + int(np.searchsorted(self.places, within, "right")) - 1
 
     def position_of(self, row: int) -> int:
         """The byte at which ``row`` starts in blocks laid end to end."""
-        if self.is_even:
-            return row * self.shape.row_bytes
         block, within = divmod(row, self.rows_per_block)
         return block * self.layout.block_bytes + int(self.places[within])
 
@@ -453,8 +444,8 @@ class Prepared:
 class Kernels:
     """Owns what is prepared, per layout and direction; leaves the launcher to its owner.
 
-    ``linear`` for a ring: packed memory without slot numbers. The tables of a layout are uploaded
-    once, never per transfer.
+    ``linear`` for a ring: packed memory without slot numbers. A layout's tables are uploaded once
+    for each direction, never per transfer.
     """
 
     def __init__(
@@ -464,11 +455,8 @@ class Kernels:
         self._grid = grid
         self._linear = linear
         self._driver = driver
-        self._lock = threading.Lock()  # both directions may prepare at once
-        # Layouts are kept alive, so that an id is never that of another one.
-        self._layouts: dict[int, tuple[GroupLayout, int]] = {}
-        self._tables: dict[tuple[int, RowShape], tuple[RowTable, int]] = {}
         self._handles = Handles()
+        # Each keeps its layout alive, so that an id is never that of another one.
         self._prepared: dict[tuple[int, Direction, int], Prepared] = {}
 
     def find(self, job: CopyJob) -> Prepared | None:
@@ -493,10 +481,7 @@ class Kernels:
     def close(self) -> None:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
         self._prepared.clear()
-        with self._lock:
-            self._tables.clear()
-            self._layouts.clear()
-            self._handles.close()
+        self._handles.close()
 
     def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
         # Only host slots can be aligned worse than the layout; a ring never is.
@@ -504,7 +489,10 @@ class Kernels:
         return id(job.layout), job.direction, alignment
 
     def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
-        rows, address = self._table(job.layout, alignment)
+        # The packed side's alignment (0: any) limits how wide an access may be, too.
+        rows = RowTable(
+            job.layout, row_shape(job.layout, math.gcd(common_alignment(job.layout), alignment))
+        )
         variant = Variant(
             to_packed=job.direction is Direction.STORE,
             linear=self._linear,
@@ -514,7 +502,7 @@ class Kernels:
             warps=self._grid.warps,
         )
         arguments = CopyArguments(
-            tables=address,
+            tables=self._upload(rows),
             num_segments=job.layout.num_segments,
             segment_bytes=int(job.layout.sizes[0]),
             packed_pitch=job.layout.block_bytes,
@@ -522,21 +510,6 @@ class Kernels:
             rows_per_segment=int(rows.rows_per_segment[0]),
         )
         return Prepared(rows, self._launcher.prepare(variant), arguments)
-
-    def _table(self, layout: GroupLayout, alignment: int) -> tuple[RowTable, int]:
-        """The rows of ``layout`` and the address of its table, uploaded if it is new.
-
-        ``alignment`` divides the addresses on the packed side (0: any alignment); it limits how
-        wide an access may be.
-        """
-        with self._lock:
-            known = self._layouts.setdefault(id(layout), (layout, common_alignment(layout)))
-            shape = row_shape(layout, math.gcd(known[1], alignment))
-            key = (id(layout), shape)
-            if key not in self._tables:
-                rows = RowTable(layout, shape)
-                self._tables[key] = rows, self._upload(rows)
-            return self._tables[key]
 
     def _upload(self, rows: RowTable) -> int:
         """Copy on a stream of its own and wait: the next user of the table may be on any stream."""

@@ -41,10 +41,13 @@ class Path(ABC):
     COMMON: ClassVar[Sequence[Variant]] = ()
     """The kernels most engines need of it: compiled when paths open, they delay no transfer."""
 
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
     @classmethod
-    @abstractmethod
     def open(cls, means: Means) -> Path:
         """The path on one device; takes memory only when it is first used."""
+        return cls(means.driver)
 
     @abstractmethod
     def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:

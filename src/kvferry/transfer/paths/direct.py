@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.errors import DriverError
 from kvferry.transfer.driver import Addresses, BatchForm, Driver, SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.contract import Means, Path
+from kvferry.transfer.paths.contract import Path
 
 log = logging.getLogger(__name__)
 
@@ -48,35 +47,20 @@ def copy_each(
         copy(dst, src, size, stream)
 
 
-class Descriptors(NamedTuple):
-    """One copy per entry."""
-
-    dsts: Addresses
-    srcs: Addresses
-    sizes: Addresses
-
-
-def descriptors(job: CopyJob) -> Descriptors:
-    """Every segment of every block of ``job``, block by block."""
+def descriptors(job: CopyJob) -> tuple[Addresses, Addresses, Addresses]:
+    """Target, source and size of every segment of every block of ``job``, block by block."""
     layout = job.layout
     blocks, slots = job.device_blocks[:, None], job.host_slots[:, None]
     device = (layout.bases + blocks * layout.strides).ravel().view(np.uint64)
     host = (job.host_base + slots * job.host_pitch + layout.offsets).ravel().view(np.uint64)
     sizes = np.tile(layout.sizes, len(job.device_blocks)).view(np.uint64)
     if job.direction is Direction.LOAD:
-        return Descriptors(device, host, sizes)
-    return Descriptors(host, device, sizes)
+        return device, host, sizes
+    return host, device, sizes
 
 
 class LoopPath(Path):
     """One ``copy_async`` per segment: works on every driver and unpinned, with the most calls."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    @classmethod
-    def open(cls, means: Means) -> LoopPath:
-        return cls(means.driver)
 
     def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         copy_each(self._driver, *descriptors(job), stream)
@@ -86,13 +70,9 @@ class DmaPath(Path):
     """One batch call per job; the driver still takes its time for every descriptor."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        super().__init__(driver)
         if driver.batch_form is BatchForm.ABSENT:
             log.warning(NO_BATCH, "this driver does not have it")
-
-    @classmethod
-    def open(cls, means: Means) -> DmaPath:
-        return cls(means.driver)
 
     def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         # A store reads live KV: only STREAM keeps the read behind the stream's wait for compute.

@@ -24,7 +24,7 @@ class KernelPath(Path):
     COMMON = tuple(widest(to_packed=way, warps=GRID.warps) for way in (False, True))
 
     def __init__(self, driver: Driver, launcher: Launcher) -> None:
-        self._driver = driver
+        super().__init__(driver)
         self._kernels = Kernels(driver, launcher, GRID)
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
 

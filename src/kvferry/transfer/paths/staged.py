@@ -151,7 +151,7 @@ class StagedPath(Path):
         ring_bytes: int,
         edges: tuple[int, int] = (FIRST, TAIL),
     ) -> None:
-        self._driver = driver
+        super().__init__(driver)
         self._first, self._tail = edges
         self._kernels = Kernels(driver, launcher, GRID, linear=True)
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
