@@ -20,10 +20,10 @@ def keys(numbers: Iterable[int]) -> Keys:
 
 
 def colliding_key(number: int) -> Key:
-    """A key of the same row and the same tag of the index's table as every other one made here."""
+    """A key of the same row of the index's table as every other one made here."""
     words = np.zeros(KEY_WORDS, dtype="<u8")
     words[0] = 5 | number % 3 << 40  # the row is in the low half
-    words[1] = 7 << 32 | number % 2  # the tag is the low byte, and never 0
+    words[1] = 7 << 32 | number % 2
     words[2] = number
     return Key(words.tobytes())
 

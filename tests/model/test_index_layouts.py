@@ -1,33 +1,19 @@
 """The index against a dict, wherever the keys of a chain may lie.
 
-A look-up follows runs of slots, looks around keys it knows, and asks the table, depending on how
-long runs are. Here these lengths are a few keys, so that small cases take every way; one test runs
-with the real ones. Layouts are those that a guess from a neighbour gets wrong: runs that break,
-change direction or meet the last slot, a key that moved while its old slot still holds a copy of
-it, another key in the middle, keys asked for twice, from the middle, backwards, or not there.
+A lookup follows runs of slots or asks the table, depending on how long runs are. Here these lengths
+are a few keys, so that small cases take every way; some tests run with the real ones. Layouts are
+those that a guess from a neighbour gets wrong: runs that break, change direction or meet the last
+slot, a key that moved while its old slot still holds a copy of it, another key in the middle, keys
+asked for twice, from the middle, backwards, or not there.
 
-One-line breaks of ``index.py`` and ``tag_table.py`` that were tried; each made a test of this
-module fail. Try them again when you change either.
+One-line breaks of ``index.py`` that were tried; each made a test of this module fail.
 
-- ``_run_length``: no look at ``_place``; ``// KEY_WORDS + 1``; ``longest = len(words)``
-- ``find``: a run one key longer than it is; the rest looked up from the first key after it
-- ``_look_around``: no look at ``_place``; every guess right; no ``clip``, or one that lets negative
-  slots through; no ``+ every``
-- ``find``: no table after looking around; the table asked for all keys but noted for the
-  missing
-- ``_ask_table``: no look at the crowded; ``_holds``: only word 1 compared
-- ``insert``: the homeless keep their place; ``remove``: no ``_ABSENT``; the table not told
+- ``_run_length``: no look at ``_cell``; ``longest = len(words)``; ``find``: a run one key too long
+- ``_find_in_table``: only one lane looked at; no look into the dict; only word 1 compared
+- ``insert``: two keys of a batch get the same cell; the spilled are not counted for their row
 - ``_note_keys``: the first run only; every slot taken to follow the one before
-- ``_spill``: the displaced key not in the dict; it keeps its place
-- ``_remove_spilled``: a row is never crowded any more once one of its keys has left the dict
-- ``clear``: the table not told; the dict not cleared
-- ``TagTable.claim``: two keys of a batch get the same lane (no look at who has it); those of a full
-  row are not said to be homeless; their slots are written into lane 0; tags do not keep step
-- ``TagTable.candidates`` and ``Index.find_few``: tags that are even; only the first lane that fits
-- ``TagTable._claim_one``: the tag not written; the slot not written; always lane 0
-- ``TagTable._hash``: the rows of the batch before; nobody counts the crowded rows
-- ``TagTable.crowd``: always, or never, a displaced key; ``TagTable.uncrowd``: nothing done
-- ``_picks``: a large table fills high lanes first
+- ``remove``: the cell is not emptied; the slot keeps its cell; a row still counts what it spilled
+- ``clear``: the table or the dict is not cleared
 """
 
 from __future__ import annotations
@@ -43,11 +29,11 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, key
 
 from kvferry.cache import index as index_module
-from kvferry.cache import index as table_module
-from kvferry.cache.index import Index, Positions
+from kvferry.cache.index import Index
 from kvferry.cache.slots import as_slots
-from kvferry.core.keys import KEY_WORDS, Key, KeyArray, Keys
-from kvferry.types import NO_SLOT, SlotArray
+from kvferry.core.keys import KEY_WORDS, Key, Keys
+from kvferry.errors import IntegrityError
+from kvferry.types import NO_SLOT
 
 NUM_SLOTS = 20
 NUM_KEYS = 30
@@ -56,9 +42,9 @@ KeyMaker = Callable[[int], Key]
 
 
 def crowding_key(number: int) -> Key:
-    """Keys of one row of the table, each with a tag of its own."""
+    """Keys of one row of the table."""
     words = np.zeros(KEY_WORDS, dtype="<u8")
-    words[1] = 2 * number + 1 | number << 8
+    words[1] = number
     return Key(words.tobytes())
 
 
@@ -66,22 +52,7 @@ def odd_crowding_key(number: int) -> Key:
     return crowding_key(number) if number % 3 else key(number)
 
 
-def evenly_crowding_key(number: int) -> Key:
-    """Keys of one row and one tag: the lane that says "crowded" is next to that tag."""
-    words = np.zeros(KEY_WORDS, dtype="<u8")
-    words[1] = 2 + number % 2 | number << 8
-    words[3] = number
-    return Key(words.tobytes())
-
-
-MAKERS: tuple[KeyMaker, ...] = (
-    key,
-    colliding_key,
-    crowding_key,
-    odd_crowding_key,
-    evenly_crowding_key,
-)
-every_table = pytest.mark.parametrize("many_rows", [1 << 30, 0], ids=["small", "large"])
+MAKERS: tuple[KeyMaker, ...] = (key, colliding_key, crowding_key, odd_crowding_key)
 
 
 @contextmanager
@@ -92,10 +63,9 @@ def short_ways() -> Iterator[None]:
         _FIRST_LOOK=2,
         _LOOK_GROWTH=2,
         _LONG=4,
-        _STRIDE=2,
-        _MANY=3,
         _SHORT_RUNS=1,
         _FEW=0,
+        _PIECE=3,
         _RUN=3,
     ):
         yield
@@ -164,18 +134,15 @@ questions = st.lists(
 )
 
 
-@every_table
 @pytest.mark.parametrize("make", MAKERS)
 @given(steps=steps, questions=questions)
 @settings(max_examples=120)
 def test_wherever_the_keys_lie(
-    many_rows: int,
     make: KeyMaker,
     steps: list[tuple[str, list[int], list[int] | None]],
     questions: list[list[int]],
 ) -> None:
-    with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
-        twin = Twin(make)
+    twin = Twin(make)
     with short_ways():
         for what, asked, slots in steps:
             if what == "insert":
@@ -276,64 +243,26 @@ def test_runs_of_every_length_with_the_real_ones() -> None:
         twin.check_all()
 
 
-@pytest.mark.parametrize(
-    ("piece", "most"), [(6000, 0.001), (2000, 0.001), (1024, 0.002), (500, 0.12), (100, 0.25)]
-)
-def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> None:
+@pytest.mark.parametrize(("piece", "most"), [(6000, 0.001), (2000, 0.001), (1024, 0.002)])
+def test_few_keys_of_a_run_are_looked_up_in_the_table(piece: int, most: float) -> None:
     """What is fast here is fast because the table, at random places, is seldom asked."""
     twin = Twin(key, 6000)
     starts = np.random.default_rng(9).permutation(6000 // piece) * piece
     slots = (starts[:, None] + np.arange(piece)).ravel().tolist()
     twin.insert(range(len(slots)), slots)
     chain = twin.keys(range(len(slots)))
-    index, table, asked = twin.index, twin.index._table, 0
-    few, many = index.find_few, table.candidates
-
-    def count_few(keys: bytes) -> list[int]:
-        nonlocal asked
-        found = few(keys)
-        asked += len(found)
-        return found
-
-    def count_many(words: KeyArray) -> tuple[Positions, SlotArray, Positions]:
-        nonlocal asked
-        asked += len(words)
-        return many(words)
-
     with (
-        mock.patch.object(index, "find_few", count_few),
-        mock.patch.object(table, "candidates", count_many),
+        mock.patch.object(twin.index, "find_few", wraps=twin.index.find_few) as few,
+        mock.patch.object(twin.index, "_find_in_table", side_effect=AssertionError),
     ):
-        assert index.find(chain).tolist() == slots
-    assert 0 < asked <= max(1, most * len(slots))
+        assert twin.index.find(chain).tolist() == slots
+    assert 0 < few.call_count <= max(1, most * len(slots))
 
 
-@every_table
-def test_a_crowded_row_has_nothing_to_do_with_who_once_made_way(many_rows: int) -> None:
-    with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
-        twin = Twin(odd_crowding_key)
-    crowd = [number for number in range(NUM_KEYS) if number % 3][:10]
-    twin.insert(crowd, range(10))
-    for number in crowd:
-        if twin.index._place[twin.slots[number]] != index_module._SPILLED:
-            continue
-        slot = twin.slots[number]
-        twin.remove([number])
-        twin.insert([3], [slot])  # a key of another row
-        twin.insert([number], [15])
-        twin.check(range(NUM_KEYS))
-        twin.remove([3, number])
-        twin.insert([number], [slot])
-    twin.check(range(NUM_KEYS))
-    twin.check_all()
-
-
-@every_table
-def test_after_long_use_few_keys_find_no_lane(many_rows: int) -> None:
-    """Where the rows are by far not full; what has no lane is looked up slowly."""
+def test_after_long_use_few_keys_are_spilled() -> None:
+    """What is in the dict takes more time and memory."""
     num_slots, rng = 20_000, np.random.default_rng(10)
-    with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
-        index = Index(num_slots)
+    index = Index(num_slots)
     order = rng.permutation(num_slots)
     spilled = []
     for turn in range(60):
@@ -343,19 +272,26 @@ def test_after_long_use_few_keys_find_no_lane(many_rows: int) -> None:
         words = rng.integers(0, 1 << 63, (1000, KEY_WORDS), dtype=np.uint64)
         index.insert(Keys(words), slots)
         assert np.array_equal(index.find(Keys(words)), slots)
-        spilled.append(sum(map(len, index._overflow.values())))
-    assert 0 < max(spilled) < num_slots / 1000
+        spilled.append(len(index._spilled))
+    assert 0 < max(spilled) < num_slots / 40
+    index.remove(np.arange(num_slots))
+    assert not index._spilled
+    assert not index._num_spilled.any()
 
 
-def test_a_large_table_fills_low_lanes_first() -> None:
-    """Else each of its slots lies in a line of memory of its own."""
-    used = []
-    for many_rows in (1 << 30, 0):
-        with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
-            table = table_module.TagTable(4000)
-        for batch in np.random.default_rng(11).integers(0, 1 << 63, (40, 100, 4), dtype=np.uint64):
-            places, _ = table.claim(batch, np.arange(100))
-            used.append(np.count_nonzero(places & 7 <= 1))
-    spread, low = sum(used[:40]), sum(used[40:])
-    assert low > 0.7 * 4000
-    assert spread < 0.4 * 4000
+def test_clear_forgets_the_spilled_too() -> None:
+    twin = Twin(colliding_key)
+    for _ in range(2):
+        twin.insert(range(12), range(12))
+        twin.check(range(NUM_KEYS))
+        twin.index.clear()
+        twin.slots.clear()
+        twin.check(range(NUM_KEYS))
+
+
+def test_removing_what_is_not_there_is_our_own_fault() -> None:
+    twin = Twin(key)
+    twin.insert([1], [1])
+    twin.remove([1])
+    with pytest.raises(IntegrityError, match="slot 1 should be indexed"):
+        twin.index.remove(as_slots([1]))

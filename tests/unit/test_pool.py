@@ -137,8 +137,8 @@ def breaks(pool: Pool, how: str) -> None:
         stack = pool.table.free._stack  # type: ignore[union-attr]
         stack[0] = stack[1]
     elif how == "a wrong key":
-        # Not bit 0, which is no part of a tag: the key would be found where it was.
-        pool.table.index._keys[int(pool.table.index.find(keys([1]))[0])] ^= np.uint64(2)
+        # A bit that says in which row of the table the key is.
+        pool.table.index._keys[int(pool.table.index.find(keys([1]))[0])] ^= np.uint64(1 << 31)
     elif how == "a lost parent":
         pool.table.chains.children[:] = 0
     elif how == "lost by the policy":
