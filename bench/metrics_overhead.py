@@ -31,9 +31,9 @@ import numpy as np
 
 import kvferry
 from kvferry.scheduler.journal import Bookkeeper
+from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.source import Mailbox, Source
-from kvferry.telemetry.stats import TrafficCounts
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
 from kvferry.tools.demo.workload import Chat

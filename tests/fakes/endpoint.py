@@ -5,9 +5,10 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from kvferry.cache.slots import PoolCounts
+from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import CONTENT_TYPE, Snapshot, exposition
 from kvferry.telemetry.http import HttpServer, Reply
-from kvferry.telemetry.stats import SchedulerStats, TrafficCounts
+from kvferry.telemetry.stats import SchedulerStats
 
 
 def stats(*, queries: int = 0, moved: int = 0, tier: str = "disk") -> SchedulerStats:

@@ -502,7 +502,7 @@ class Serving:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
         coming = self.scheduler._requests.promoter
-        for load in coming._loads.values():
+        for load in coming.loads.values():
             assert not load.is_open or self.now < load.since + coming._patience, (
                 "a load waits for a tier that says nothing"
             )
@@ -589,7 +589,7 @@ class Serving:
         orders = [each.transfer for each in (*flying, *scheduler.transfers._loads)]
         loads = [t for t in orders if isinstance(t, Transfer) and t.dst == DEVICE]
         pieces = scheduler._requests.promoter
-        coming = pieces._loads
+        coming = pieces.loads
         held = sum(load.end - load.first for load in coming.values() if load.is_open)
         assert not self.setup.bounded or held <= self.setup.num_blocks // 2
         kept = sum(load.last - load.sent for load in coming.values())
@@ -737,7 +737,7 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
-        assert not scheduler._requests.promoter.has_loads
+        assert not scheduler._requests.promoter.loads
         assert not scheduler.transfers.blocks_to_device
         assert not scheduler.requests
         assert not scheduler.hits._being_loaded.any()

@@ -84,7 +84,7 @@ def test_what_is_put_back_comes_first_again_and_in_order(world: World) -> None:
     world.wait("d")
     world.hold("another")
     world.rests.put_back(taken)
-    assert world.rests.holds_blocks
+    assert world.rests.num_held
     assert world.due(is_idle=True) == ["held", "another", *"abcd"]
 
 

@@ -22,6 +22,7 @@ from kvferry.cache.slots import TenantCounts
 from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import Copy, Reason
 from kvferry.scheduler.tier import SlotTier
+from kvferry.scheduler.transfers import OTHER, TrafficCounts
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import (
     FerryCollector,
@@ -32,7 +33,7 @@ from kvferry.telemetry.catalog import (
     why_path,
 )
 from kvferry.telemetry.source import Mailbox, Source
-from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
+from kvferry.telemetry.stats import SIZE_BOUNDS, Distribution, Histogram
 from kvferry.tiers.disk.protocol import FAILURES, DiskFigures
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout

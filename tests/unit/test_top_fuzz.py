@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
+from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import Snapshot, catalog, exposition
-from kvferry.telemetry.stats import TrafficCounts
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.top import Screen
 from kvferry.tools.top.scrape import Explained, Recent, lines, parse, read_as, read_json

@@ -131,7 +131,8 @@ class Promoter:
         self._max_blocks = shape.bound(None, _DEVICE_SHARE)
         self._patience = config.promote_deadline * _PATIENCE
         self._size = shape.sizes[0]
-        self._loads: dict[Any, PipelinedLoad] = {}
+        self.loads: dict[Any, PipelinedLoad] = {}
+        """The pipelined loads under way, by request."""
 
     def fetch(self, caller: Any, found: Lookup, most_slots: int | None = None) -> bool:
         """Ask for what is not known, or bring up what is below; whether the caller should wait.
@@ -182,14 +183,9 @@ class Promoter:
 
     # -- pipelined loads --------------------------------------------------------------------------
 
-    @property
-    def has_loads(self) -> bool:
-        """Whether a pipelined load is under way."""
-        return bool(self._loads)
-
     def is_open(self, request: Any) -> bool:
         """Whether more pieces of its load may still be ordered."""
-        load = self._loads.get(request)
+        load = self.loads.get(request)
         return load is not None and load.is_open
 
     def foresee(self, request: Any, computed_tokens: int, max_tokens: int | None) -> Match | None:
@@ -250,7 +246,7 @@ class Promoter:
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether a load of so many blocks may wait for a tier beside the others."""
-        held = sum([load.end - load.first for load in self._loads.values() if load.is_open])
+        held = sum([load.end - load.first for load in self.loads.values() if load.is_open])
         return self._max_blocks is None or held + num_blocks <= self._max_blocks
 
     def _is_joined(self, request: Any) -> bool:
@@ -258,7 +254,7 @@ class Promoter:
         waits = request.promotion.waits
         return self._hits.joins_loads and any(
             load.is_open and not waits.isdisjoint(other.promotion.waits)
-            for other, load in self._loads.items()
+            for other, load in self.loads.items()
         )
 
     def begin(
@@ -293,7 +289,7 @@ class Promoter:
         ordered = self._order(request, load)
         if ordered is None and is_foreseen:
             return None
-        self._loads[request] = load
+        self.loads[request] = load
         request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
         self._transfers.count_kept(load.last - load.sent)
         self.num_begun += load.is_open
@@ -303,7 +299,7 @@ class Promoter:
 
     def note_landed(self, request: Any, flight: InFlight) -> bool:
         """A transfer of its load ended or is overdue; False if its load is not pipelined."""
-        load = self._loads.get(request)
+        load = self.loads.get(request)
         if load is not None and flight.reason:
             self._lose(load, load.pieces[flight.transfer.id], flight.reason)
         return load is not None
@@ -317,7 +313,7 @@ class Promoter:
         ordered: list[Ordered] = []
         ended: list[tuple[Any, Match, str]] = []
         now = self._clock()
-        for request, load in tuple(self._loads.items()):
+        for request, load in tuple(self.loads.items()):
             if load.is_open:
                 piece = self._order(request, load)
                 if piece is not None:
@@ -363,7 +359,7 @@ class Promoter:
         load.last = load.sent
 
     def _end(self, request: Any, load: PipelinedLoad) -> Match:
-        del self._loads[request]
+        del self.loads[request]
         self.stop_waiting(request)
         if not load.reason:
             request.promotion.renew()
@@ -371,6 +367,6 @@ class Promoter:
 
     def drop(self, request: Any) -> None:
         """Load no more of it: what was sent lands on its own."""
-        load = self._loads.pop(request, None)
+        load = self.loads.pop(request, None)
         if load is not None:
             self._lose(load, load.sent, _GONE)

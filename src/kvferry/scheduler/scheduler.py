@@ -392,7 +392,7 @@ class Scheduler:
         if looks and now >= self.transfers.next_deadline:
             overdue = self.transfers.expire(now)
         tells = landed or overdue or requests.pinned or requests.released
-        if not tells and not requests.promoter.has_loads:
+        if not tells and not requests.promoter.loads:
             return _NOTHING
         return self._complete(landed, overdue, now)
 
@@ -441,7 +441,7 @@ class Scheduler:
         for flight in overdue:
             self._give_up(flight, done)
         ordered: list[Ordered] = []
-        if requests.promoter.has_loads:
+        if requests.promoter.loads:
             ordered, ended = requests.promoter.advance()
             for request, promised, reason in ended:
                 request.end_load(promised, reason, done)

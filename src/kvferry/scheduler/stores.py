@@ -390,8 +390,9 @@ class Stores:
         if self._max_blocks is not None:
             room = self._max_blocks - self._transfers.blocks_from_device
         if self._block_bytes[g]:
-            num_bytes = self._max_bytes - self._transfers.num_bytes
-            room = min(room, num_bytes // self._block_bytes[g])
+            transfers = self._transfers
+            num_bytes = transfers.bytes_to_device + transfers.bytes_from_device
+            room = min(room, (self._max_bytes - num_bytes) // self._block_bytes[g])
         return max(0, room)
 
 
@@ -475,6 +476,8 @@ class DeferredStores:
         self._most_held = num_device_blocks // _HELD_SHARE
         self._clock = clock
         self._rests: list[Deferred] = []  # the oldest first
+        self.num_held = 0
+        """How many of them hold device blocks, which the engine may need any time."""
         self.is_wanted = False
         """Whether the engine needs the blocks: then none is held any longer."""
 
@@ -489,14 +492,9 @@ class DeferredStores:
         """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether device blocks are held, which the engine may need any time."""
-        return any(rest.held for rest in self._rests)
-
     def wait(self, request: Any, num_tokens: int, key: Key) -> Deferred | None:
         """Let a short rest wait; returns what waited with the same end: one is enough."""
-        twin = self._take_waiting(key)
+        twin = self._take_waiting(key) if self._rests else None
         self._rests.append(Deferred(request, num_tokens, key, self._clock()))
         return twin
 
@@ -510,10 +508,12 @@ class DeferredStores:
     ) -> None:
         """Remember one whose blocks are held."""
         self._rests.append(Deferred(request, num_tokens, key, self._clock(), tables, held))
+        self.num_held += 1
 
     def put_back(self, rests: Sequence[Deferred]) -> None:
         """They could not be stored whole yet: again in the next step, and before all others."""
         self._rests = [*rests, *self._rests]
+        self.num_held += sum(bool(rest.held) for rest in rests)
 
     def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Deferred | None:
         """What waits for a request that goes on after so many blocks of its chain."""
@@ -533,12 +533,16 @@ class DeferredStores:
         if not self._rests:
             return []
         now, engine = self._clock(), self.engine
-        due = [rest for rest in self._rests if rest.held]
-        waiting = [rest for rest in self._rests if not rest.held]
-        if due and not (is_idle or self.is_wanted):
+        due, waiting = list[Deferred](), list[Deferred]()
+        soon = now - SOON_SECONDS
+        if self.num_held:
             is_short = engine.num_free < self._most_held or engine.num_held > self._most_held
-            if not is_short:
-                due = [rest for rest in due if now >= rest.since + SOON_SECONDS]
+            soon = now if is_idle or self.is_wanted or is_short else soon
+        for rest in self._rests:
+            if not rest.held:
+                waiting.append(rest)
+            elif rest.since <= soon:
+                due.append(rest)
         self.is_wanted = False
         if is_idle or engine.evicts:
             due += waiting
@@ -547,17 +551,22 @@ class DeferredStores:
             for number, rest in enumerate(waiting[: max(_PER_STEP, surplus)]):
                 if number < surplus or now >= rest.since + WAIT_SECONDS:
                     due.append(rest)
-        if due:
-            self._rests = [rest for rest in self._rests if rest not in due]
+        for rest in due:
+            self._remove(rest)
         return due
 
     def drop(self, request: Any) -> list[Deferred]:
         """What one request left, which is not to be stored any more."""
         rests = [rest for rest in self._rests if rest.request is request]
-        self._rests = [rest for rest in self._rests if rest.request is not request]
+        for rest in rests:
+            self._remove(rest)
         return rests
 
     def take_all(self) -> list[Deferred]:
         """Everything, due or not: what is left of before is not to be stored any more."""
-        rests, self._rests = self._rests, []
+        rests, self._rests, self.num_held = self._rests, [], 0
         return rests
+
+    def _remove(self, rest: Deferred) -> None:
+        self._rests.remove(rest)
+        self.num_held -= bool(rest.held)

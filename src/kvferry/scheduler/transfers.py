@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -24,7 +26,7 @@ from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers
 from kvferry.errors import InputError, ReceiptError
 from kvferry.scheduler.runs import End, run_numbers
-from kvferry.telemetry.stats import TrafficCounts
+from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Histogram, Traffic, TrafficKey
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -90,6 +92,34 @@ class InFlight:
         order = self.transfer
         upward = isinstance(order, Transfer) and order.dst in (DEVICE, HOST)
         return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
+
+
+OTHER = "other"
+_MOST_PATHS = 64
+"""Kinds of traffic told apart; a rank that invents names must not grow a scheduler's memory."""
+
+
+class TrafficCounts:
+    """Counts copies by route and path. Owns two histograms for each kind of traffic."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[TrafficKey, tuple[Histogram, Histogram]] = {}
+
+    def add(self, key: TrafficKey, num_bytes: int, seconds: float) -> None:
+        found = self._kinds.get(key)
+        if found is None:
+            if len(self._kinds) >= _MOST_PATHS:
+                key = (OTHER, OTHER, OTHER)
+            kind = (Histogram(SIZE_BOUNDS), Histogram(TIME_BOUNDS))
+            found = self._kinds.setdefault(key, kind)
+        for histogram, value in zip(found, (num_bytes, seconds), strict=True):
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.total += value
+
+    def snapshot(self) -> Mapping[TrafficKey, Traffic]:
+        return MappingProxyType(
+            {key: Traffic(s.snapshot(), t.snapshot()) for key, (s, t) in list(self._kinds.items())}
+        )
 
 
 @dataclass

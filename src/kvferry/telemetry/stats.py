@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from kvferry.cache.slots import PoolCounts, TenantCounts
 from kvferry.types import HOST
@@ -16,10 +15,6 @@ SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
 
 TIME_BOUNDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Seconds."""
-
-OTHER = "other"
-_MOST_PATHS = 64
-"""Kinds of traffic told apart; a rank that invents names must not grow a scheduler's memory."""
 
 TrafficKey = tuple[str, str, str]
 """From which tier, to which, by which path."""
@@ -58,29 +53,6 @@ class Traffic:
 
     sizes: Distribution
     seconds: Distribution
-
-
-class TrafficCounts:
-    """Counts copies by route and path. Owns two histograms for each kind of traffic."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[TrafficKey, tuple[Histogram, Histogram]] = {}
-
-    def add(self, key: TrafficKey, num_bytes: int, seconds: float) -> None:
-        found = self._kinds.get(key)
-        if found is None:
-            if len(self._kinds) >= _MOST_PATHS:
-                key = (OTHER, OTHER, OTHER)
-            kind = (Histogram(SIZE_BOUNDS), Histogram(TIME_BOUNDS))
-            found = self._kinds.setdefault(key, kind)
-        for histogram, value in zip(found, (num_bytes, seconds), strict=True):
-            histogram.counts[bisect_left(histogram.bounds, value)] += 1
-            histogram.total += value
-
-    def snapshot(self) -> Mapping[TrafficKey, Traffic]:
-        return MappingProxyType(
-            {key: Traffic(s.snapshot(), t.snapshot()) for key, (s, t) in list(self._kinds.items())}
-        )
 
 
 @dataclass

@@ -21,8 +21,9 @@ from kvferry.connectors.common import ranks
 from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.reports import EXPORTED, Figures, add, between, figures, values_of
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
+from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import FerryCollector, MetricKind, Snapshot, installed_version
-from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
+from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats
 from kvferry.telemetry.stats import Histogram as OurHistogram
 from kvferry.tools.top.scrape import explain
 from kvferry.transfer.planner.choose import PathChoices

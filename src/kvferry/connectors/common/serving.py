@@ -359,7 +359,7 @@ class Serving:
         released = scheduler.take_released()
         if released:
             self.engine.release(released)
-        self._num_quiet = 0 if self._rests.holds_blocks else min(num_quiet, _MOST_QUIET)
+        self._num_quiet = 0 if self._rests.num_held else min(num_quiet, _MOST_QUIET)
         if self._is_lazy:
             self._offer(step)
         if not (step.scheduled or self._requests):
