@@ -6,11 +6,9 @@ import io
 import json
 import math
 from contextlib import suppress
-from dataclasses import replace
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
@@ -18,7 +16,7 @@ from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import Snapshot, catalog, exposition
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.top import Screen
-from kvferry.tools.top.scrape import Explained, Recent, lines, parse, read_as, read_json
+from kvferry.tools.top.scrape import Explained, Recent, parse, read_as, read_json
 from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
@@ -57,27 +55,6 @@ def show(text: str) -> None:
         file = io.StringIO()
         Console(file=file, width=width, color_system=None).print(Screen(view))
         assert "\x1b" not in file.getvalue()
-
-
-@given(
-    labels=st.tuples(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9)),
-    size=st.integers(0, 1 << 50),
-)
-@example(labels=('a"b', "c\\d", "e\nf"), size=5)
-@example(labels=("{", "}", "a,b=\\"), size=5)
-def test_it_reads_what_the_client_library_reads(labels, size):
-    traffic = TrafficCounts()
-    traffic.add(labels, size, 1.0)
-    snapshot = Snapshot(replace(stats(queries=3), traffic=traffic.snapshot()), labels[0])
-    text = exposition(snapshot).decode()
-    theirs = sorted(
-        (sample.name, sorted(sample.labels.items()), sample.value)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if "le" not in sample.labels
-    )
-    ours = sorted((line.name, sorted(line.labels.items()), line.value) for line in lines(text))
-    assert ours == theirs
 
 
 LINE = st.one_of(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from itertools import cycle
 
 WIDTH, HEIGHT = 460, 260
@@ -158,7 +159,7 @@ def picture(drawn: str, lines: Sequence[Series]) -> str:
     )
     head, _, rest = drawn.partition(">")
     head = head.replace(f"0 0 {WIDTH} {HEIGHT}", f"0 0 {WIDTH} {height}")
-    style = f"<style>:root{{{_LIGHT}}}{_SVG_CSS}</style>"
+    style = f"<style>{_style('plot.css')}</style>"
     back = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
     return f"{head}>{style}{back}{rest.removesuffix('</svg>')}{names}</svg>\n"
 
@@ -197,9 +198,13 @@ def page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_CSS}</style></head>"
+        f"<title>{escape(title)}</title><style>{_style('plot.css')}{_style('page.css')}</style></head>"
         f"<body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
     )
+
+
+def _style(name: str) -> str:
+    return (files("kvferry.tools") / "style" / name).read_text()
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -230,52 +235,3 @@ def _open(label: str, height: int) -> str:
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">'
     )
-
-
-_LIGHT = (
-    "--bg:#fbfbfa;--panel:#fff;--ink:#1d2329;--soft:#5d6873;--edge:#e2e5e8;--good:#1a7f4b;"
-    "--bad:#c0392b;--grey:#7b8794;--orange:#d9822b;--teal:#0f8b8d;--blue:#5b6c9d;--red:#c44536;"
-    "--purple:#8a5a83"
-)
-_SVG_CSS = """
-svg text{font:11px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}
-svg text.name{font-size:12px;fill:var(--ink)}svg text.inside{fill:#fff;font-weight:600}
-.grid{stroke:var(--edge);stroke-width:1}
-.line{fill:none;stroke-width:2.25;stroke-linejoin:round;stroke-linecap:round}
-.line.wide{stroke-width:7;opacity:.4}
-"""
-_CSS = f"""
-:root{{color-scheme:light dark;{_LIGHT}}}
-@media(prefers-color-scheme:dark){{:root{{--bg:#14181c;--panel:#1b2026;--ink:#e6e9ec;--soft:#9aa5b0;
---edge:#2b323a;--good:#4cc38a;--bad:#ff7b6b;--grey:#93a1af;--orange:#e69a4c;--teal:#35b5b0;
---blue:#8b9bd0;--red:#e0705f;--purple:#b98ab1}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--bg);color:var(--ink);font:15px/1.55 system-ui,sans-serif}}
-main{{max-width:1020px;margin:0 auto;padding:36px 20px 48px}}
-h1{{font-size:26px;margin:0 0 6px}}h2{{font-size:15px;margin:0 0 2px}}
-p{{margin:0 0 14px;color:var(--soft);overflow-wrap:anywhere}}
-.verdict{{font-weight:600}}.good{{color:var(--good)}}.bad{{color:var(--bad)}}
-section{{margin:28px 0 0}}section>h2{{font-size:19px}}
-.cards,.plots{{display:grid;gap:16px;margin-bottom:16px}}
-.cards{{grid-template-columns:repeat(auto-fit,minmax(min(230px,100%),1fr))}}
-.plots{{grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr))}}
-.card,figure{{background:var(--panel);border:1px solid var(--edge);border-radius:10px;
-padding:16px 18px;margin:0 0 16px}}.plots figure,.cards .card{{margin:0}}
-.card b{{display:block;font-size:34px;line-height:1.15;color:var(--teal)}}
-.card span{{display:block}}.card small{{color:var(--soft)}}
-figure p{{font-size:13px;margin:0 0 8px}}
-svg{{width:100%;height:auto;display:block;overflow:visible}}{_SVG_CSS}
-.legend{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;
-font-size:13px;color:var(--soft)}}
-.legend span{{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}}
-.scroll{{overflow-x:auto;margin-top:14px}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
-th,td{{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge)}}
-td{{white-space:nowrap}}tbody tr:last-child>*{{border-bottom:0}}
-thead th:first-child{{text-align:left}}
-th[scope=row]{{text-align:left;font-weight:400;color:var(--soft)}}
-td:nth-child(2),thead th:nth-child(2){{color:var(--teal);font-weight:600}}
-@media(max-width:600px){{main{{padding:20px 12px 32px}}.card,figure{{padding:14px 12px}}
-svg text{{font-size:14px}}svg text.name{{font-size:15px}}th,td{{padding:6px 4px;font-size:13px}}}}
-footer{{font-size:13px;margin-top:22px}}
-"""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
-import io
 import json
 import math
 import re
 import socket
-import ssl
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from functools import cache, partial
 from http import HTTPStatus
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-from urllib.parse import SplitResult, quote, urlsplit
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import quote, urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvferry.errors import InputError, UnreachableError
 from kvferry.telemetry import DEFAULT_PORT
@@ -55,15 +58,6 @@ _MOST_WORDS = 500
 _LARGEST = 1 << 63
 
 _ADDRESS = re.compile(r"[!-~]+")
-_SAMPLE = re.compile(
-    r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:\{(.*)\})?"
-    r"[ \t]*(?<=[\s}])([^\s{}]+)(?:[ \t]+-?[0-9]+)?[ \t]*"
-)
-_LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)')
-_ESCAPE = re.compile(r"\\(.)")
-_ESCAPED = {"n": "\n", '"': '"', "\\": "\\"}
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-
 _NEVER_SUMMED = frozenset(
     metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
 )
@@ -267,123 +261,74 @@ def _exchange(
     url: str,
     method: str,
     seconds: float,
-    body: bytes = b"",
+    body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
+    """Send a request. The time is for the whole answer: a socket's own is for each read."""
+    parts, end, is_late = urlsplit(url), time.monotonic() + seconds, threading.Event()
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    line = kind(parts.hostname or "", parts.port, timeout=seconds)
+
+    def cut(sock: socket.socket) -> None:
+        is_late.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
     try:
-        received = _Received(url, method, seconds, body, headers or {})
-        reply = http.client.HTTPResponse(received)  # type: ignore[arg-type]
-        reply.begin()
-        if reply.status == HTTPStatus.OK:
-            return reply.read()
-        detail = reply.read(_MOST_WORDS).decode(errors="replace").strip()
-        where = reply.getheader("Location")
-        other = f"it redirects to {where}; give that address instead" if where else reply.reason
-        raise AnswerError(url, reply.status, detail or other)
+        line.connect()
+        timer = threading.Timer(max(0.0, end - time.monotonic()), cut, [line.sock])
+        timer.start()
+        try:
+            line.request(method, parts._replace(scheme="", netloc="").geturl(), body, headers or {})
+            reply = line.getresponse()
+            answer = reply.read(MOST_BYTES + 1)
+            is_short = bool(reply.length)
+        finally:
+            timer.cancel()
+            line.close()
+        if is_late.is_set():
+            raise TimeoutError
+        if len(answer) > MOST_BYTES:
+            raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB")
+        if reply.status != HTTPStatus.OK:
+            detail = answer[:_MOST_WORDS].decode(errors="replace").strip()
+            where = reply.getheader("Location")
+            other = f"it redirects to {where}; give that address instead" if where else reply.reason
+            raise AnswerError(url, reply.status, detail or other)
+        if is_short:
+            raise http.client.IncompleteRead(b"")
+        return answer
     except UnreachableError:
         raise
-    except TimeoutError:
-        words = f"{url} did not answer within {seconds:g} s"
-    except http.client.IncompleteRead:
-        words = f"{url} cannot be read: its answer was cut short"
     except (OSError, http.client.HTTPException, ValueError) as error:
-        words = (
-            f"{url} cannot be reached: {clip(error) or type(error).__name__}. Is the engine "
-            "running? The library serves after ferry.serve_metrics()."
-        )
-    raise UnreachableError(words)
+        if is_late.is_set() or isinstance(error, TimeoutError):
+            words = f"{url} did not answer within {seconds:g} s"
+        elif isinstance(error, http.client.IncompleteRead):
+            words = f"{url} cannot be read: its answer was cut short"
+        else:
+            words = (
+                f"{url} cannot be reached: {clip(error) or type(error).__name__}. Is the engine "
+                "running? The library serves after ferry.serve_metrics()."
+            )
+        raise UnreachableError(words) from error
 
 
-class _Received:
-    """An answer that has been read whole, in the form of the socket that ``http.client`` takes.
-
-    The time is for the whole answer. A socket's own timeout is for each read, and an endpoint that
-    drips would never reach it.
-    """
-
-    def __init__(
-        self, url: str, method: str, seconds: float, body: bytes, headers: Mapping[str, str]
-    ) -> None:
-        end = time.monotonic() + seconds
-        parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
-        lines = {"Host": host, "Accept": "text/plain", "Connection": "close", **headers}
-        if method == "POST":
-            lines["Content-Length"] = str(len(body))
-        target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
-        head = [f"{method} {target} HTTP/1.1", *map(": ".join, lines.items()), "", ""]
-        pieces, num_bytes = [], 0
-        with _connect(parts, seconds) as line:
-            line.sendall("\r\n".join(head).encode("latin-1") + body)
-            while piece := line.recv(1 << 20):
-                pieces.append(piece)
-                num_bytes += len(piece)
-                if num_bytes > MOST_BYTES:
-                    raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB")
-                line.settimeout(max(1e-6, end - time.monotonic()))
-        self._answer = b"".join(pieces)
-
-    def makefile(self, mode: str) -> io.BytesIO:
-        return io.BytesIO(self._answer)
-
-
-def _connect(parts: SplitResult, seconds: float) -> socket.socket:
-    is_safe = parts.scheme == "https"
-    place = (parts.hostname or "", parts.port or (443 if is_safe else 80))
-    line = socket.create_connection(place, timeout=seconds)
-    if not is_safe:
-        return line
-    return ssl.create_default_context().wrap_socket(line, server_hostname=parts.hostname)
-
-
-class Line(NamedTuple):
-    """One value of one series. None stands for a value that no count or size can have."""
-
-    name: str
-    labels: dict[str, str]
-    value: float | None
-
-
-def lines(text: str) -> Iterator[Line]:
+def samples(text: str) -> Iterator[Sample]:
     """Parse the lines about kvferry, except buckets. Raises ValueError for a broken line."""
     if text and not text.endswith("\n"):
         raise ValueError("it ends in the middle of a line")
-    count = 0
-    for line in text.split("\n"):
-        if PREFIX not in line or line.startswith("#"):
-            continue
-        count += 1
-        if count > MOST_LINES:
-            raise ValueError(f"it has more than {MOST_LINES:,} lines about kvferry")
-        if len(line) > MOST_LINE:
-            raise ValueError(f"it has a line of {len(line):,} characters: {clip(line, 40)}")
-        if "_bucket{" not in line:
-            found = _SAMPLE.fullmatch(line.strip(" \t\r"))
-            if found is None:
-                raise ValueError(f"{clip(line, 80)!r} is no line of it")
-            yield Line(found[1], _labels(found[2] or ""), _number(found[3]))
-
-
-def _labels(text: str) -> dict[str, str]:
-    labels: dict[str, str] = {}
-    at = 0
-    while at < len(text):
-        found = _LABEL.match(text, at)
-        if found is None or found[1] in labels:
-            raise ValueError(f"{clip(text, 80)!r} are no labels")
-        labels[found[1]] = _ESCAPE.sub(lambda e: _ESCAPED.get(e[1], e[0]), found[2])
-        at = found.end()
-    return labels
-
-
-def _number(text: str) -> float | None:
-    """None for a value that is not finite, below zero, or huge."""
-    if text.lower() in ("nan", "inf", "+inf", "-inf"):
-        return None
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(f"{clip(text, 40)!r} is no number")
-    value = float(text)
-    return value if 0 <= value <= _LARGEST else None
+    ours = [line for line in text.split("\n") if PREFIX in line and "_bucket{" not in line]
+    ours = [line for line in ours if not line.startswith("#")]
+    if len(ours) > MOST_LINES:
+        raise ValueError(f"it has more than {MOST_LINES:,} lines about kvferry")
+    longest = max(ours, key=len, default="")
+    if len(longest) > MOST_LINE:
+        raise ValueError(f"it has a line of {len(longest):,} characters: {clip(longest, 40)}")
+    try:
+        for family in text_string_to_metric_families("\n".join([*ours, ""])):
+            yield from family.samples
+    except Exception as error:  # for some texts the parser has errors of other kinds
+        raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -432,10 +377,10 @@ def parse(text: str, *, at: float) -> Reading:
     """The metrics in an endpoint's text. Raises ValueError for any other text."""
     values: dict[str, dict[Labels, float]] = {}
     version = ""
-    for line in lines(text):
+    for line in samples(text):
         name = line.name.removeprefix("vllm:")
         names = _LABELS.get(name)
-        if names is None or line.value is None:
+        if names is None or not 0 <= line.value <= _LARGEST:
             continue
         if name == "kvferry_info":
             version = line.labels.get("version", "")
