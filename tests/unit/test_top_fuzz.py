@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
-from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import Snapshot, catalog, exposition
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.top import Screen

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from itertools import cycle
 
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 72, 28, 14, 46
@@ -115,38 +114,6 @@ def bar_plot(
                 out.append(_text(x + width / 2, y + 17, _thousands(value), kind="inside"))
     out.append(_text(WIDTH / 2, base + BOTTOM - 4, x_label, kind="axis"))
     return "".join([*out, "</svg>"])
-
-
-def hit_ratio_lines(
-    bounds: Sequence[tuple[int, float]], policies: Mapping[str, Sequence[tuple[int, float]]]
-) -> list[Series]:
-    """Hit ratios by capacity in blocks: the all-knowing bound, then a line for each policy."""
-
-    def points(pairs: Sequence[tuple[int, float]]) -> list[Point]:
-        return sorted((math.log2(blocks), ratio) for blocks, ratio in pairs)
-
-    lines = [Series("all-knowing", "--grey", points(bounds), wide=True)] if bounds else []
-    colours = cycle([colour for colour in COLOURS if colour != "--grey"])
-    lines += [Series(name, next(colours), points(pairs)) for name, pairs in policies.items()]
-    return lines
-
-
-def hit_ratio_plot(lines: Sequence[Series], labels: Mapping[int, str]) -> str:
-    """Draw hit ratios. ``labels`` has the text of each capacity in blocks."""
-    shown = {math.log2(blocks): text for blocks, text in labels.items()}
-
-    def label(x: float) -> str:
-        text = shown.get(x, "")
-        return text if len(text) <= 12 else f"{text[:11]}…"
-
-    return line_plot(
-        lines,
-        x_label="capacity in blocks, on a logarithmic scale",
-        y_label="hit ratio",
-        show_y="{:.2f}".format,
-        show_x=label,
-        x_ticks=sorted(shown),
-    )
 
 
 def picture(drawn: str, lines: Sequence[Series]) -> str:

@@ -8,11 +8,12 @@ from importlib.util import find_spec
 
 import click
 import numpy as np
+from rich.console import Console
 
 from kvferry.config import Config
 from kvferry.core.quantities import KiB, MiB
 from kvferry.errors import DriverError, install
-from kvferry.tools.cli.output import as_json_option, show
+from kvferry.tools.cli.output import as_json_option
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
@@ -56,8 +57,8 @@ def calibrate(device: int, force: bool, as_json: bool) -> None:
         profile = None if force else load_profile(file, path_set.paths)
         if profile is None:
             began = time.perf_counter()
-            profile = measure(driver, path_set.paths, progress=show)
-            show("")
+            with Console(stderr=True).status("") as shown:
+                profile = measure(driver, path_set.paths, progress=shown.update)
             save_profile(profile, file)
             click.echo(f"Measured in {time.perf_counter() - began:.1f} s.", err=as_json)
         if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import click
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -102,21 +101,15 @@ def put(data: object, json_file: Path | None, *, indent: int = 2) -> None:
         json_file.write_text(f"{text}\n", encoding="utf-8")
 
 
-def show(line: str) -> None:
-    """Show progress on standard error. On a terminal each line replaces the last."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\033[K{line}", nl=False, err=True)
-    elif line:
-        click.echo(line, err=True)
-
-
 @contextmanager
 def progress(words: str, *, is_hidden: bool) -> Iterator[Callable[[int, int | None], None]]:
     """A bar on standard error, if that is a terminal. Tell it how much is done, and of how many."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     is_hidden = is_hidden or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden
+    ) as bar:
         task = bar.add_task(words, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

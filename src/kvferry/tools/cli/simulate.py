@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import time
-from collections.abc import Callable
+from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,19 @@ from kvferry.sim.simulation import (
 )
 from kvferry.telemetry.traces import TraceReader
 from kvferry.tools import plots
-from kvferry.tools.cli import output as progress
-from kvferry.tools.cli.output import grid, is_stdout, json_option, options, put, unbroken
+from kvferry.tools.cli.output import (
+    grid,
+    is_stdout,
+    json_option,
+    options,
+    progress,
+    put,
+    unbroken,
+)
+from kvferry.tools.words import clip
 
 _MOST_BLOCKS = 1 << 30
 _MOST_TRIALS = 1000
-_QUIET_SECONDS = 2.0
 _INTERRUPTED = 130
 
 Rows = list[list[str]]
@@ -107,20 +115,34 @@ def read_point(name: str, text: str | None, share: float, seconds: float) -> tup
     return share, parse_seconds(text, name=name)
 
 
-def _drawer(file: Path) -> Callable[[dict[str, Any], Rows], str]:
-    """The function that draws a file of this name. Raises ConfigError for other names."""
-    ending = file.suffix.lower()
-    if ending not in (".svg", ".html", ".htm"):
+def _require_drawable(file: Path) -> None:
+    if file.suffix.lower() not in (".svg", ".html", ".htm"):
         raise ConfigError(
             f"--plot: {quoted(file.name)} must end in .svg, for a picture, or "
             ".html, for a page with tables"
         )
-    return _report if ending != ".svg" else lambda data, rows: plots.picture(*_drawn(data))
 
 
-def _report(data: dict[str, Any], rows: Rows) -> str:
-    """One page with the picture and all figures."""
-    plot, lines = _drawn(data)
+def _draw(file: Path, data: dict[str, Any], rows: Rows) -> str:
+    """A picture, or a page with the picture and all figures."""
+    labels = {_place(score): score["capacity"] for score in data["scores"]}
+    series: dict[str, list[plots.Point]] = {}
+    for score in sorted([*data["bound"], *data["scores"]], key=_place):
+        series.setdefault(score["policy"], []).append((_place(score), score["hit_ratio"]))
+    bound = series.pop(ALL_KNOWING, None)
+    colours = cycle([colour for colour in plots.COLOURS if colour != "--grey"])
+    lines = [plots.Series(ALL_KNOWING, "--grey", bound, wide=True)] if bound else []
+    lines += [plots.Series(name, next(colours), points) for name, points in series.items()]
+    plot = plots.line_plot(
+        lines,
+        x_label="capacity in blocks, on a logarithmic scale",
+        y_label="hit ratio",
+        show_y="{:.2f}".format,
+        show_x=lambda x: clip(labels.get(x, ""), 12),
+        x_ticks=sorted(labels),
+    )
+    if file.suffix.lower() == ".svg":
+        return plots.picture(plot, lines)
     title = f"kvferry simulate: {', '.join(path.rsplit('/', 1)[-1] for path in data['trace'])}"
     words = (
         f"{data['requests']:,} requests, {data['blocks']:,} blocks of {data['block_tokens']} "
@@ -137,16 +159,8 @@ def _report(data: dict[str, Any], rows: Rows) -> str:
     )
 
 
-def _drawn(data: dict[str, Any]) -> tuple[str, list[plots.Series]]:
-    def pair(score: dict[str, Any]) -> tuple[int, float]:
-        return sum(score["capacity_blocks"]), score["hit_ratio"]
-
-    policies: dict[str, list[tuple[int, float]]] = {}
-    labels = {sum(score["capacity_blocks"]): score["capacity"] for score in data["scores"]}
-    for score in data["scores"]:
-        policies.setdefault(score["policy"], []).append(pair(score))
-    lines = plots.hit_ratio_lines([pair(score) for score in data["bound"]], policies)
-    return plots.hit_ratio_plot(lines, labels), lines
+def _place(score: dict[str, Any]) -> float:
+    return math.log2(sum(score["capacity_blocks"]))
 
 
 _COUNT = {"type": click.IntRange(min=1), "metavar": "N"}
@@ -239,21 +253,21 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
     console = Console(stderr=True, highlight=False) if is_stdout(json_file) else unbroken()
     plot_file = given["plot_file"]
     try:
-        draw = _drawer(plot_file) if plot_file is not None else None
+        if plot_file is not None:
+            _require_drawable(plot_file)
         asked, names = _asked(given)
         began = time.monotonic()
-        simulated = simulate(asked, _show(began))
+        with progress("Simulating", is_hidden=False) as follow:
+            simulated = simulate(asked, lambda share: follow(round(100 * share), 100))
     except KeyboardInterrupt:
         ctx.exit(_INTERRUPTED)
-    finally:
-        progress.show("")
     seconds = time.monotonic() - began
     data = as_data(asked, simulated, names, seconds)
     rows = _rows(simulated, names)
     put(data, json_file)
     _put_figures(data, rows, console)
-    if draw is not None:
-        plot_file.write_text(draw(data, rows), encoding="utf-8")
+    if plot_file is not None:
+        plot_file.write_text(_draw(plot_file, data, rows), encoding="utf-8")
         console.print(f"Wrote {plot_file}", markup=False)
 
 
@@ -282,22 +296,6 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
         **{name: given[name] for name in same},
     )
     return asked, names
-
-
-def _show(began: float) -> Callable[[float], None]:
-    """Report progress of a long simulation."""
-    shown = [began]
-
-    def show(share: float) -> None:
-        now = time.monotonic()
-        passed = now - began
-        often = _QUIET_SECONDS / 10 if sys.stderr.isatty() else 5 * _QUIET_SECONDS
-        if passed > _QUIET_SECONDS and now - shown[0] >= often:
-            shown[0] = now
-            more = f", about {passed / share - passed:.0f} s more" if share > 0.01 else ""
-            progress.show(f"simulated {share:.0%}{more}")
-
-    return show
 
 
 def as_data(
@@ -333,8 +331,9 @@ def as_data(
 
 def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
     console.print(
-        f"{data['requests']:,} requests over {_time(data['trace_seconds'])}, {data['blocks']:,} "
-        f"blocks of {data['block_tokens']} tokens, {data['tokens']:,} prompt tokens.",
+        f"{data['requests']:,} requests over {timedelta(seconds=round(data['trace_seconds']))}, "
+        f"{data['blocks']:,} blocks of {data['block_tokens']} tokens, {data['tokens']:,} prompt "
+        "tokens.",
         markup=False,
     )
     for words in data["complaints"]:
@@ -398,9 +397,3 @@ def _row(score: Score, bound: Score | None, tiers: int, *, is_bound: bool = Fals
         return [*row, "", ""]
     micros = score.seconds / max(1, whole.requests) * 1e6
     return [*row, f"{score.evicted:,}", f"{micros:.0f}"]
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 7200:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.1f} s"
