@@ -21,12 +21,11 @@ def page() -> str:
         [
             "# Metrics",
             "",
-            "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
-            "Every label has few values: no request or key becomes one, and of tenants "
-            "(where they are told apart at all) only a few. "
-            "On vLLM's own endpoint all of them appear as `vllm:kvferry_…`, with vLLM's "
-            "labels beside ours; they are brought up to date once a second while requests run. "
-            "`kvferry_held_blocks` is there only.",
+            "A kvferry endpoint serves these under `/metrics` (see [operations](operations.md)). "
+            "Every label has few values: no request or key becomes one. "
+            "vLLM's own endpoint has them as `vllm:kvferry_…`, with vLLM's labels too. "
+            "They are updated once a second while requests run. "
+            "Only vLLM's endpoint has `kvferry_held_blocks`.",
             "",
             "| metric | kind | labels | what it says |",
             "|---|---|---|---|",

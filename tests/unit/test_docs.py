@@ -45,10 +45,10 @@ def settings_page() -> str:
         [
             "# Settings",
             "",
-            "As keywords of `kvferry.attach`, as environment variables (`KVFERRY_` and the name in "
-            "capitals), or in the TOML or JSON file that `KVFERRY_CONFIG` names (its table "
-            "`kvferry`, if it has one). Keywords win over the environment, the environment over "
-            "the file.",
+            "Give settings as keywords of `kvferry.attach`, as environment variables (`KVFERRY_` "
+            "and the name in capitals), or in a file. `KVFERRY_CONFIG` names the file: TOML or "
+            "JSON, with or without a table `kvferry`. Keywords win over the environment, the "
+            "environment over the file.",
             "",
             "## Basic",
             "",
