@@ -58,7 +58,7 @@ def test_a_store_that_refuses_writes_is_read_on(
     store = open_store(door.endpoint)
     store.write(ALL[:6])
     door.refuses = {"PUT": status}
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="kvferry"):
         refused = store.do(Way.WRITE, [6, 7])
         assert not refused.ok.any()
         store.wait(lambda: bool(store.tier.refusal_to_write))
@@ -117,7 +117,7 @@ def test_losing_a_store_is_logged_once(open_store: Open, caplog: pytest.LogCaptu
     store = open_store(door.endpoint)
     store.write([0])
     door.refuses = dict.fromkeys(("PUT", "GET", "HEAD"), 500)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="kvferry"):
         store.do(Way.READ, [0], within=10.0)
         store.wait(lambda: bool(store.tier.ailment))
         for _ in range(20):

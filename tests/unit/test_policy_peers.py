@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 from tests.fakes.published_policies import (
@@ -56,6 +56,7 @@ class Cache:
 
 @every
 @settings(max_examples=60, deadline=None)
+@example(numbers=[*range(9), 0], capacity=8)
 @given(
     numbers=st.lists(st.integers(0, 40), min_size=1, max_size=150),
     capacity=st.sampled_from((8, 11, 20)),

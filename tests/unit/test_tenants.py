@@ -258,7 +258,7 @@ def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():
 
 def test_a_tier_that_is_not_ours_to_bound_is_named(caplog):
     tiers = (SlotTier(TierName("disk"), Pool(8)), KeyedTier(TierName("s3")))
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("WARNING", logger="kvferry"):
         Desk(tiers=tiers, tenants="a=10%")
     assert (
         "tenants: shares and ceilings do not hold for tier s3, which decides itself what it "

@@ -99,7 +99,7 @@ def test_a_question_from_another_thread_changes_nothing(serve: Serve) -> None:
 def test_a_server_serves_its_metrics_on_a_free_port_unless_told_not_to(
     serve: Serve, caplog: pytest.LogCaptureFixture, port: str | None
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="kvferry"):
         first, second = serve(metrics_port=port), serve(metrics_port=port)
     ends = [vllm.serving.reports._endpoint for vllm in (first, second)]
     if port is None:

@@ -75,7 +75,7 @@ def test_an_older_or_unknown_one_is_refused_with_the_range(version):
 @pytest.mark.parametrize("version", NEWER)
 def test_a_newer_one_whose_hooks_fit_is_served_with_a_warning(version, caplog):
     assert standing(version) is Standing.NEWER
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="kvferry"):
         require_fit(version, Connector)
     (record,) = caplog.records
     assert f"vLLM {version} is newer than 0.33" in record.getMessage()

@@ -74,8 +74,8 @@ class Arc(QueuePolicy):
         slot = self.pop(at)
         once, again = self._ghosts
         self._ghosts[at].add(self.word_of(slot))
-        once.trim(self._num_slots - len(self.queues[_ONCE]))
-        held = sum(map(len, self.queues))
+        once.trim(self._num_slots - self.size(_ONCE))
+        held = self.size(_ONCE) + self.size(_AGAIN)
         again.trim(2 * self._num_slots - held - len(once))
         return slot
 
