@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
+from tests.fakes.crafted_keys import keys as crafted
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import evict
 
 from kvferry.cache import reach
-from kvferry.cache.eviction import EvictFirstQueue
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import Chains
+from kvferry.cache.slots import Purpose
 from kvferry.hints import Hints
 from kvferry.scheduler.journal import Reason
 from kvferry.scheduler.tier import SlotTier, WriteMode
@@ -198,32 +201,22 @@ def test_over_ends_what_was_said_of_going_on_but_no_pin():
     desk.pool.check_integrity()
 
 
-def test_stale_entries_of_what_is_evicted_first_do_not_pile_up() -> None:
-    first = EvictFirstQueue(8)
-    for number in range(1000):
-        first.add(np.arange(4), number % 2)
-        first.add(np.arange(4, 8), number % 3)
-    entries = [slots for queue in first.queues.values() for _, slots in queue]
-    assert sum(map(len, entries)) <= 40
-    taken = first.take(8, Chains(8), lambda slots: np.ones(len(slots), dtype=bool))
-    assert sorted(taken.tolist()) == list(range(8))
-
-
-def test_the_evict_first_queue_stops_after_so_many_leased_slots():
-    first, chains = EvictFirstQueue(1000), Chains(1000)
-    for slot in range(500):
-        first.add(np.array([slot]), slot % 30)
-    looks = []
-
-    def none_is_idle(slots):
-        looks.append(len(slots))
-        return np.zeros(len(slots), dtype=bool)
-
-    assert not len(first.take(10, chains, none_is_idle))
-    assert len(looks) == 64
-    assert first._size == 500
-    seen = first.take(500, chains, lambda slots: np.ones(len(slots), dtype=bool))
-    assert sorted(seen.tolist()) == list(range(500))
+def test_making_room_looks_at_few_blocks_that_should_go_first_and_cannot() -> None:
+    pool = Pool(2000)
+    for start in range(0, 2000, 100):
+        lease = pool.reserve(crafted(range(start, start + 100)), chained=False)
+        assert lease is not None
+        lease.commit()
+    leased = pool.lease(crafted(range(1000)), Purpose.COPY)
+    assert leased is not None
+    for slots in np.split(leased.slots, 10):
+        pool.eviction.evict_first(slots, 0)
+    with mock.patch.object(pool.table, "is_idle", wraps=pool.table.is_idle) as is_idle:
+        assert evict(pool, 5) == 5
+    assert max(len(call.args[0]) for call in is_idle.call_args_list) == 5 + 64
+    leased.release()
+    assert evict(pool, 1000) == 1000
+    assert pool.match(crafted(range(1000))) == 0
 
 
 def test_a_store_may_let_the_hold_on_its_own_beginning_give_way():

@@ -9,7 +9,6 @@ import pytest
 from tests.fakes.crafted_keys import keys
 
 from kvferry import types
-from kvferry.cache.eviction import EvictFirstQueue
 from kvferry.cache.pins import Pins
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Conversations
@@ -20,7 +19,7 @@ NUM_SLOTS = 200_000
 MOST_BYTES = 105
 """Per slot, all of it; 98 were measured at ten million (``bench/large_tier.py``)."""
 
-UNTOUCHED = (Conversations, EvictFirstQueue, Pins)
+UNTOUCHED = (Conversations, Pins)
 """Arrays of zeros that take no memory before their first use."""
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.events import EventKind
-from kvferry.cache.pins import Pins
+from kvferry.cache.pins import Pins, RankedSlots
 from kvferry.cache.policies.contract import (
     Arriving,
     EvictionPolicy,
@@ -27,7 +26,7 @@ from kvferry.cache.policies.contract import (
 )
 from kvferry.cache.policies.feed import PolicyFeed
 from kvferry.cache.policies.quotas import Quotas
-from kvferry.cache.slots import CACHED, WRITING, Chains, SlotTable
+from kvferry.cache.slots import CACHED, WRITING, SlotTable
 from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOTS, SlotArray
@@ -42,107 +41,8 @@ _NEAR_SHARE = 8
 _SPARE_SHARE, _MOST_SPARE = 64, 4096
 """Slots freed beyond need where slots are placed: among single ones there are no runs."""
 
-_NOT_HERE = 0
 _MOST_VAIN = 64
-"""Entries of which nothing can go now, after which the policy is asked: the engine waits."""
-
-_MOST_TIMES = 4
-"""So often as many entries as there are slots are kept; most of them are stale by then."""
-
-
-class EvictFirstQueue:
-    """Slots that hints or priorities want evicted before all others. Owns their order.
-
-    For policies that do not hear hints. A slot that was used or evicted is here no longer: only the
-    newest entry of each counts, and others are skipped when they are met.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._entry = np.zeros(num_slots, dtype=np.int64)
-        self.queues: dict[int, deque[tuple[int, SlotArray]]] = {}
-        """By priority; none where nothing is to go first."""
-        self._next = _NOT_HERE + 1
-        self._size = 0
-        self._num_vain = 0
-
-    def add(self, slots: SlotArray, priority: int) -> None:
-        """These go before all of a higher priority, and behind those of the same."""
-        if len(slots):
-            self.queues.setdefault(priority, deque()).append((self._next, slots))
-            self._entry[slots] = self._next
-            self._next += 1
-            self._size += len(slots)
-            if self._size > _MOST_TIMES * len(self._entry):
-                self._compact()
-
-    def forget(self, slots: SlotArray) -> None:
-        """These slots are evicted in the policy's order again."""
-        self._entry[slots] = _NOT_HERE
-
-    def clear(self) -> None:
-        self._entry.fill(_NOT_HERE)
-        self.queues.clear()
-        self._size = 0
-
-    def _compact(self) -> None:
-        self._size = 0
-        for priority in list(self.queues):
-            fresh = [(n, slots[self._entry.take(slots) == n]) for n, slots in self.queues[priority]]
-            self.queues[priority] = deque((n, slots) for n, slots in fresh if len(slots))
-            self._size += sum(len(slots) for _, slots in self.queues[priority])
-            if not self.queues[priority]:
-                del self.queues[priority]
-
-    def take(
-        self,
-        count: int,
-        chains: Chains,
-        is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]],
-    ) -> SlotArray:
-        """Up to ``count`` of them that can go now, each after those that follow it."""
-        found: list[SlotArray] = []
-        self._num_vain = 0
-        for priority in sorted(self.queues):
-            if count <= 0:
-                break
-            taken = self._take(self.queues[priority], count, chains, is_idle)
-            if not self.queues[priority]:
-                del self.queues[priority]
-            found.append(taken)
-            count -= len(taken)
-        return np.concatenate((NO_SLOTS, *found))
-
-    def _take(
-        self,
-        queue: deque[tuple[int, SlotArray]],
-        count: int,
-        chains: Chains,
-        is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]],
-    ) -> SlotArray:
-        """From one queue. What cannot go now waits in it, behind the others."""
-        found: list[SlotArray] = []
-        for _ in range(len(queue)):
-            if self._num_vain >= _MOST_VAIN:
-                break
-            entry, slots = queue.popleft()
-            self._size -= len(slots)
-            slots = slots[self._entry.take(slots) == entry]
-            idle = slots[is_idle(slots)]
-            going = chains.children_first(idle[chains.can_go(idle)])[:count] if len(idle) else idle
-            rest = slots[~np.isin(slots, going)] if len(going) else slots
-            self._num_vain += bool(len(rest) and not len(going))
-            if len(going):
-                found.append(going)
-                self.forget(going)
-                count -= len(going)
-            self._size += len(rest)
-            if count <= 0:
-                if len(rest):
-                    queue.appendleft((entry, rest))
-                break
-            if len(rest):
-                queue.append((entry, rest))
-        return np.concatenate((NO_SLOTS, *found))
+"""Blocks that should go first and cannot go now, after which the policy is asked."""
 
 
 class Eviction:
@@ -168,7 +68,7 @@ class Eviction:
         self.feed = PolicyFeed(table.log, clock)
         self._table = table
         self._clock = clock
-        self._first = EvictFirstQueue(table.num_slots)
+        self._first = RankedSlots()
         self.quotas: Quotas | None = None
         """Which tenant owns each slot, where slots belong to tenants."""
         self._ceilings: list[int] = []
@@ -267,7 +167,20 @@ class Eviction:
         self, count: int, is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
     ) -> int:
         """Evict up to so many of those that are wanted least; returns how many."""
-        going = self._first.take(count, self._table.chains, is_idle)
+        first, chains = self._first, self._table.chains
+        found = [NO_SLOTS]
+        for priority in sorted(first.queues):
+            going = None
+            while count > 0 and (going is None or len(going)):
+                looked = first.first(priority, count + _MOST_VAIN)
+                can_go = is_idle(looked)
+                can_go[can_go] = chains.can_go(looked[can_go])
+                first.add(looked[~can_go], priority)  # they wait behind the others
+                going = chains.children_first(looked[can_go])[:count]
+                first.discard(going)
+                found.append(going)
+                count -= len(going)
+        going = np.concatenate(found)
         self.policy.discard(going)
         self._evict(going)
         return len(going)
@@ -342,7 +255,7 @@ class Eviction:
             self.quotas.went(going)
             self.quotas.left(going)
         if self._first.queues:
-            self._first.forget(going)
+            self._first.discard(going)
         self._table.evict(going, NO_SLOTS)
 
     def coldest(self, count: int) -> Keys:
@@ -361,7 +274,7 @@ class Eviction:
     def use(self, slots: SlotArray) -> None:
         """These blocks served a request, or others are stored behind them."""
         if self._first.queues:
-            self._first.forget(slots)
+            self._first.discard(slots)
         self._table.log.append(EventKind.USE, slots)
 
     def forget(self, slots: SlotArray) -> None:
@@ -372,11 +285,11 @@ class Eviction:
             self._table.readers[pinned] -= 1
             if self.quotas is not None:
                 self.quotas.count_pinned(pinned, -1)
-        self._first.forget(slots)
+        self._first.discard(slots)
 
     def drop(self, going: SlotArray) -> None:
         """Free these idle slots, each after its followers, for no store."""
-        self._first.forget(going)
+        self._first.discard(going)
         if self.quotas is not None:
             self.quotas.left(going)
         self._table.evict(going, going)
@@ -416,7 +329,7 @@ class Eviction:
         table.claim(came)
         if self.quotas is not None:
             self.quotas.count_pinned(came, 1)
-        self._first.forget(came)
+        self._first.discard(came)
         return int(np.count_nonzero(self.pins.pinned(asked)))
 
     def _within_part(self, slots: SlotArray, quotas: Quotas) -> SlotArray:
@@ -463,7 +376,7 @@ class Eviction:
             self.evict_first(slots, 0, first=first)
         elif evidence.continues:
             within = evidence.within if evidence.within is not None else CONTINUES_SECONDS
-            self._first.forget(slots)
+            self._first.discard(slots)
             return len(slots) - self.pin(slots, within, CONTINUES_PRIORITY)
         return 0
 

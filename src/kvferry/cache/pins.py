@@ -12,8 +12,8 @@ pinned blocks of a chain are its first: a block is pinned no longer than those b
 
 from __future__ import annotations
 
-from collections import deque
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,46 @@ _MOST_TIMES, _LEAST = 4, 1024
 """So often as many entries as may be pinned are kept, and so many more: most are stale by then."""
 
 
+class RankedSlots:
+    """Slots by priority, those of one priority in the order in which they came. Owns this order."""
+
+    def __init__(self) -> None:
+        self.queues: dict[int, dict[int, None]] = {}
+        """By priority; a priority without slots is not here."""
+        self._priority: dict[int, int] = {}
+
+    def add(self, slots: SlotArray, priority: int) -> None:
+        """These stand behind all others of this priority, and nowhere else."""
+        self.discard(slots)
+        if len(slots):
+            numbers = slots.tolist()
+            self.queues.setdefault(priority, {}).update(dict.fromkeys(numbers))
+            self._priority.update(dict.fromkeys(numbers, priority))
+
+    def discard(self, slots: SlotArray) -> None:
+        if not self.queues:
+            return
+        for slot in slots.tolist():
+            priority = self._priority.pop(slot, None)
+            if priority is not None:
+                del self.queues[priority][slot]
+                if not self.queues[priority]:
+                    del self.queues[priority]
+
+    def first(self, priority: int, count: int) -> SlotArray:
+        """Up to ``count`` slots of one priority, in their order."""
+        return np.array([*islice(self.queues.get(priority, ()), max(0, count))], dtype=np.int64)
+
+    def clear(self) -> None:
+        self.queues.clear()
+        self._priority.clear()
+
+
 class Pins:
     """Owns until when each slot is pinned, and the bound on how many are. Eviction claims them.
 
-    Any request may pin blocks, so no call looks at all slots: what ends next and what gives way
-    next are queues, in which an entry counts until a later call names its slots.
+    Any request may pin blocks, so no call looks at all slots: what ends next is a heap, in which an
+    entry is stale once a later call named its slots.
     """
 
     def __init__(self, num_slots: int, most: int) -> None:
@@ -48,14 +83,9 @@ class Pins:
         self._firm = np.zeros(num_slots)
         self._soft = np.zeros(num_slots)
         self._priority = np.zeros(num_slots, dtype=np.int8)
-        self._call = np.zeros(num_slots, dtype=np.int64)  # the call that last named a slot
-        self._num_calls = 0
+        self._weak = RankedSlots()  # softly pinned alone; of a chain the end first
         self._ends: list[tuple[float, int, SlotArray]] = []  # a heap, the first to end first
-        self._num_ending = 0
-        self._queues: dict[
-            int, deque[tuple[int, SlotArray]]
-        ] = {}  # soft, by priority, oldest first
-        self._num_queued = 0
+        self._num_entries = self._num_ending = 0
         self._look_at = 0.0
 
     def bound(self, share: float) -> None:
@@ -85,8 +115,7 @@ class Pins:
         Returns the slots that are pinned from now on, and those that gave way for them.
         """
         named = slots
-        self._num_calls += 1
-        self._call[named] = self._num_calls  # so none of them is in a queue: none gives way
+        self._weak.discard(named)  # none of them gives way for the others
         fresh = np.flatnonzero(~self.pinned(slots))
         gave_way = NO_SLOTS
         lacking = len(fresh) - (self.most - self.count)
@@ -104,60 +133,34 @@ class Pins:
         else:
             self._soft[slots] = np.maximum(self._soft.take(slots), until)
             self._priority[slots] = np.maximum(self._priority.take(slots), priority)
-        self._queue(named)
-        self._note_end(slots, until)
+        self._rank(named)
+        self._note_ends(slots)
         return came, gave_way
 
     # -- what gives way ---------------------------------------------------------------------------
 
-    def _queue(self, slots: SlotArray) -> None:
+    def _rank(self, slots: SlotArray) -> None:
         """Those of them that are pinned softly stand behind all others of their priority."""
-        soft = slots[(self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)]
-        if not len(soft):
-            return
-        call, priorities = self._num_calls, self._priority.take(soft)
-        self._call[soft] = call
+        soft = slots[(self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)][::-1]
+        priorities = self._priority.take(soft)
         for priority in np.unique(priorities).tolist():
-            part = soft[priorities == priority]
-            self._queues.setdefault(priority, deque()).append((call, part))
-        self._num_queued += len(soft)
-        if self._num_queued > _MOST_TIMES * self.most + _LEAST:
-            for priority in list(self._queues):
-                fresh = [(n, self._standing(n, part)) for n, part in self._queues[priority]]
-                self._queues[priority] = deque(each for each in fresh if len(each[1]))
-            queues = self._queues.values()
-            self._num_queued = sum(len(part) for queue in queues for _, part in queue)
-
-    def _standing(self, call: int, slots: SlotArray) -> SlotArray:
-        """Those of a queue's entry that it still counts for."""
-        is_soft = (self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)
-        return slots[is_soft & (self._call.take(slots) == call)]
+            self._weak.add(soft[priorities == priority], priority)
 
     def _weakest(self, count: int, below: int | None) -> SlotArray:
-        """About ``count`` slots that are pinned softly and give way first; firm pins never do.
+        """Up to ``count`` slots that are pinned softly and give way first; firm pins never do.
 
-        Only those up to the priority ``below``, where one is given. Slots pinned by one call go
-        together: half a chain must not lose its beginning.
+        Only those up to the priority ``below``, where one is given.
         """
-        found: list[SlotArray] = []
-        for priority in sorted(self._queues):
+        found = [NO_SLOTS]
+        for priority in sorted(self._weak.queues):
             if below is not None and priority > below:
                 break
-            queue = self._queues[priority]
-            while queue and count > 0:
-                call, slots = queue.popleft()
-                self._num_queued -= len(slots)
-                slots = self._standing(call, slots)
-                found.append(slots)
-                count -= len(slots)
-            if not queue:
-                del self._queues[priority]
-            if count <= 0:
-                break
-        return np.concatenate((NO_SLOTS, *found))
+            found.append(self._weak.first(priority, count))
+            count -= len(found[-1])
+        return np.concatenate(found)
 
     def give_way(self, count: int) -> SlotArray:
-        """Unpin about ``count`` that are pinned softly, those of the lowest priority first."""
+        """Unpin up to ``count`` that are pinned softly, those of the lowest priority first."""
         weakest = self._weakest(count, None)
         self.drop(weakest)
         return weakest
@@ -170,39 +173,28 @@ class Pins:
         self._firm[slots] = 0.0
         self._soft[slots] = 0.0
         self._priority[slots] = 0
+        self._weak.discard(slots)
 
     def drop_all(self) -> SlotArray:
         """Unpin all slots; returns them."""
         every = self.all_pinned() if self.count else NO_SLOTS
         self.drop(every)
         self._ends.clear()
-        self._queues.clear()
-        self._num_ending = self._num_queued = 0
+        self._num_ending = 0
         return every
 
-    def _note_end(self, slots: SlotArray, until: float) -> None:
-        if len(slots) and until < FOREVER:
-            heappush(self._ends, (until, self._num_calls, slots))
-            self._num_ending += len(slots)
-            if self._num_ending > _MOST_TIMES * self.most + _LEAST:
-                self._note_ends_anew()
-
-    def _note_ends_anew(self) -> None:
-        """One entry for each time at which something ends."""
-        self._ends = []
-        for ends in (self._firm, self._soft):
-            slots = np.flatnonzero((ends > 0) & (ends < FOREVER))
-            slots = slots[np.argsort(ends.take(slots), kind="stable")]
-            times, firsts = np.unique(ends.take(slots), return_index=True)
-            parts = np.split(slots, firsts[1:]) if len(slots) else []
-            start = self._num_calls
-            self._ends += [
-                (time, start + n, part)
-                for n, (time, part) in enumerate(zip(times.tolist(), parts, strict=True))
-            ]
-            self._num_calls += len(parts)
-        heapify(self._ends)
-        self._num_ending = sum(len(part) for _, _, part in self._ends)
+    def _note_ends(self, slots: SlotArray) -> None:
+        """One entry for each time at which a pin of theirs ends next."""
+        if self._num_ending + len(slots) > _MOST_TIMES * self.most + _LEAST:
+            self._ends, self._num_ending, slots = [], 0, self.all_pinned()
+        firm, soft = self._firm.take(slots), self._soft.take(slots)
+        ends = np.where((firm > 0) & (soft > 0), np.minimum(firm, soft), np.maximum(firm, soft))
+        order = np.argsort(ends, kind="stable")[: np.count_nonzero(ends < FOREVER)]
+        self._num_ending += len(order)
+        for part in np.split(order, np.flatnonzero(np.diff(ends.take(order))) + 1):
+            if len(part):
+                self._num_entries += 1
+                heappush(self._ends, (ends.item(part[0]), self._num_entries, slots.take(part)))
 
     def expire(self, now: float) -> SlotArray:
         """Unpin the slots whose TTL has ended; returns them."""
@@ -218,10 +210,12 @@ class Pins:
         was_firm = self._firm.take(slots) > 0
         for ends in (self._firm, self._soft):
             ends[slots[ends.take(slots) <= now]] = 0.0
-        self._priority[slots[self._soft.take(slots) == 0]] = 0
-        ended = slots[~self.pinned(slots)]
+        is_pinned = self.pinned(slots)
+        ended = slots[~is_pinned]
         self.count -= len(ended)
+        self._priority[slots[self._soft.take(slots) == 0]] = 0
+        self._weak.discard(ended)
         # Slots that were pinned firmly too, and still are softly, may give way again.
-        self._num_calls += 1
-        self._queue(slots[was_firm])
+        self._rank(slots[was_firm])
+        self._note_ends(slots[is_pinned])
         return ended
