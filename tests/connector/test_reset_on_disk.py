@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +149,11 @@ def test_a_mark_that_fails_is_not_claimed(
 
 def with_stores(sides: Sides, change: Callable[[int, StoreAt], StoreAt]) -> None:
     """As if stores were where the ranks say, seen from somewhere else."""
-    shapes = []
-    for shape in sides.side._shapes.values():
-        (tier,) = shape.tiers
-        assert tier.opened is not None
-        stores = tuple([change(shape.rank, store) for store in tier.opened.stores])
-        shapes.append(
-            replace(shape, tiers=(replace(tier, opened=replace(tier.opened, stores=stores)),))
-        )
-    sides.side._resets = DiskResets(shapes, 60.0)
+    assert sides.side._resets is not None
+    stores = sides.side._resets._here
+    resets = sides.side._resets = DiskResets([], 60.0)
+    resets._new = [change(number, store) for number, store in enumerate(stores)]
+    resets._look()
 
 
 def test_one_rank_in_reach_is_enough_and_the_others_are_reset_with_the_first_step(

@@ -24,10 +24,8 @@ from tests.connector.test_tiers import make as make  # a fixture
 from tests.fakes import lasting
 from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
-from kvferry.connectors.common.messages import RankShape
 from kvferry.core.identity import adopt
 from kvferry.core.keys import Key
-from kvferry.types import Opened
 
 SHELF = "shelf=tests.fakes.lasting:open_shelf:there/200"
 Make = Callable[..., Sides]
@@ -139,20 +137,12 @@ def test_a_reset_is_not_undone_by_a_restart(make: Make) -> None:
     assert [loaded(sides, number)[0] for number in (*range(8), 30)] == [0] * 9
 
 
-def opened_in(shape: RankShape) -> Opened:
-    opened = shape.tiers[0].opened
-    assert opened is not None
-    return opened
-
-
 def test_what_is_recovered_is_told_once_and_not_kept(make: Make) -> None:
     sides, _ = live(make, 2)
     end(sides)
     sides = make(2, tiers=SHELF)
-    for rank in sides.ranks:
-        assert not len(opened_in(rank.shape).keys)
-    for shape in sides.side._shapes.values():
-        assert not len(opened_in(shape).keys)
+    shapes = [*(rank.shape for rank in sides.ranks), *sides.side._shapes.values()]
+    assert all(tier.opened is None for shape in shapes for tier in shape.tiers)
     step(sides)  # the shapes come again with the first step, without them
     assert scheduler_of(sides).stats().tiers["shelf"].cached == 8 * CHAT_BLOCKS
 

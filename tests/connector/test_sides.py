@@ -15,7 +15,6 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, hashes_of, reque
 
 from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.messages import StepOrders, StepReceipts
-from kvferry.connectors.common.worker import RankStatus
 from kvferry.types import DEVICE, Receipt
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
@@ -289,8 +288,8 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
     """Seen red with ranks that had nothing to do in such steps before their memory was whole."""
     rank = make(["layer0"]).ranks[0]
     host = SimpleNamespace(num_slots=8, stats=lambda: SimpleNamespace(pinned_bytes=0))
-    memory: Any = SimpleNamespace(host=host, tiers=())
-    rank._status = RankStatus(rank.rank, memory)
+    memory: Any = SimpleNamespace(host=host, tiers=(), close=lambda: None, note_step=lambda: None)
+    rank._memory, rank._is_grown, rank._reported_ready = memory, False, 0
     told = []
     for memory.ready_slots in (3, 3, 8, 8):
         rank.begin(StepOrders(computes=True, is_quiet=True))
@@ -299,6 +298,7 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
         receipts = rank.take_receipts()
         told.append([count for _, count in receipts.ready] if receipts is not None else [])
     assert told == [[3], [], [8], []]
+    assert not rank.guard.broken
 
 
 @pytest.mark.parametrize("moves", [False, True])

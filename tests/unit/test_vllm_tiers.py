@@ -47,7 +47,6 @@ def test_tiers_are_those_of_all_ranks_with_the_fewest_places() -> None:
 def test_a_tier_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: int) -> None:
     """Ranks that share host memory have every other block each: one object's lie apart."""
     packed = TierShape(FAR, None, most_in_one=16)
-    assert packed.without_blocks().most_in_one == 16
     single = TierShape(NEAR, None)
     shapes = [RankShape(Rank(n), tiers=(single, packed), is_shared=is_shared) for n in range(2)]
     near, far = tiers_of_ranks(shapes, Config())

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from typing import NamedTuple
 
 from kvferry.connectors.common.messages import EndedLoad
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import Ordered
 from kvferry.types import Landing, TransferId
-
-_transfer_of = attrgetter("transfer")
 
 
 class LoadInPieces:
@@ -53,14 +51,24 @@ class LoadInPieces:
         return EndedLoad(self._blocks, tuple(self._lost), self._epoch)
 
 
+class WholeLoad(NamedTuple):
+    """A load in one piece; if it ``is_early``, its request may run before it lands."""
+
+    transfers: tuple[TransferId, ...]
+    blocks: tuple[int, ...]
+    is_early: bool
+
+
 class PromisedLoads:
     """Loads that the engine waits for and that no rank was told of, and all loads in pieces."""
 
     def __init__(self) -> None:
-        self.whole: dict[Request, tuple[tuple[TransferId, ...], tuple[int, ...]]] = {}
+        self.whole: dict[Request, WholeLoad] = {}
         self.pieces: dict[Request, LoadInPieces] = {}
-        self._early: set[str] = set()
         self.ended: dict[str, EndedLoad] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.whole or self.pieces or self.ended)
 
     def promise(
         self,
@@ -78,9 +86,8 @@ class PromisedLoads:
             self.pieces[request] = LoadInPieces(request, blocks, epoch)
             self.order(ordered)
         else:
-            self.whole[request] = tuple(map(_transfer_of, ordered)), blocks
-            if is_early:
-                self._early.add(request.id)
+            transfers = tuple([piece.transfer for piece in ordered])
+            self.whole[request] = WholeLoad(transfers, blocks, is_early)
 
     def order(self, pieces: Iterable[Ordered]) -> None:
         """More pieces were ordered."""
@@ -103,13 +110,13 @@ class PromisedLoads:
 
         Loads that were cancelled since they were ordered are not among them.
         """
-        loads, early = {}, frozenset(self._early)
-        for request, (transfers, _) in self.whole.items():
-            if request.loading.issuperset(transfers):
-                loads[request.id] = transfers
-        self.whole.clear()
-        self._early.clear()
-        return loads, early
+        whole, self.whole = self.whole, {}
+        early = frozenset([request.id for request, load in whole.items() if load.is_early])
+        return {
+            request.id: load.transfers
+            for request, load in whole.items()
+            if request.loading.issuperset(load.transfers)
+        }, early
 
     def take_ended(self) -> dict[str, EndedLoad]:
         """Loads that the ranks are to tell the engine of. Call it with every plan."""
@@ -124,12 +131,11 @@ class PromisedLoads:
     @property
     def unkept(self) -> dict[str, EndedLoad]:
         """Every load that the engine waits for and no rank was told of, as it stands now."""
-        unkept = dict(self.ended)
-        for request, load in self.pieces.items():
-            unkept[request.id] = load.ended()
-        for request, (_, blocks) in self.whole.items():
-            unkept[request.id] = EndedLoad(blocks, blocks)
-        return unkept
+        pieces = {request.id: load.ended() for request, load in self.pieces.items()}
+        whole = {
+            request.id: EndedLoad(load.blocks, load.blocks) for request, load in self.whole.items()
+        }
+        return self.ended | pieces | whole
 
 
 # -- on a rank ----------------------------------------------------------------------------------

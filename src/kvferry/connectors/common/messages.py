@@ -61,12 +61,6 @@ class TierShape:
     opened: Opened | None = None
     away: tuple[str, ...] = ()
 
-    def without_blocks(self) -> TierShape:
-        opened = self.opened
-        if opened is not None:
-            opened = replace(opened, keys=opened.keys[:0], places=opened.places[:0])
-        return replace(self, opened=opened)
-
 
 @dataclass(frozen=True)
 class RankShape:
@@ -90,7 +84,7 @@ class RankShape:
 
     def without_blocks(self) -> RankShape:
         """The same shape without the blocks of its tiers, which are sent once and not kept."""
-        return replace(self, tiers=tuple(tier.without_blocks() for tier in self.tiers))
+        return replace(self, tiers=tuple([replace(tier, opened=None) for tier in self.tiers]))
 
 
 @dataclass(frozen=True)

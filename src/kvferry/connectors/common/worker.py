@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,8 @@ _DISK_SECONDS = 1.0
 
 _STALE = "the model's weights have changed"
 
+_NO_NEWS = StepReceipts()
+
 _IDLE_SECONDS = 0.5e-3
 """How long a step without a forward may wait for a load. An engine with nothing to compute steps as
 fast as it can, and would keep the interpreter from the thread that queues the copies."""
@@ -88,9 +90,8 @@ class KvCache:
 class WriteFence:
     """Owns writes to tiers that outlive the server, until the weights were checked for them."""
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: Config) -> None:
         self.names = frozenset(spec.name for spec in config.all_tiers if spec.outlives_us)
-        self._clock = clock
         self._held: list[Transfer] = []
         self._marked: list[Transfer] = []
         self._check_at = 0.0
@@ -107,14 +108,14 @@ class WriteFence:
 
     def is_due(self) -> bool:
         """Whether it is time to check the weights for what is held."""
-        return bool(self._held) and self._clock() >= self._check_at
+        return bool(self._held) and time.monotonic() >= self._check_at
 
     def note_mark(self) -> None:
         """Digests of the weights as they are now will be taken."""
         if self._held:
             self._marked += self._held
             self._held = []
-            self._check_at = self._clock() + _CHECK_SECONDS
+            self._check_at = time.monotonic() + _CHECK_SECONDS
 
     def take_marked(self) -> tuple[Transfer, ...]:
         """Those whose blocks are older than the last digests."""
@@ -124,38 +125,6 @@ class WriteFence:
     def take_all(self) -> tuple[Transfer, ...]:
         self.note_mark()
         return self.take_marked()
-
-
-class RankStatus:
-    """Reports what has changed of a rank's memory: usable slots, pinned bytes, drives."""
-
-    def __init__(
-        self, rank: Rank, memory: RankMemory, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._rank = rank
-        self._memory = memory
-        self._clock = clock
-        self._reported_ready = 0
-        self.is_grown = False
-        """Whether all host memory is usable, and that was reported."""
-        self._disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
-        self._disks_at = 0.0
-
-    def news(self) -> dict[str, Any]:
-        """Fields of :class:`StepReceipts`, those that have changed."""
-        news: dict[str, Any] = {}
-        memory, rank = self._memory, self._rank
-        if not self.is_grown and (num_ready := memory.ready_slots) != self._reported_ready:
-            self._reported_ready = num_ready
-            self.is_grown = num_ready == memory.host.num_slots
-            news["ready"] = ((rank, num_ready),)
-            news["pinned"] = ((rank, memory.host.stats().pinned_bytes),)
-        if memory.tiers and self._clock() >= self._disks_at:
-            self._disks_at = self._clock() + _DISK_SECONDS
-            disks = tuple((rank, name, figures) for name, figures in memory.disks().items())
-            if disks != self._disks:
-                self._disks = news["disks"] = disks
-        return news
 
 
 class WorkerSession:
@@ -191,8 +160,10 @@ class WorkerSession:
         self._find_cache: Callable[[], KvCache] | None = None
         self._memory: RankMemory | None = None
         self._worker: Worker | None = None
-        self._status: RankStatus | None = None
+        self._reported_ready = 0
         self._is_grown = True  # nothing of the host memory is left to report
+        self._disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
+        self._disks_at = 0.0
         self._has_sent_shape = self._drained = False
         self._later: Plan = NO_PLAN
         self._computes = False
@@ -236,7 +207,7 @@ class WorkerSession:
         memory = self._memory = open_rank(
             cache.device, cache.layouts, self._config, self._place, contents, self._broadcast
         )
-        self._status, self._is_grown = RankStatus(self.rank, memory), False
+        self._is_grown = False
         mover = mover_of(memory, self._place)
         if self._config.overlap_loads != "off" and len(cache.layouts) == 1:
             self.layerwise = LayerwiseLoads(
@@ -265,8 +236,8 @@ class WorkerSession:
         if self._cache is None or self._find_cache is None:
             return
         try:
-            layouts = self._find_cache().layouts
-            for old, new in zip(self._cache.layouts, layouts, strict=True):
+            now = self._find_cache().layouts
+            for old, new in zip(self._cache.layouts, now, strict=True):
                 if not np.array_equal(old.bases, new.bases):
                     raise LayoutError("the KV cache is at other addresses than before the sleep")
         except Exception as error:
@@ -314,20 +285,18 @@ class WorkerSession:
         self._loads.clear()
         blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
         for request_id, ids in orders.loads.items():
-            lost = [block for each in ids for block in blocks.get(each, ())]
-            self.finished.fail(request_id, lost)
+            self.finished.fail(request_id, [b for each in ids for b in blocks.get(each, ())])
         for request_id, ended in (self._ended | orders.ended).items():
             self.finished.fail(request_id, ended.blocks)
         self._ended.clear()
-        ordered = {transfer.id for transfer in orders.plan.transfers}
-        held = [transfer for transfer in self._fence.take_all() if transfer.id not in ordered]
-        self._refuse((*held, *orders.plan.transfers, *orders.plan.questions), self.guard.reason)
+        # What this step ordered may be held already.
+        lost = (*self._fence.take_all(), *orders.plan.transfers, *orders.plan.questions)
+        self._refuse({order.id: order for order in lost}.values(), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
-        if self._later.transfers:
-            self._flush()
-        if self._fence.names and self._fence:
+        self._flush()
+        if self._fence:
             self._release_fence(orders.epoch)
         if orders.epoch != self._freshness.epoch:
             self._freshness.enter(orders.epoch)
@@ -340,12 +309,11 @@ class WorkerSession:
             self._is_run_due = False
             if self._memory is not None and not self._is_grown:
                 self._memory.note_step()
-            if self._fence.names and self._fence.is_due():
+            if self._fence.is_due():
                 self._check_fence()
         else:
-            if self._later.transfers:
-                self._flush()
-            if self._fence.names and self._fence:
+            self._flush()
+            if self._fence:
                 self._check_fence()
                 self._release_fence(orders.epoch)
         if orders.drain:
@@ -368,8 +336,7 @@ class WorkerSession:
         if orders.ended:
             self._ended |= orders.ended
             self._freshness.mark()  # what came of them must fit the weights as they are now
-        if self._fence.names:
-            others = self._fence.hold(others)
+        others = self._fence.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
             others = []
@@ -377,8 +344,7 @@ class WorkerSession:
             self._execute(replace(plan, transfers=tuple(others)))
         if others and others[0].dst == DEVICE:  # a plan has loads first
             self._freshness.mark()
-            if self._fence.names:
-                self._fence.note_mark()
+            self._fence.note_mark()
         self._later = Plan(plan.step, tuple(stores))
 
     def _await_loads(self, orders: StepOrders) -> None:
@@ -400,8 +366,7 @@ class WorkerSession:
         """The step's forward is queued: its blocks may be stored."""
         if self.layerwise is not None and self._computes:
             self.layerwise.end_forward()
-        if self._later.transfers:
-            self._flush()
+        self._flush()
 
     def _flush(self) -> None:
         if self._later.transfers:
@@ -446,7 +411,7 @@ class WorkerSession:
                     tier.keep_nothing()
             self._execute(Plan(0, checked))
 
-    def _refuse(self, orders: Sequence[Transfer | Question], reason: str) -> None:
+    def _refuse(self, orders: Iterable[Transfer | Question], reason: str) -> None:
         """Every order ends in a receipt, or the scheduler would wait for it for ever."""
         for order in orders:
             self._take(Receipt(order.id, self.rank, Outcome.FAILED, reason))
@@ -455,8 +420,6 @@ class WorkerSession:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
-        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended):
-            return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
         while self._loads or (self._moves and not self._receipts):
@@ -466,11 +429,8 @@ class WorkerSession:
             self._poll()
 
     def _poll(self) -> None:
-        if self._worker is None and not self._ended:
-            return
         try:
-            if self._freshness.is_marked:
-                self._freshness.look()
+            self._freshness.look()
             if self._worker is not None:
                 for receipt in self._worker.poll():
                     self._num_awaited -= 1
@@ -548,22 +508,36 @@ class WorkerSession:
         """What the scheduler side does not know yet; None if that is nothing."""
         if not (self.is_busy or self._receipts):
             return None
-        news: dict[str, Any] = {}
-        if self._status is not None and (not self._is_grown or self.shape.tiers):
-            news = self._status.news()
-            self._is_grown = self._status.is_grown
-        if self._freshness.unreported:
-            news["stale"] = self._freshness.take_stale()
-        if self._receipts:
-            news["receipts"], self._receipts = tuple(self._receipts), []
-        if self._health:
-            news["health"], self._health = tuple(self._health), []
-        if self._drained:
-            news["drained"], self._drained = (self.rank,), False
+        news = StepReceipts(
+            receipts=tuple(self._receipts),
+            shapes=() if self._has_sent_shape else (self.shape,),
+            drained=(self.rank,) if self._drained else (),
+            stale=self._freshness.take_stale(),
+            health=tuple(self._health),
+            **self._memory_news(),
+        )
+        self._receipts, self._health, self._drained = [], [], False
         if not self._has_sent_shape:
-            news["shapes"] = (self.shape,)
             self._has_sent_shape, self.shape = True, self.shape.without_blocks()
         awaits = self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended
-        is_held = self._fence.names and self._fence
-        self.is_busy = bool(awaits or self._later.transfers or is_held or not self._is_grown)
-        return StepReceipts(**news) if news else None
+        is_left = self._later.transfers or self._fence or not self._is_grown
+        self.is_busy = bool(awaits or is_left)
+        return news if news != _NO_NEWS else None
+
+    def _memory_news(self) -> dict[str, Any]:
+        """What has changed of usable slots, pinned bytes and drives."""
+        news: dict[str, Any] = {}
+        memory, rank = self._memory, self.rank
+        if memory is None:
+            return news
+        if not self._is_grown and (num_ready := memory.ready_slots) != self._reported_ready:
+            self._reported_ready = num_ready
+            self._is_grown = num_ready == memory.host.num_slots
+            news["ready"] = ((rank, num_ready),)
+            news["pinned"] = ((rank, memory.host.stats().pinned_bytes),)
+        if memory.tiers and time.monotonic() >= self._disks_at:
+            self._disks_at = time.monotonic() + _DISK_SECONDS
+            disks = tuple((rank, name, figures) for name, figures in memory.disks().items())
+            if disks != self._disks:
+                self._disks = news["disks"] = disks
+        return news
