@@ -16,8 +16,8 @@ from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.connectors.common.ranks import (
     RankPlace,
     disagreement,
+    movers_of,
     shape_of,
-    tier_movers,
     tiers_of_ranks,
 )
 from kvferry.rank import RankMemory, open_on_cpu
@@ -106,7 +106,7 @@ def test_ranks_over_one_host_memory_split_a_tier_by_key(two: list[RankMemory]) -
     assert [tier.num_places is None for tier in shape.tiers] == [False, True]
     some = keys(range(8))
     movers = [
-        tier_movers(each, RankPlace(Rank(number), 2, 2, replicates=True))
+        movers_of(each, RankPlace(Rank(number), 2, 2, replicates=True))[1]
         for number, each in enumerate(two)
     ]
     slots = as_slots(range(8))
@@ -125,4 +125,4 @@ def test_ranks_over_one_host_memory_split_a_tier_by_key(two: list[RankMemory]) -
 
 
 def test_a_rank_alone_moves_everything_itself(two: list[RankMemory]) -> None:
-    assert tier_movers(two[0], RankPlace(Rank(0))) is two[0].tiers
+    assert movers_of(two[0], RankPlace(Rank(0))) == (two[0].engine, two[0].tiers)

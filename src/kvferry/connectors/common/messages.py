@@ -1,13 +1,16 @@
-"""What the scheduler side and the ranks send each other through the engine: plain, picklable."""
+"""What both sides share: the messages between them, plain and picklable, and a guard for each."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import Health, Opened, Plan, Rank, Receipt, TierName, TransferId
+
+log = logging.getLogger(__name__)
 
 NO_PLAN = Plan(step=0)
 
@@ -110,3 +113,28 @@ class StepReceipts:
         """The receipts of two ranks, or of two groups of ranks, together."""
         names = [each.name for each in fields(self)]
         return StepReceipts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+class Guard:
+    """Remembers whether one side of the connector has failed, and the first reason.
+
+    An exception of kvferry never stops the server: it is logged, and the engine goes on alone.
+    """
+
+    def __init__(self, side: str) -> None:
+        self._side = side
+        self.reason = ""
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.reason)
+
+    def trip(self, where: str, error: BaseException) -> None:
+        """Go out of service. Only the first failure is logged and kept."""
+        if not self.reason:
+            self.reason = f"{where}: {type(error).__name__}: {error}"
+            log.exception(
+                "kvferry (%s) failed in %s and is out of service; the engine goes on without it",
+                self._side,
+                where,
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvferry.cache.policies import policy_named
@@ -92,21 +93,14 @@ def _share_host(
     return made if made is not None else HostMemory.share(sent, slots)
 
 
-def mover_of(memory: RankMemory, place: RankPlace) -> Mover:
-    """What carries this rank's transfers: only its part of them where ranks share memory."""
+def movers_of(
+    memory: RankMemory, place: RankPlace
+) -> tuple[Mover, Mapping[TierName, LowerTierMover]]:
+    """What carries this rank's transfers and moves: its part of them where ranks share memory."""
     if not place.replicates:
-        return memory.engine
-    return SharedMover(memory.engine, rank=place.rank, num_ranks=place.num_ranks)
-
-
-def tier_movers(memory: RankMemory, place: RankPlace) -> Mapping[TierName, LowerTierMover]:
-    """What carries this rank's moves: only its part of them where ranks share memory."""
-    if not place.replicates:
-        return memory.tiers
-    return {
-        name: SharedMover(tier, rank=place.rank, num_ranks=place.num_ranks)
-        for name, tier in memory.tiers.items()
-    }
+        return memory.engine, memory.tiers
+    shared = partial(SharedMover, rank=place.rank, num_ranks=place.num_ranks)
+    return shared(memory.engine), {name: shared(tier) for name, tier in memory.tiers.items()}
 
 
 def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlace) -> RankShape:
@@ -163,21 +157,17 @@ def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTie
     for same in zip(*(shape.tiers for shape in shapes), strict=True):
         name = same[0].name
         num_places = min((each.num_places for each in same if each.num_places), default=None)
+        facts: dict[str, Any]
         if num_places is None:
             # Where each rank has a part of the keys, an object's blocks are as much further apart:
             # by and large, for which rank has a key is chance.
             apart = len(same) if shapes[0].is_shared else 1
             most = max(each.most_in_one for each in same)
-            most_in_one = apart * most if most > 1 else 1
-            tiers.append(
-                lower_tier(name, None, write, most_in_one=most_in_one, remembers_noes=apart == 1)
-            )
-            continue
-        opened = [each.opened for each in same]
-        is_shared = shapes[0].is_shared
-        tiers.append(
-            lower_tier(name, num_places, write, policy, recovered=opened, is_shared=is_shared)
-        )
+            facts = {"most_in_one": apart * most if most > 1 else 1, "remembers_noes": apart == 1}
+        else:
+            opened = [each.opened for each in same]
+            facts = {"policy": policy, "recovered": opened, "is_shared": shapes[0].is_shared}
+        tiers.append(lower_tier(name, num_places, write, **facts))
     return tiers
 
 

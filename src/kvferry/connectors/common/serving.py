@@ -54,41 +54,19 @@ meanwhile with the next step only, so no deadline has passed before that."""
 _OTHERS = (State.ANSWERED, State.LOADING, State.LOADED, State.RUNNING)
 
 
-class DeadlinePoll:
-    """Owns when deadlines are polled next, and whether the ranks had time to answer since."""
-
-    __slots__ = ("_has_waited", "due")
-
-    def __init__(self, now: float) -> None:
-        self.due = now + _POLL_SECONDS
-        self._has_waited = False
-
-    def polls(self, now: float) -> bool:
-        """Whether to poll the deadlines now, after the receipts that have come.
-
-        Not at once after a pause: those receipts may say nothing of other transfers. But the extra
-        time is given once: where all steps are far apart, a hung rank must be noticed in one.
-        """
-        if now >= self.due + _LONG_SILENCE and not self._has_waited:
-            self.due, self._has_waited = now + _POLL_SECONDS, True
-        if now < self.due and self._has_waited:
-            return False
-        self.due, self._has_waited = now + _POLL_SECONDS, False
-        return True
-
-
 class RequestState:
-    """One of the engine's requests, and the scheduler's request of the same name. Owns neither."""
+    """One of the engine's requests, and the scheduler's request of the same name. Owns neither.
+
+    The engine had ``computed`` tokens when it last asked for a match; ``claimed`` were promised to
+    it beyond these.
+    """
 
     def __init__(self, theirs: EngineRequest, ours: Request, keys: EngineKeys) -> None:
         self.theirs = theirs
         self.ours = ours
         self.keys = keys
         self.preemptions = theirs.num_preemptions
-        self.computed = 0
-        """Tokens that the engine had when it last asked for a match."""
-        self.claimed = 0
-        """Tokens beyond these that it was promised."""
+        self.computed = self.claimed = 0
         self.is_timed = False
         self._began: tuple[float, int] | None = None
 
@@ -170,7 +148,8 @@ class Serving:
         self._num_quiet = 0  # steps that only decode and may be skipped
         self._promises = PromisedLoads()
         self._has_settled = False
-        self._deadlines = DeadlinePoll(time.monotonic())
+        self._poll_at = time.monotonic() + _POLL_SECONDS
+        self._has_waited = False
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
         for rank, shape in shapes.items():
             self.scheduler.note_ready(Rank(rank), shape.ready_slots)
@@ -248,11 +227,10 @@ class Serving:
         if state is None or request.num_preemptions != state.preemptions:
             state = self._state_of(request)
         ours, claimed = state.ours, state.claimed
-        if not num_external_tokens and ours.state is State.ANSWERED:
-            self._num_quiet = 0
-            return
         # Also without a load: a request that comes back with one token would count as not run.
         self._num_quiet = 0
+        if not num_external_tokens and ours.state is State.ANSWERED:
+            return
         state.claimed = 0
         if num_external_tokens != claimed:
             # Another connector serves the request, or the engine wants less: change the pins.
@@ -303,14 +281,13 @@ class Serving:
     def hit_sources(self, request_id: str, num_tokens: int) -> dict[TierName, int]:
         """So many tokens of a hit that is about to be loaded, by the tier that had them."""
         explained = self.scheduler.explain(request_id) if self._lower_names else None
-        found = dict.fromkeys(self._lower_names, 0)
-        if explained is not None:
-            found |= {name: explained.tier_hit_tokens.get(name, 0) for name in found}
+        counted = explained.tier_hit_tokens if explained is not None else {}
         sources, left = {}, num_tokens
-        for name, count in found.items():
-            sources[name] = min(left, count)
+        for name in self._lower_names:
+            sources[name] = min(left, counted.get(name, 0))
             left -= sources[name]
-        return {name: count for name, count in (sources | {HOST: left}).items() if count}
+        sources[HOST] = left
+        return {name: count for name, count in sources.items() if count}
 
     # -- every step -----------------------------------------------------------------------------
 
@@ -338,13 +315,11 @@ class Serving:
         no request is always looked at: it is a chance for what waits.
         """
         num_running = len(step.scheduled)
-        if not num_running or step.num_tokens != num_running:
-            return False
-        return not (step.new or step.preempted)
+        return 0 < num_running == step.num_tokens and not (step.new or step.preempted)
 
     def _plan(self, step: Step) -> Plan:
         scheduler = self.scheduler
-        if not self._has_settled and time.monotonic() >= self._deadlines.due:
+        if not self._has_settled and time.monotonic() >= self._poll_at:
             self._settle(())
         self._has_settled = False
         if self.reports.mailbox.has_mail:
@@ -441,9 +416,22 @@ class Serving:
             log.warning("tier %s is available again on rank %d", change.tier, change.rank)
         self.scheduler.note_health(change)
 
+    def _polls_deadlines(self) -> bool:
+        """Whether to poll the deadlines now, after the receipts that have come.
+
+        Not at once after a pause: those receipts may say nothing of other transfers. But the extra
+        time is given once: where all steps are far apart, a hung rank must be noticed in one.
+        """
+        now = time.monotonic()
+        if now >= self._poll_at + _LONG_SILENCE and not self._has_waited:
+            self._poll_at, self._has_waited = now + _POLL_SECONDS, True
+        if now < self._poll_at and self._has_waited:
+            return False
+        self._poll_at, self._has_waited = now + _POLL_SECONDS, False
+        return True
+
     def _settle(self, receipts: Sequence[Receipt]) -> None:
-        polls = self._deadlines.polls(time.monotonic())
-        settled = self.scheduler.settle(receipts, looks=polls)
+        settled = self.scheduler.settle(receipts, looks=self._polls_deadlines())
         self.engine.release(settled.released)
         if settled.ordered:
             self.engine.hold(settled.ordered)
@@ -515,8 +503,8 @@ class Serving:
         That is cheaper than to preempt a request.
         """
         self._rests.is_wanted = bool(self._rests)
-        is_under_way = bool(self._rests) or self.scheduler.transfers.num_awaited > 0
-        return is_under_way and self.engine.keeps_free_blocks
+        is_under_way = self._rests or self.scheduler.transfers.num_awaited
+        return bool(is_under_way) and self.engine.keeps_free_blocks
 
     def take_stats(self) -> dict[str, float] | None:
         """What was counted since the last call, once a second; None if that is nothing."""

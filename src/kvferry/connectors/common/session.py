@@ -14,8 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
-from kvferry.connectors.common.guard import Guard
-from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
+from kvferry.connectors.common.messages import (
+    EndedLoad,
+    Guard,
+    RankShape,
+    StepOrders,
+    StepReceipts,
+)
 from kvferry.connectors.common.ranks import DiskResets, disagreement
 from kvferry.connectors.common.reports import idle_figures
 from kvferry.connectors.common.serving import Serving

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from kvferry.transfer.digests import PendingDigests, WeightDigests
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _MAX_KINDS = 8
 """Kinds of weights in a digest: the projections of a layer, the embedding."""
+
+_T = TypeVar("_T")
 
 
 class Weights:
@@ -72,14 +74,13 @@ class Freshness:
         """``first`` is the digest by which blocks on lasting tiers are named, if there is one."""
         self._weights = weights
         self.epoch: int | None = None
-        self._entered: dict[int, int] = {}  # epochs in their order: their numbers say nothing
+        self._entered: set[int] = set()
+        self._stale: frozenset[int] = frozenset()
+        self._unreported: tuple[int, ...] = ()
         self._first = self._known = first
         self.is_marked = False
         """Whether :meth:`look` has something to take."""
         self._pending: PendingDigests | None = None
-        self._stale: int | None = None
-        self.unreported: tuple[int, ...] = ()
-        """Epochs found stale that the scheduler side does not know of."""
         self._before_sleep: tuple[int, ...] | None = None
 
     def enter(self, epoch: int) -> None:
@@ -94,7 +95,7 @@ class Freshness:
         if self.epoch is not None:  # the first epoch is of the weights that ``first`` is of
             self._known = None
         self.epoch = epoch
-        self._entered.setdefault(epoch, len(self._entered))
+        self._entered.add(epoch)
         self.mark()
 
     def mark(self) -> None:
@@ -108,19 +109,13 @@ class Freshness:
         """The device memory of the weights may be given back: take digests of all of them."""
         if self._weights is not None and self.epoch is not None:
             self._compare()
-            try:
-                self._before_sleep = self._weights.digests_of_all()
-            except Exception:
-                self._give_up()
+            self._before_sleep = self._read(lambda weights: weights.digests_of_all())
 
     def look(self) -> None:
         """Start the digest that was marked: not in the way of the step's own work."""
-        if self.is_marked and self._weights is not None:
+        if self.is_marked:
             self.is_marked = False
-            try:
-                self._pending = self._weights.begin()
-            except Exception:
-                self._give_up()
+            self._pending = self._read(lambda weights: weights.begin())
 
     @property
     def is_known(self) -> bool:
@@ -133,10 +128,7 @@ class Freshness:
         """Whether the weights have changed since blocks of this epoch were computed."""
         if self._pending is not None or self.is_marked or self._before_sleep is not None:
             self._compare()
-        if self._stale is None:
-            return False
-        number = self._entered.get(epoch)
-        return number is None or number <= self._stale
+        return bool(self._stale) and (epoch in self._stale or epoch not in self._entered)
 
     def is_first(self) -> bool:
         """Whether the weights are those by which blocks on lasting tiers are named."""
@@ -144,46 +136,42 @@ class Freshness:
         return self._known is not None and self._known == self._first
 
     def take_stale(self) -> tuple[int, ...]:
-        """Epochs found stale since the last call."""
-        unreported, self.unreported = self.unreported, ()
+        """Epochs found stale since the last call, of which the scheduler side does not know."""
+        unreported, self._unreported = self._unreported, ()
         return unreported
 
     def _compare(self) -> None:
-        if self._before_sleep is not None:
-            self._wake_up()
-        self.look()
-        if self._pending is None:
-            return
-        try:
-            digests = self._pending.result()
-        except Exception:
-            self._give_up()
-            return
-        self._pending = None
-        if self._known is not None and digests != self._known:
-            self._note_stale()
-        self._known = digests
-
-    def _wake_up(self) -> None:
-        """Compare all weights with those before a sleep: not before a step needs them."""
-        before, self._before_sleep = self._before_sleep, None
-        assert self._weights is not None
-        try:
-            if self._weights.digests_of_all() != before:
+        if self._before_sleep is not None:  # not before a step needs the weights
+            before, self._before_sleep = self._before_sleep, None
+            now = self._read(lambda weights: weights.digests_of_all())
+            if now is not None and now != before:
                 self._note_stale()
-        except Exception:
-            self._give_up()
+        self.look()
+        pending, self._pending = self._pending, None
+        digests = self._read(lambda _: pending.result()) if pending is not None else None
+        if digests is not None:
+            if self._known is not None and digests != self._known:
+                self._note_stale()
+            self._known = digests
 
-    def _give_up(self) -> None:
+    def _read(self, read: Callable[[Weights], _T]) -> _T | None:
         """Weights that cannot be looked at any more are not the known ones."""
-        log.exception("kvferry cannot look at the model's weights; reset its cache after updates")
-        self._weights = self._pending = None
-        self._note_stale()
+        if self._weights is None:
+            return None
+        try:
+            return read(self._weights)
+        except Exception:
+            log.exception(
+                "kvferry cannot look at the model's weights; reset its cache after updates"
+            )
+            self._weights = None
+            self._note_stale()
+            return None
 
     def _note_stale(self) -> None:
         assert self.epoch is not None
-        self._stale = self._entered[self.epoch]
-        self.unreported = (*self.unreported, self.epoch)
+        self._stale = frozenset(self._entered)
+        self._unreported = (*self._unreported, self.epoch)
 
 
 def _places(model: Any, device: Any) -> list[tuple[str, tuple[Any, str]]]:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from kvferry.config import Config
-from kvferry.connectors.common.guard import Guard
 from kvferry.connectors.common.loads import AwaitedLoad, FinishedLoads
 from kvferry.connectors.common.messages import (
     NO_PLAN,
     EndedLoad,
+    Guard,
     RankShape,
     StepOrders,
     StepReceipts,
@@ -33,10 +33,9 @@ from kvferry.connectors.common.overlap import LayerwiseLoads
 from kvferry.connectors.common.ranks import (
     Broadcast,
     RankPlace,
-    mover_of,
+    movers_of,
     open_rank,
     shape_of,
-    tier_movers,
 )
 from kvferry.connectors.common.weights import Freshness, Weights
 from kvferry.errors import LayoutError
@@ -208,15 +207,13 @@ class WorkerSession:
             cache.device, cache.layouts, self._config, self._place, contents, self._broadcast
         )
         self._is_grown = False
-        mover = mover_of(memory, self._place)
+        mover, tiers = movers_of(memory, self._place)
         if self._config.overlap_loads != "off" and len(cache.layouts) == 1:
             self.layerwise = LayerwiseLoads(
                 memory.engine, cache.layers, cache.layouts[0], land=self._drain
             )
         self._worker = Worker(
-            {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
-            tiers=tier_movers(memory, self._place),
-            rank=self.rank,
+            {(DEVICE, HOST): mover, (HOST, DEVICE): mover}, tiers=tiers, rank=self.rank
         )
         shape = shape_of(memory, cache.layouts, self._place)
         self.shape = replace(shape, sees_weights=weights is not None)
@@ -290,7 +287,8 @@ class WorkerSession:
             self.finished.fail(request_id, ended.blocks)
         self._ended.clear()
         # What this step ordered may be held already.
-        lost = (*self._fence.take_all(), *orders.plan.transfers, *orders.plan.questions)
+        lost: list[Transfer | Question] = [*self._fence.take_all(), *orders.plan.transfers]
+        lost += orders.plan.questions
         self._refuse({order.id: order for order in lost}.values(), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connectors.common.guard import log_like
 from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceipts
 from kvferry.connectors.common.session import SchedulerSession
 from kvferry.connectors.common.worker import WorkerSession
@@ -64,7 +63,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # after it has made us.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         config = setup.config_of(vllm_config)
-        log_like("vllm", config.log_level)
+        _log_to_vllm(config.log_level)
         support = setup.support_of(
             vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS
         )
@@ -289,6 +288,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         (self._session if self._is_scheduler else self._worker).close()
+
+
+def _log_to_vllm(threshold: str) -> None:
+    """Send kvferry's log lines from ``threshold`` on to the handlers of vLLM's logger."""
+    ours = logging.getLogger("kvferry")
+    ours.setLevel(threshold.upper())
+    if not ours.handlers:
+        ours.handlers = list(logging.getLogger("vllm").handlers)
+        ours.propagate = False
 
 
 def _broadcast(sent: Any) -> Any:
