@@ -122,6 +122,7 @@ def waits_of(request: Request) -> set[TransferId]:
 def _check_waits(scheduler: Scheduler) -> None:
     waited = {t for r in scheduler.requests for t in waits_of(r)}
     moving = {order.transfer.id for order in scheduler.transfers._moves}
+    moving |= {question_id for question_id, _ in scheduler.transfers._questions.values()}
     moving |= {t for t, f in scheduler.transfers.in_flight.items() if not f.overdue}
     assert waited <= moving, "somebody waits for what is over"
 

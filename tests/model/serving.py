@@ -22,9 +22,10 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
-from tests.fakes.by_name import ByName, SettledByName
+from tests.fakes.by_name import ByName, SettledByName, blocks_of
 from tests.fakes.lasting import ShelfTier
 from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
+from tests.model import request_laws
 from tests.model.stage import (
     LONG_AGO,
     STAIN,
@@ -47,9 +48,9 @@ from kvferry.core.identity import scope
 from kvferry.core.keys import Key, Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.request import State
+from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
-from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.scheduler.transfers import NO_BLOCK, BlockTable
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.movers import TierMover
@@ -67,6 +68,9 @@ from kvferry.types import (
     TierName,
     Transfer,
 )
+
+STORE_TOKENS = 16
+"""Where requests are stored late: so small ones would never be stored while they run."""
 
 Shelves = dict[TierName, dict[int, tuple[Key, bytes]]]
 """What one rank's placed tiers hold, by place."""
@@ -110,6 +114,7 @@ class Serving:
         self.num_failed = 0
         self.num_pieces = 0
         self.num_parts = 0
+        self.num_left = self.num_late = self.num_continued = 0
         self._allocated = 0
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         for story, keys in enumerate(self.stories.keys):
@@ -147,26 +152,31 @@ class Serving:
         self.num_restored += sum(
             tier.num_restored for tier in self.tiers if isinstance(tier, SlotTier)
         )
-        self.scheduler = ByName(
-            self.pool,
-            setup.groups,
-            config=self.config,
-            num_ranks=setup.num_ranks,
-            hash_block_tokens=setup.hash_tokens,
-            num_device_blocks=setup.num_blocks if setup.bounded else None,
-            block_bytes=[VALUE_BYTES] * len(setup.groups),
-            tiers=self.tiers,
-            joins_loads=setup.joins_loads,
-            loads_early=setup.piece_slots > 0,
-            clock=lambda: self.now,
-        )
+        with patch("kvferry.scheduler.stores.STORE_TOKENS", STORE_TOKENS):
+            self.scheduler = ByName(
+                self.pool,
+                setup.groups,
+                config=self.config,
+                num_ranks=setup.num_ranks,
+                hash_block_tokens=setup.hash_tokens,
+                num_device_blocks=setup.num_blocks if setup.bounded else None,
+                block_bytes=[VALUE_BYTES] * len(setup.groups),
+                tiers=self.tiers,
+                joins_loads=setup.joins_loads,
+                loads_early=setup.piece_slots > 0,
+                engine=self if setup.stores_late else None,
+                clock=lambda: self.now,
+            )
         if setup.piece_slots:
             self.scheduler.lower.piece_slots = setup.piece_slots
             self.scheduler._requests.promoter._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
+        self.left: dict[Request, Served] = {}
         self.receipts: list[Receipt] = []
+        self.num_held = 0
+        """References to device blocks that copies, and what ended requests left, have."""
 
     @property
     def _specs(self) -> list[tuple[TierName, int | None, WriteMode]]:
@@ -244,6 +254,8 @@ class Serving:
         tables = self._acquire(request, device)
         if any(len(n) > len(d.free) for n, d in zip(needed, self.devices, strict=True)):
             self._give_back(tables)
+            if self.scheduler.deferred is not None:
+                self.scheduler.deferred.is_wanted = True
             return MatchState.WAIT
         request.tables = tables
         request.computed = device
@@ -301,11 +313,21 @@ class Serving:
         pool.values[:, blocks] = pool.expected[blocks] ^ self.rank_salts[:, None]
 
     def finish(self, request: Served) -> None:
-        self._store(request)
-        self.scheduler.finish(request.id)
+        if self.setup.stores_late:
+            self._leave(request)
+        else:
+            self._store(request)
+            self.scheduler.finish(request.id)
         self._give_back(request.tables)
         del self.requests[request.id]
         self.num_finished += 1
+
+    def _leave(self, request: Served) -> None:
+        ours = self.scheduler.named.pop(request.id)
+        self.left[ours] = request
+        held = ours.leave(request.computed)
+        self._hold([DeviceBlocks(part.group, part.blocks) for part in held])
+        self.num_left += ours.state is State.LEFT
 
     def abort(self, request: Served) -> None:
         self.scheduler.abort(request.id)
@@ -330,6 +352,31 @@ class Serving:
         epoch = int(salt(self.weights)) >> 1
         with patch("kvferry.scheduler.scheduler.new_epoch", lambda before: epoch):
             self.scheduler.reset()
+
+    # -- what the scheduler asks of the engine's blocks, where requests are stored late ------------
+
+    @property
+    def evicts(self) -> bool:
+        heads = [next(iter(pool.free), None) for pool in self.devices]
+        return any(
+            head is None or head in pool.cached_as
+            for head, pool in zip(heads, self.devices, strict=True)
+        )
+
+    @property
+    def num_free(self) -> int:
+        return min(len(pool.free) for pool in self.devices)
+
+    def tables(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
+        tables = zip(self.left[request].tables, self.groups, strict=True)
+        return [table[: num_tokens // group.block_tokens] for table, group in tables]
+
+    def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
+        values = self.stories.values[self.left[request].story]
+        return [
+            [pool.cache.get(int(value), NO_BLOCK) for value in own[: num_tokens // g.block_tokens]]
+            for own, pool, g in zip(values, self.devices, self.groups, strict=True)
+        ]
 
     # -- the device -----------------------------------------------------------------------------
 
@@ -376,15 +423,17 @@ class Serving:
         request.published = request.computed
 
     def _store(self, request: Served) -> None:
-        if request.state == "running":
-            self._hold(
-                self.scheduler.store(
-                    request.id,
-                    self.stories.keys[request.story],
-                    request.tables,
-                    request.computed,
-                )
-            )
+        if request.state != "running":
+            return
+        keys, rests = self.stories.keys[request.story], self.scheduler.deferred
+        if rests is not None:
+            num_left, ours = len(rests), self.scheduler.called(request.id, keys)
+            ours.run()
+            self.num_continued += len(rests) < num_left
+            if not ours.is_worth_storing(request.computed):
+                return
+        tables, computed = request.tables, request.computed
+        self._hold(self.scheduler.store(request.id, keys, tables, computed))
 
     def _trim(self, request: Served) -> None:
         for group, table, pool in zip(self.groups, request.tables, self.devices, strict=True):
@@ -407,6 +456,7 @@ class Serving:
     def _hold(self, held: Iterable[DeviceBlocks]) -> None:
         for g, blocks in held:
             self.devices[g].hold(blocks.tolist())
+            self.num_held += len(blocks)
 
     # -- the copies -----------------------------------------------------------------------------
 
@@ -422,6 +472,11 @@ class Serving:
                 soonest = [block for block in head if block in pool.cached_as]
                 keys = Keys.from_bytes(pool.cached_as[block][1] for block in soonest)
                 self._hold(self.scheduler.offer(g, keys, soonest))
+        if self.scheduler.deferred is not None:
+            is_idle = not any(each.state == "running" for each in self.requests.values())
+            ordered = self.scheduler.store_left(is_idle=is_idle)
+            self.num_late += len(ordered)
+            self._hold(blocks_of(ordered))
         plan = pickle.loads(pickle.dumps(self.scheduler.plan()))
         for rank in self.ranks:
             if not rank.lost:
@@ -528,6 +583,7 @@ class Serving:
             self.num_parts += failed.first_token > first
         for g, blocks in settled.released:
             self.devices[g].release(blocks.tolist())
+            self.num_held -= len(blocks)
 
     def _loaded(self, request: Served, last: int) -> None:
         assert request.state == "loading"
@@ -577,7 +633,11 @@ class Serving:
 
     def check(self) -> None:
         """The bookkeeping is right and every promise is kept, in all pools and on the device."""
-        self.scheduler.check_integrity()
+        self.left = {r: served for r, served in self.left.items() if r.state is not State.ENDED}
+        if self.setup.piece_slots:
+            self.scheduler.check_integrity()
+        else:
+            request_laws.check(self.scheduler, [*self.scheduler.named.values(), *self.left])
         self._check_device()
         self._check_promises()
         self._check_transit()
@@ -722,7 +782,8 @@ class Serving:
                 while rank.todo:
                     self.execute(rank, 0)
             self.settle(list(self.receipts))
-            if not self.scheduler.num_in_flight and not self.scheduler.num_queued:
+            scheduler = self.scheduler
+            if not (scheduler.num_in_flight or scheduler.num_queued or scheduler.deferred):
                 break
         self.check()
         scheduler = self.scheduler

@@ -62,6 +62,8 @@ class Setup:
     """With any, hits are loaded while they come up, in pieces of so many blocks."""
     bounded: bool = True
     store_mode: str = "eager"
+    stores_late: bool = False
+    """Requests that end leave what is not stored, to be stored later or by the next turn."""
     store_threshold: int = 1
     load_policy: str = "always"
     longest: int = 96

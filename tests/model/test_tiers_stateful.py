@@ -38,6 +38,7 @@ def setups(draw: st.DrawFn) -> Setup:
         piece_slots=draw(st.sampled_from([0, 1, 2, 3])),
         bounded=draw(st.booleans()),
         store_mode=draw(st.sampled_from(["eager", "lazy"])),
+        stores_late=draw(st.booleans()),
         store_threshold=draw(st.sampled_from([1, 2])),
         load_policy=draw(st.sampled_from(["always", "auto"])),
         longest=48,
@@ -261,6 +262,14 @@ def test_the_weather_reaches_everything() -> None:
             seen |= {"found" for asked, found in stats.asked.values() if 0 < found < asked}
             seen |= {f"{src} to {dst}" for src, dst in stats.bytes_moved}
             seen |= set(stats.missed)
+    late = Serving(Setup(num_slots=40, num_blocks=60, num_ranks=2, stores_late=True))
+    Weather(late, rng).blow(6000)
+    late.quiesce()
+    late.drain()
+    assert late.num_left
+    assert late.num_late
+    assert late.num_continued
+    assert late.num_loads
     assert seen >= {
         "loaded",
         "failed",

@@ -148,4 +148,5 @@ def random_setup(rng: random.Random) -> Setup:
         num_stories=rng.choice([4, 8, 12]),
         seed=rng.randrange(1 << 16),
         piece_slots=rng.choice([0, 1, 2, 4]),
+        stores_late=rng.random() < 0.4,
     )

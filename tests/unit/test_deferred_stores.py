@@ -1,9 +1,4 @@
-"""What ended requests leave, against a list of what waits.
-
-Breaks seen to fail here: a twin forgotten; evictions ignored; ``is_wanted`` never reset; shortage
-not seen; too many held not seen; the newest taken first; no bound on how many wait; ripe ones all
-at once; a rest that is held only taken when idle.
-"""
+"""What ended requests leave: when each is stored, and what comes before it."""
 
 from __future__ import annotations
 
@@ -12,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.fakes.crafted_keys import keys as numbered
 
 from kvferry.core.keys import Key, Keys
@@ -104,81 +96,45 @@ def test_blocks_that_the_engine_needs_are_held_no_longer(world: World, short: st
     assert world.due() == [], "wanted once, not for ever"
 
 
-class Waiting(RuleBasedStateMachine):
-    """Everything that is left is taken exactly once, and nothing for ever."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World()
-        self.number = 0
-        self.waiting: dict[Key, str] = {}
-        self.held: set[str] = set()
-
-    def take(self, taken: list[Deferred]) -> None:
-        for rest in taken:
-            if not rest.held:
-                assert self.waiting.pop(rest.key) == rest.request
-            else:
-                self.held.remove(rest.request)
-
-    def new(self) -> str:
-        self.number += 1
-        return f"r{self.number}"
-
-    @rule(name=st.sampled_from("abcdef"))
-    def wait(self, name: str) -> None:
-        request = self.new()
-        twin = self.world.wait(name, request)
-        assert (twin.request if twin else None) == self.waiting.get(key(name))
-        self.waiting[key(name)] = request
-
-    @rule(name=st.sampled_from("abcdef"))
-    def hold(self, name: str) -> None:
-        request = self.new()
-        self.world.hold(name, request)
-        self.held.add(request)
-
-    @rule(name=st.sampled_from("abcdef"))
-    def go_on(self, name: str) -> None:
-        found = self.world.rests.take_continued(chain(name), 1)
-        assert (found.request if found else None) == self.waiting.pop(key(name), None)
-
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        known = [*self.waiting.values(), *sorted(self.held)]
-        if known:
-            taken = self.world.rests.drop(data.draw(st.sampled_from(known)))
-            assert len(taken) == 1
-            self.take(taken)
-
-    @rule(seconds=st.sampled_from([0.01, 0.5, 3.0]), evicts=st.booleans(), free=st.integers(0, 80))
-    def step(self, seconds: float, evicts: bool, free: int) -> None:
-        self.world.now += seconds
-        self.world.blocks.evicts = evicts
-        self.world.blocks.num_free = free
-        before = len(self.waiting) + len(self.held)
-        self.take(self.world.rests.take_due(is_idle=False))
-        assert not (evicts and self.waiting)
-        if before and len(self.waiting) + len(self.held) == before:
-            assert seconds <= WAIT_SECONDS, "waits for ever"
-            assert not (seconds > SOON_SECONDS and self.held)
-
-    @rule()
-    def rest(self) -> None:
-        self.take(self.world.rests.take_due(is_idle=True))
-        assert not self.waiting
-        assert not self.held
-
-    @invariant()
-    def counted(self) -> None:
-        assert len(self.world.rests) == len(self.waiting) + len(self.held)
-
-    @rule()
-    def forget(self) -> None:
-        self.take(self.world.rests.take_all())
-        assert not self.waiting
-        assert not self.held
+def test_a_rest_waits_for_the_next_turn_and_is_stored_if_none_comes(world: World) -> None:
+    for name in "abcde":
+        assert world.wait(name) is None
+    twin = world.wait("a", "another")
+    assert twin is not None
+    assert twin.request == "a"
+    (continued,) = [world.rests.take_continued(chain("b"), 1)]
+    assert continued is not None
+    assert continued.request == "b"
+    assert world.rests.take_continued(chain("b"), 1) is None
+    assert world.rests.take_continued(chain("c"), 2) is None, "more blocks than keys"
+    world.now += WAIT_SECONDS - 0.01
+    assert world.due() == []
+    world.now += 0.02
+    assert world.due() == ["c", "d"], "two a step"
+    assert world.due() == ["e", "another"]
+    assert len(world.rests) == 0
 
 
-TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=60, stateful_step_count=30)
+def test_a_rest_waits_for_nothing_where_the_engine_evicts_or_too_many_wait(world: World) -> None:
+    for number in range(MOST + 3):
+        world.wait(chr(200 + number))
+    assert world.due() == [chr(200 + number) for number in range(3)]
+    assert world.due() == []
+    world.blocks.evicts = True
+    assert len(world.due()) == MOST
+
+
+def test_a_rest_that_is_held_is_stored_soon_and_may_be_dropped(world: World) -> None:
+    for name in "abc":
+        world.hold(name)
+    world.wait("a", "waiting")
+    world.now += SOON_SECONDS / 2
+    assert world.due() == []
+    second = list(world.rests)[1]
+    assert world.rests.drop(second.request) == [second]
+    world.now += SOON_SECONDS
+    assert world.due() == ["a", "c"]
+    assert world.rests.num_held == 0
+    world.hold("d")
+    assert {rest.request for rest in world.rests.take_all()} == {"waiting", "d"}
+    assert (len(world.rests), world.rests.num_held) == (0, 0)

@@ -160,6 +160,17 @@ def test_a_request_that_runs_after_a_miss_continues_what_another_left() -> None:
     assert ordered.blocks.tolist() == [10, 11, 12]
 
 
+def test_of_two_requests_that_end_alike_one_is_stored() -> None:
+    scheduler, left = with_a_rest()
+    twin = scheduler.open("2", story(1, 2))
+    twin.match()
+    twin.run()
+    twin.leave(8)
+    assert (left.state, twin.state) == (State.ENDED, State.LEFT)
+    request_laws.check(scheduler, [left, twin])
+    assert len(scheduler.store_left(is_idle=True)) == 1
+
+
 def test_one_that_may_not_be_stored_takes_nothing_from_those_that_may() -> None:
     """Seen red: it took the rest of the turn before, and stored nothing of it."""
     scheduler, left = with_a_rest()
