@@ -1,11 +1,11 @@
-"""How long a store's journal takes to come back after a crash, and what it costs.
+"""How long a store's index takes to come back after a crash, and what it costs.
 
-One row for each number of blocks: the bytes that each of the two journal files is given, how many
-of them are in use, the time and the memory that recovery takes in a process of its own, and what
-the process keeps afterwards. Beside it, what reading the same bytes takes: the limit.
+One row for each number of blocks: the bytes of the index, the time and the memory that recovery
+takes in a process of its own, and what the process keeps afterwards. Beside it, what reading the
+same bytes takes: the limit.
 
-Half the blocks are written a second time, to other places and in random order, so that the journal
-is as full of old words as it may get. Recovered blocks are counted, and handed over in pieces as a
+Half the blocks are written a second time, in random order, so that both copies of every page are in
+use. Recovered blocks are counted, and handed over in pieces as a
 drive process does; ``--check`` compares every one of them.
 
     python bench/disk_recovery.py --blocks 10000000
@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from kvferry.core.keys import KeyArray, Keys
 from kvferry.tiers.disk.files import allocate
-from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
-from kvferry.tiers.disk.journal_pages import Shape
+from kvferry.tiers.disk.index import FILE_NAME, DiskIndex, Shape
 
 STORE_ID = b"recovery-bench-1"
 PROOF_BYTES = 16
@@ -53,20 +52,19 @@ def rows(numbers: Integers, words: int, salt: int) -> KeyArray:
 
 def write_store(folder: Path, num_blocks: int) -> float:
     """Fill every place, then half of them anew in random order; returns the seconds."""
-    for name in FILE_NAMES:
-        allocate(folder / name, journal_bytes(Shape(PROOF_BYTES), num_blocks))
+    allocate(folder / FILE_NAME, Shape(PROOF_BYTES).file_bytes(num_blocks))
     allocate(folder / "state", 4096)
     rng = np.random.default_rng(1)
     again = rng.permutation(num_blocks)[: num_blocks // 2]
     began = time.perf_counter()
-    journal = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    index = DiskIndex.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
     for generation, order in enumerate((np.arange(num_blocks, dtype=np.int64), again)):
         for start in range(0, len(order), BATCH):
             places = order[start : start + BATCH]
             numbers = places + generation * num_blocks
             proofs = rows(numbers, 2, 7).view(np.uint8).reshape(-1, PROOF_BYTES)
-            journal.record_written(places, Keys(rows(numbers, 4, 3)), proofs)
-            journal.commit()
+            index.record_written(places, Keys(rows(numbers, 4, 3)), proofs)
+            index.commit()
     return time.perf_counter() - began
 
 
@@ -74,10 +72,10 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
     """Open what is there, as the next process would; nothing was closed."""
     before = _resident()
     began = time.perf_counter()
-    journal = DiskJournal.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    index = DiskIndex.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
     opened = time.perf_counter() - began
     handed = right = 0
-    for keys, places, proofs in journal.pieces():
+    for keys, places, _ in index.blocks():
         handed += len(places)
         if check:
             first = rows(places, 4, 3)
@@ -85,17 +83,15 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
             is_second = (keys.array == second).all(axis=1)
             is_first = (keys.array == first).all(axis=1)
             proof = rows(places + is_second * num_blocks, 2, 7).view(np.uint8)
-            same = (proofs == proof.reshape(-1, PROOF_BYTES)).all(axis=1)
+            same = (index.proofs[places] == proof.reshape(-1, PROOF_BYTES)).all(axis=1)
             right += int(np.count_nonzero((is_first | is_second) & same))
     seconds = time.perf_counter() - began
     if handed != num_blocks or (check and right != num_blocks):
         raise SystemExit(f"{handed} blocks came back, {right} as written, of {num_blocks}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    used = journal.report.num_pages * Shape(PROOF_BYTES).page_bytes
     return {
         "open_seconds": opened,
         "seconds": seconds,
-        "used_bytes": used,
         "peak_bytes": peak - before,
         "kept_bytes": _resident() - before,
     }
@@ -107,21 +103,19 @@ def _resident() -> int:
 
 
 def read_all(folder: Path) -> float:
-    """Seconds to read both files, as recovery finds them: in the page cache or not."""
+    """Seconds to read the file, as recovery finds it: in the page cache or not."""
     began = time.perf_counter()
-    for name in FILE_NAMES:
-        with (folder / name).open("rb", buffering=0) as file:
-            while file.read(4 * MIB):
-                pass
+    with (folder / FILE_NAME).open("rb", buffering=0) as file:
+        while file.read(4 * MIB):
+            pass
     return time.perf_counter() - began
 
 
 def drop_cache(folder: Path) -> None:
-    for name in FILE_NAMES:
-        fd = os.open(folder / name, os.O_RDONLY)
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+    fd = os.open(folder / FILE_NAME, os.O_RDONLY)
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
 
 
 def measure(num_blocks: int, where: Path, check: bool) -> dict[str, float]:
@@ -136,7 +130,7 @@ def measure(num_blocks: int, where: Path, check: bool) -> dict[str, float]:
         found = json.loads(subprocess.check_output([*told, *checked, "--part", "recover"]))
         return {
             "num_blocks": num_blocks,
-            "file_bytes": journal_bytes(Shape(PROOF_BYTES), num_blocks),
+            "file_bytes": Shape(PROOF_BYTES).file_bytes(num_blocks),
             "write_seconds": wrote,
             "read_seconds": reading,
             **found,
@@ -162,14 +156,14 @@ def main() -> None:
         return
     where = args.where or Path(tempfile.gettempdir())
     print(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}")
-    print("    blocks  MiB per file  in use  read all  recover  of reading  peak MiB  kept MiB")
+    print("    blocks  MiB of index  read all  recover  of reading  peak MiB  kept MiB")
     figures = []
     for num_blocks in args.blocks:
         found = measure(num_blocks, where, args.check)
         figures.append(found)
         print(
             f"{num_blocks:10,d}  {found['file_bytes'] / MIB:12.0f}"
-            f"  {found['used_bytes'] / MIB:6.0f}  {found['read_seconds']:6.2f} s"
+            f"  {found['read_seconds']:6.2f} s"
             f"  {found['seconds']:5.2f} s  {found['seconds'] / found['read_seconds']:9.1f}x"
             f"  {found['peak_bytes'] / MIB:8.0f}  {found['kept_bytes'] / MIB:8.0f}"
         )

@@ -82,7 +82,7 @@ def main() -> None:
     print(f"{num_places:,} places, {options.ranks} rank(s) tell what they have\n")
     print("| | measured | bound |\n|---|---|---|")
     print(f"| made | {made:.2f} s | |")
-    print(f"| restored | {restored:.2f} s | {MOST_SECONDS:.0f} s, with the journal's recovery |")
+    print(f"| restored | {restored:.2f} s | {MOST_SECONDS:.0f} s, with the index's recovery |")
     print(f"| memory, full | {stays / GIB:.2f} GiB ({stays / num_places:.0f} bytes a place) | |")
     print(
         f"| with {TIER_BYTES} bytes a place of the tier | {with_tier / GIB:.2f} GiB | {MOST_GIB} |"

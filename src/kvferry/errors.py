@@ -14,8 +14,7 @@
     │   └── LeaseError
     ├── TransferError (RuntimeError)
     │   ├── DriverError
-    │   ├── DeadlineError (TimeoutError)
-    │   └── JournalError
+    │   └── DeadlineError (TimeoutError)
     ├── StoreError (RuntimeError)
     │   └── StoreInUseError
     ├── UnreachableError (ConnectionError)
@@ -86,10 +85,6 @@ class DriverError(TransferError):
 
 class DeadlineError(TransferError, TimeoutError):
     """Bytes did not move in time."""
-
-
-class JournalError(TransferError):
-    """The disk's journal could not be written; the blocks noted last are not durable."""
 
 
 class StoreError(KvferryError, RuntimeError):

@@ -166,7 +166,7 @@ class ThreadDrive(ChildProcess):
         """As a process does: the journal hears of nothing more, and the store is free."""
         assert self.server is not None
         store = self.server._store
-        for file in (*store.journal._files, store.journal._state):
+        for file in (store.index._table.file, store.index._state):
             file.close()
         store._lock.release()
         self.kill()

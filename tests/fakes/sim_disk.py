@@ -1,4 +1,4 @@
-"""A disk in memory for journals: it knows what a power cut may leave of every write.
+"""A disk in memory for an index: it knows what a power cut may leave of every write.
 
 What was written since a file's last sync is cut into sectors. A crash leaves of each sector any of
 the states it has been in since: as it was on the medium, or after any of the writes to it. Sectors
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.tiers.disk.files import DiskFile
-from kvferry.tiers.disk.journal import DiskJournal
-from kvferry.tiers.disk.journal_pages import Shape
+from kvferry.tiers.disk.index import DiskIndex, Shape
 from kvferry.tiers.disk.state import write_reset
 
 SECTOR = 512
@@ -46,7 +45,7 @@ class SimFile(DiskFile):
         return bytes(self.cache[offset : offset + count])
 
     def write_at(self, offset: int, data: memoryview) -> int:
-        assert offset + len(data) <= len(self.cache), "the journal outgrew its file"
+        assert offset + len(data) <= len(self.cache), "the index outgrew its file"
         taken = len(data)
         if self.fault is not None:
             told = self.fault("write", offset, taken)
@@ -111,14 +110,14 @@ def states(file: SimFile, rng: random.Random, most: int) -> Iterator[bytes]:
         yield bytes(image)
 
 
-Files = tuple[SimFile, SimFile, SimFile]
-Images = tuple[bytes, bytes, bytes]
+Files = tuple[SimFile, SimFile]
+Images = tuple[bytes, bytes]
 Moment = tuple[Files, tuple[int, int]]
 
 
 @dataclass
 class SimDisk:
-    """The two files of one journal, its state, and every moment at which the power may go."""
+    """The file of an index, its store's state, and every moment at which the power may go."""
 
     files: Files
     moments: list[Moment] = field(default_factory=list)
@@ -129,12 +128,12 @@ class SimDisk:
     def blank(cls, num_bytes: int) -> SimDisk:
         state = SimFile(bytes(4 * SECTOR))
         write_reset(state, 0)
-        return cls.holding((bytes(num_bytes), bytes(num_bytes), state.medium))
+        return cls.holding((bytes(num_bytes), state.medium))
 
     @classmethod
     def holding(cls, images: Images) -> SimDisk:
-        first, second, state = map(SimFile, images)
-        disk = cls((first, second, state))
+        index, state = map(SimFile, images)
+        disk = cls((index, state))
         for file in disk.files:
             file.watch = disk.remember
         return disk
@@ -143,15 +142,15 @@ class SimDisk:
         if self.tell is not None:
             self.moments.append((self.now(), self.tell()))
 
-    def journal(self, store_id: bytes, num_places: int, shape: Shape) -> DiskJournal:
-        """Open the journal that is here."""
-        return DiskJournal(self.files[:2], self.files[2], store_id, num_places, shape)
+    def index(self, store_id: bytes, num_places: int, shape: Shape) -> DiskIndex:
+        """Open the index that is here."""
+        return DiskIndex(*self.files, store_id, num_places, shape)
 
     @property
     def media(self) -> Images:
         """What is on the medium."""
-        first, second, state = self.files
-        return first.medium, second.medium, state.medium
+        index, state = self.files
+        return index.medium, state.medium
 
     def now(self) -> Files:
         """A copy of all files, as they are in this moment."""
@@ -161,12 +160,12 @@ class SimDisk:
             copy.cache = bytearray(file.cache)
             copy.writes = list(file.writes)
             copies.append(copy)
-        first, second, state = copies
-        return first, second, state
+        index, state = copies
+        return index, state
 
 
 def images(files: Files, rng: random.Random, most: int) -> Iterator[Images]:
     """What the files may hold after a crash in this moment; each within what is unsynced of it."""
-    first, second, state = (list(states(file, rng, most)) for file in files)
-    every = list(itertools.product(first, second, state))
+    index, state = (states(file, rng, most) for file in files)
+    every = list(itertools.product(index, state))
     yield from every if len(every) <= most else rng.sample(every, most)

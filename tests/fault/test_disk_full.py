@@ -95,7 +95,7 @@ def test_a_store_opens_at_its_size_on_a_drive_that_another_program_filled(
             assert store.num_places == num_places
             assert placed(store)[:3] == [0, 1, num_places - 1]
             fill(store, [2])
-            store.journal.commit()
+            store.index.commit()
     with open_store(place) as store:
         assert placed(store) == [0, 1, num_places - 1, 2]
 

@@ -191,10 +191,10 @@ def test_a_directory_that_was_emptied_is_begun_anew(tmp_path: Path) -> None:
 
 def test_one_of_two_drives_costs_its_own_places_alone(tmp_path: Path) -> None:
     with DiskLife(tmp_path, num_drives=2) as life:
-        numbers = range(40)
+        numbers = range(80)
         rows = life.write(numbers)
         life.wait_durable()
-        here = [n for d, at, _ in life.tier.stripes.split(np.arange(40)) if d == 1 for n in at]
+        here = [n for d, at, _ in life.tier.stripes.split(np.arange(80)) if d == 1 for n in at]
         shutil.rmtree(tmp_path / "drive-0")
         wait_until(lambda: life.tier.figures().drives_away == 1)
         assert not life.tier.ailment, "there is still a drive"
@@ -230,13 +230,13 @@ def test_a_drive_that_was_away_when_all_was_forgotten_forgets_when_it_is_back(
     tmp_path: Path, is_back_at_once: bool
 ) -> None:
     with DiskLife(tmp_path, num_drives=2) as life:
-        life.write(range(40))
+        life.write(range(80))
         life.wait_durable()
         os.rename(tmp_path / "drive-1", tmp_path / "away")
         os.kill(pids(life)[1], signal.SIGKILL)
         wait_until(lambda: life.tier.figures().drives_away == 1)
         life.tier.forget()
-        there = {d: at.tolist() for d, at, _ in life.tier.stripes.split(np.arange(40))}
+        there = {d: at.tolist() for d, at, _ in life.tier.stripes.split(np.arange(80))}
         rows = life.write(there[0])
         life.wait_durable()
         if is_back_at_once:

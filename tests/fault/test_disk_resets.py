@@ -172,8 +172,8 @@ def test_a_drive_that_was_away_during_a_reset_serves_nothing_older(tmp_path: Pat
 def test_the_space_of_older_blocks_is_used_again(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         fill(store, list(range(store.num_places)))
-        store.journal.commit()
-        store.journal.reset(7)
+        store.index.commit()
+        store.index.reset(7)
         fill(store, [3])
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert placed(store) == [3]
@@ -217,7 +217,7 @@ def test_a_tier_says_when_a_reset_is_durable(tmp_path: Path) -> None:
 def leave(root: Path, name: int = 1, places: tuple[int, ...] = (4, 2)) -> StoreAt:
     """A store with blocks that nobody has open, after a reset."""
     with Store.open(root, identity(name), BOUND) as store:
-        store.journal.reset(time.time_ns())
+        store.index.reset(time.time_ns())
         fill(store, list(places))
         return StoreAt(str(store.folder), store.store_id)
 
@@ -303,7 +303,7 @@ def test_a_store_that_was_reset_is_listed_as_what_it_is(tmp_path: Path) -> None:
     assert reset_stores([store], time.time_ns()) == ""
     assert [each.num_blocks for each in list_stores(tmp_path)] == [0]
     with reading(Path(store.folder)) as content:
-        assert not [len(keys) for keys, _, _ in content.pieces() if len(keys)]
+        assert not [len(keys) for keys, _, _ in content.pieces if len(keys)]
 
 
 # -- a ferry --------------------------------------------------------------------------------------

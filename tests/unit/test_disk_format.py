@@ -7,10 +7,12 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+from tests.fakes.crafted_keys import keys
 
+from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk.block_file import Digests, Seals
 from kvferry.tiers.disk.files import DiskFile
-from kvferry.tiers.disk.journal_pages import Header, Seal, Shape, pack
+from kvferry.tiers.disk.index import DiskIndex, Shape
 from kvferry.tiers.disk.state import read_reset, read_spent, write_reset, write_spent
 from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 
@@ -37,11 +39,11 @@ def text(data: bytes, rows: Table, words: str) -> bytes:
 
 
 def test_rows_leave_no_gap() -> None:
-    for name, end in (("superblock", 448), ("header", 512), ("state", 1056)):
+    for name, end in (("superblock", 448), ("page", 64), ("state", 1056)):
         rows = sorted((at, row[0]) for at, row in table(name).items())
         ends = [at + count for at, count in rows]
         gaps = [b for (b, _), a in zip(rows[1:], ends, strict=False) if a != b]
-        assert gaps == {"header": [96], "state": [1024]}.get(name, [])
+        assert gaps == {"state": [1024]}.get(name, [])
         assert ends[-1] == end
 
 
@@ -62,7 +64,7 @@ def test_the_superblock_is_as_written() -> None:
     block = Superblock(identity, 123456, b"i" * 16, b"k" * 16, 1_800_000_000)
     data, rows = block.pack(), table("superblock")
     assert text(data, rows, "`KVFERRY`") == b"KVFERRY\0"
-    assert number(data, rows, "format") == 2
+    assert number(data, rows, "format") == 3
     assert text(data, rows, "store id") == b"i" * 16
     assert text(data, rows, "namespace") == bytes(range(32))
     assert text(data, rows, "family") == b"family".ljust(32, b"\0")
@@ -85,48 +87,33 @@ def test_the_superblock_is_as_written() -> None:
     assert text(data, rows, "label").rstrip(b"\0").decode() == "größer"
 
 
-def test_the_header_is_as_written() -> None:
-    last = np.array([7, 8], dtype=np.uint32)
-    data = Header(Seal(9, b"t" * 32), 77, last).pack(Shape(16), b"i" * 16)
-    rows = table("header")
-    assert text(data, rows, "`KVFYJRNL`") == b"KVFYJRNL"
-    for words, expected in {
-        "format": 2,
-        "bytes of a page": 4096,
-        "bytes of a proof": 16,
-        "the page behind": 77,
-        "generation": 9,
-        "how many places": 2,
-    }.items():
-        assert number(data, rows, words) == expected, words
-    assert text(data, rows, "salt") == b"t" * 32
-    assert text(data, rows, "the places in the last")[:8] == last.astype("<u4").tobytes()
-
-
-def test_a_page_is_as_written() -> None:
-    shape = Shape(16)
-    records = np.zeros(2, dtype=shape.record)
-    records["place"] = [5, 6]
-    records["key"] = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    records["proof"] = 0xAB
-    before = np.array([3], dtype=np.uint32)
-    data = pack(shape, Seal(9, b"t" * 32), records, 12, 10, before, 77).tobytes()
-    rows = table("page")
-    assert len(data) == 4096
-    for words, expected in {
-        "generation": 9,
-        "number of this page": 12,
-        "base": 10,
-        "number of records": 2,
-        "number of places before": 1,
-        "reset number": 77,
-    }.items():
-        assert number(data, rows, words) == expected, words
-    assert data[64:68] == (3).to_bytes(4, "little")
-    begins = 64 + 4 * shape.per_page
-    assert data[begins : begins + 52] == records[0].tobytes()
-    assert data[begins + 52 : begins + 104] == records[1].tobytes()
-    assert records.dtype.itemsize == 36 + 16
+def test_a_page_is_as_written(tmp_path: Path) -> None:
+    shape, rows, last = Shape(16), table("page"), Shape(16).per_page + 1
+    (tmp_path / "index").write_bytes(bytes(shape.file_bytes(100)))
+    (tmp_path / "state").write_bytes(bytes(4096))
+    index = DiskIndex.open(tmp_path, b"i" * 16, 100, 16)
+    index.reset(1 << 60)
+    for turn in (1, 2):
+        index.record_written(as_slots([last]), keys([turn]), np.full((1, 16), turn, np.uint8))
+        index.commit()
+    index.close()
+    data = (tmp_path / "index").read_bytes()
+    assert len(data) == 2 * 2 * 4096
+    assert not any(data[: 2 * 4096]), "no place of the first page was written"
+    for at, commit in ((2, 2), (3, 1)):
+        page = data[at * 4096 : (at + 1) * 4096]
+        digest = blake2b(page[16:], digest_size=16, key=b"i" * 16, person=b"kvferry.page").digest()
+        assert text(page, rows, "digest") == digest
+        for words, expected in {
+            "commit": commit,
+            "number of this page": 1,
+            "reset number": 1 << 60,
+        }.items():
+            assert number(page, rows, words) == expected, words
+        assert int.from_bytes(page[120:128], "little") == commit
+        assert page[128:160] == keys([commit]).array.tobytes()
+        assert page[160:176] == bytes([commit]) * 16
+        assert not any(page[28:32] + page[40:120] + page[176:])
 
 
 def test_records_in_a_page_are_as_said() -> None:

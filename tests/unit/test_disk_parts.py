@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.hostmem.slots import PrivateMemory
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile, runs
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.disk.files import runs
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import Stripes
 

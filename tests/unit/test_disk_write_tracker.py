@@ -1,4 +1,4 @@
-"""The order of events between a drive's threads and its journal, where a sync of blocks fails."""
+"""The order of events between a drive's threads and its index, where a sync of blocks fails."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import pytest
 from tests.fakes.crafted_keys import keys
 
 from kvferry.cache.slots import as_slots
+from kvferry.tiers.disk.index import DiskIndex, Shape
 from kvferry.tiers.disk.io_workers import WriteTracker
-from kvferry.tiers.disk.journal import FILE_NAMES, DiskJournal, journal_bytes
-from kvferry.tiers.disk.journal_pages import Shape
 from kvferry.tiers.disk.protocol import Count
 from kvferry.tiers.ipc.memory import StatusPage
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[DiskJournal]:
-    for name in FILE_NAMES:
-        (tmp_path / name).write_bytes(bytes(journal_bytes(Shape(16), 10)))
+def index(tmp_path: Path) -> Iterator[DiskIndex]:
+    (tmp_path / "index").write_bytes(bytes(Shape(16).file_bytes(10)))
     (tmp_path / "state").write_bytes(bytes(4096))
-    made = DiskJournal.open(tmp_path, b"s" * 16, 10, 16)
+    made = DiskIndex.open(tmp_path, b"s" * 16, 10, 16)
     yield made
     made.close()
 
@@ -32,9 +30,9 @@ def write(tracker: WriteTracker, place: int, begun: int) -> str:
     return tracker.end_write(as_slots([place]), keys([place]).array, row, 0, begun)
 
 
-def test_a_failed_sync_loses_all_that_it_may_have_dropped(journal: DiskJournal) -> None:
+def test_a_failed_sync_loses_all_that_it_may_have_dropped(index: DiskIndex) -> None:
     """What was noted before, what was noted while it ran, and what was still being written."""
-    tracker = WriteTracker(journal, StatusPage(), 0.5)
+    tracker = WriteTracker(index, StatusPage(), 0.5)
     assert write(tracker, 1, tracker.begin_write(as_slots([1]))) == ""
     mark = tracker.begin_commit()
     assert write(tracker, 2, tracker.begin_write(as_slots([2]))) == ""
@@ -42,25 +40,25 @@ def test_a_failed_sync_loses_all_that_it_may_have_dropped(journal: DiskJournal) 
     tracker.fail_commit(mark, are_lost=True)
     assert "did not keep" in write(tracker, 3, under_way)
     assert write(tracker, 4, tracker.begin_write(as_slots([4]))) == ""
-    assert np.flatnonzero(journal.present).tolist() == [4]
+    assert np.flatnonzero(index.present).tolist() == [4]
 
 
-def test_a_failed_journal_loses_nothing(journal: DiskJournal) -> None:
-    tracker = WriteTracker(journal, StatusPage(), 0.5)
+def test_a_failed_index_loses_nothing(index: DiskIndex) -> None:
+    tracker = WriteTracker(index, StatusPage(), 0.5)
     begun = tracker.begin_write(as_slots([1, 2]))
     write(tracker, 1, begun)
     mark = tracker.begin_commit()
     tracker.fail_commit(mark, are_lost=False)
     assert write(tracker, 2, begun) == ""
-    assert np.flatnonzero(journal.present).tolist() == [1, 2]
+    assert np.flatnonzero(index.present).tolist() == [1, 2]
     assert len(tracker.begin_commit().places) == 2
 
 
 def test_blocks_that_wait_for_a_commit_are_counted(
-    journal: DiskJournal,
+    index: DiskIndex,
 ) -> None:
     status = StatusPage()
-    tracker = WriteTracker(journal, status, 0.5)
+    tracker = WriteTracker(index, status, 0.5)
     seen = []
 
     def note(*places: int) -> None:

@@ -305,9 +305,9 @@ def _lose_one(path: Path) -> None:
     assert superblock is not None
     bound = DiskBound(64 << 20, num_ranks_here=2, for_others=0.5)
     with Store.open(path.parent, superblock.identity, bound) as store:
-        places = np.flatnonzero(store.journal.present)
+        places = np.flatnonzero(store.index.present)
         assert len(places) >= BLOCKS
-        store.journal.record_lost(places[:1])
+        store.index.record_lost(places[:1])
 
 
 def vanish(folder: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -38,15 +37,6 @@ _Call = Callable[[int, list[memoryview], int], int]
 def pitch_of(block_bytes: int) -> int:
     """Return the bytes from one place to the next: whole sectors, as O_DIRECT needs them."""
     return -(-block_bytes // SECTOR) * SECTOR
-
-
-def runs(*positions: Numbers) -> list[tuple[int, int]]:
-    """Return the ranges within which all of these go up by one: neighbours, for one long call."""
-    if not len(positions[0]):
-        return []
-    steps = [np.flatnonzero(np.diff(each) != 1) + 1 for each in positions]
-    edges = [0, *np.unique(np.concatenate(steps)).tolist(), len(positions[0])]
-    return list(itertools.pairwise(edges))
 
 
 class BlockFile:

@@ -101,11 +101,11 @@ class DriveServer:
             check_seconds=setup.check_seconds,
         )
         tracker = self._tracker = io_workers.WriteTracker(
-            store.journal, self._status, setup.commit_seconds, setup.generation
+            store.index, self._status, setup.commit_seconds, setup.generation
         )
         self._commits = io_workers.CommitThread(
             tracker,
-            store.journal,
+            store.index,
             file,
             health,
             self._status,
@@ -116,9 +116,9 @@ class DriveServer:
         )
         if setup.refill:
             self._day = DayBudget(store.folder / state.FILE_NAME, setup.refill)
-        count = store.journal.num_blocks if setup.before is None else 0
+        count = store.index.num_blocks if setup.before is None else 0
         if count:
-            put_blocks(self._status, count, store.journal.pieces())
+            put_blocks(self._status, count, store.index.blocks())
         self._status.put(Count.DIRECT, file.is_direct)
         memory, slots = (
             self._engine.memory,
@@ -145,10 +145,10 @@ class DriveServer:
         ready = ReadyMessage(
             StoreAt(str(store.folder), store.store_id),
             store.num_places,
-            store.journal.reset_number,
+            store.index.reset_number,
             os.stat(setup.path).st_dev,
             count,
-            "; ".join((*store.notes, str(store.journal.report))),
+            "; ".join((*store.notes, str(store.index.report))),
             self._day.spent if self._day is not None else 0,
         )
         self._channel.send(frame(FrameKind.READY, pickle.dumps(ready)))
@@ -173,7 +173,7 @@ class DriveServer:
 
     def _was_reset(self, generation: int) -> None:
         """The reset that began this generation is durable: tell the engine."""
-        number = self._store.journal.reset_number
+        number = self._store.index.reset_number
         self._channel.send(messages.pack_number(FrameKind.FORGOT, generation, number))
 
     def _note_written(self) -> None:

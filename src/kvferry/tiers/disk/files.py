@@ -10,12 +10,19 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.errors import StoreError
+
+SECTOR_BYTES = 512
+DIGEST_BYTES = 16
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -119,6 +126,15 @@ def read_whole(file: DiskFile, offset: int, count: int) -> bytes:
     while len(data) < count and (part := file.read_at(offset + len(data), count - len(data))):
         data = data + part if data else part
     return data
+
+
+def runs(*positions: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the ranges within which all of these go up by one: neighbours, for one long call."""
+    if not len(positions[0]):
+        return []
+    steps = [np.flatnonzero(np.diff(each) != 1) + 1 for each in positions]
+    edges = [0, *np.unique(np.concatenate(steps)).tolist(), len(positions[0])]
+    return list(itertools.pairwise(edges))
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@
 
     read    file ──> buffer ──check──> engine; a block whose proof fails is lost, not delivered
     write   engine ──> buffer ──prove──> file ──> write tracker: readable now
-    commit  bytes synced ──> journal synced: durable. Begins half a second after a write at most
+    commit  bytes synced ──> index synced: durable. Begins half a second after a write at most
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 from kvferry.core.keys import Keys
 from kvferry.errors import KvferryError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover, runs
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
+from kvferry.tiers.disk.files import runs
+from kvferry.tiers.disk.index import DiskIndex
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
-from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.tiers.disk.protocol import Count, Flags
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Numbers, Words
@@ -41,13 +42,13 @@ class CommitPoint:
 
 
 class WriteTracker:
-    """Owns the order of events between threads and journal. Any thread may use it."""
+    """Owns the order of events between threads and index. Any thread may use it."""
 
     def __init__(
-        self, journal: DiskJournal, status: StatusPage, commit_seconds: float, generation: int = 0
+        self, index: DiskIndex, status: StatusPage, commit_seconds: float, generation: int = 0
     ) -> None:
-        """What the journal has recovered belongs to ``generation``."""
-        self._journal = journal
+        """What the index has recovered belongs to ``generation``."""
+        self._index = index
         self._status = status
         self._commit_seconds = commit_seconds
         self._changed = threading.Condition()  # guards all below
@@ -64,15 +65,15 @@ class WriteTracker:
     def lookup(self, places: Numbers, generation: int) -> tuple[Flags, Proofs]:
         """Return which of these places hold a block, and the proofs of what they hold."""
         with self._changed:
-            here = self._journal.present[places]
+            here = self._index.present[places]
             if generation != self._generation:
                 here[:] = False
-            return here, self._journal.proofs[places]
+            return here, self._index.proofs[places]
 
     def begin_write(self, places: Numbers) -> int:
         """These places are about to be overwritten; return the token for :meth:`end_write`."""
         with self._changed:
-            self._journal.present[places] = False
+            self._index.present[places] = False
             return self._num_failed_syncs
 
     def end_write(
@@ -86,7 +87,7 @@ class WriteTracker:
                 # The kernel may have dropped their bytes with the others', and says so only once.
                 return "the drive did not keep what was written meanwhile"
             if len(places):
-                self._journal.record_written(places, Keys(keys), proofs)
+                self._index.record_written(places, Keys(keys), proofs)
                 self._written.append(places)
                 self._num_written += len(places)
                 self._note()
@@ -96,20 +97,20 @@ class WriteTracker:
         """Nothing at these places can be read any more."""
         with self._changed:
             if len(places):
-                self._journal.record_lost(places)
+                self._index.record_lost(places)
                 self._note()
 
     def lose_damaged(self, places: Numbers, proofs: Proofs) -> None:
         """As :meth:`lose`, but not where another block was written meanwhile."""
         with self._changed:
-            same = (self._journal.proofs[places] == proofs).all(axis=1)
-            self.lose(places[same & self._journal.present[places]])
+            same = (self._index.proofs[places] == proofs).all(axis=1)
+            self.lose(places[same & self._index.present[places]])
 
     def reset(self, generation: int, number: int, *, is_kept: bool) -> None:
         """Nothing of an earlier generation is here any more; to be committed at once."""
         with self._changed:
             self._generation = generation
-            self._journal.reset(number, is_kept=is_kept)
+            self._index.reset(number, is_kept=is_kept)
             self._written, self._num_written = [], 0
             self._is_urgent = True
             self._note()
@@ -147,7 +148,7 @@ class WriteTracker:
     def begin_commit(self) -> CommitPoint:
         """Return what has happened until now; :meth:`end_commit` or :meth:`fail_commit` follows."""
         with self._changed:
-            recorded, num_blocks = self._journal.num_recorded, self._num_written
+            recorded, num_blocks = self._index.num_recorded, self._num_written
             point = CommitPoint(recorded, self._generation, self._written, num_blocks, self._since)
             self._committing = point
             self._written, self._num_written = [], 0
@@ -161,7 +162,7 @@ class WriteTracker:
             if are_lost:  # and so may be those of writes that came or began meanwhile
                 self._num_failed_syncs += 1
                 for places in (*point.places, *self._written):
-                    self._journal.record_lost(places)
+                    self._index.record_lost(places)
                 self._written, self._num_written = [], 0
             else:
                 self._written[:0] = point.places
@@ -241,7 +242,7 @@ class IoWorker:
     def _leave_nothing(self, places: Numbers) -> None:
         """A write that failed leaves no block."""
         if self._way is Way.WRITE:
-            with suppress(KvferryError):  # the journal may be closed by now
+            with suppress(KvferryError):  # the index may be closed by now
                 self._context.tracker.lose(places)
 
     def _fail(self, positions: Numbers, count: Count, reason: str) -> None:
@@ -368,7 +369,7 @@ class IoWorker:
 
 
 class CommitThread:
-    """Makes blocks durable; the only thread that commits the journal. Owns the thread.
+    """Makes blocks durable; the only thread that commits the index. Owns the thread.
 
     At most a second passes from a write to the end of the commit that covers it, if the drive is
     well. It also looks at the drive every second: it is the thread that may hang doing so.
@@ -377,7 +378,7 @@ class CommitThread:
     def __init__(
         self,
         tracker: WriteTracker,
-        journal: DiskJournal,
+        index: DiskIndex,
         file: BlockFile,
         health: DriveHealth,
         status: StatusPage,
@@ -392,7 +393,7 @@ class CommitThread:
         ``note_written`` is called with each commit, to count the bytes of the day.
         """
         self._tracker = tracker
-        self._journal = journal
+        self._index = index
         self._file = file
         self._health = health
         self._status = status
@@ -406,35 +407,36 @@ class CommitThread:
         self.thread = threading.Thread(target=self._run, name="kvferry-drive-commit", daemon=True)
 
     def _run(self) -> None:
-        check_at, is_tidy = 0.0, False
+        check_at = 0.0
         while True:
             is_due = self._tracker.wait_until_due(self._check_seconds)
             self.began = time.monotonic()
             if self.began >= check_at:
                 self._health.check()
                 check_at = self.began + self._check_seconds
-            if is_due or self._journal.is_compacting or not is_tidy:
-                is_tidy = self._commit() and not is_due
+            if is_due:
+                self._commit()
             self.began = 0.0
             if self._is_closed:
                 self._commit()
                 return
 
-    def _commit(self) -> bool:
-        """Return whether all that had happened before is durable now."""
+    def _commit(self) -> None:
+        """Make durable what has happened until now."""
         start = time.monotonic()
         point = self._tracker.begin_commit()
         try:
             self._file.sync()
         except OSError as error:
-            return self._failed(point, error, are_lost=True)
+            self._failed(point, error, are_lost=True)
+            return
         try:
             # The order matters: a record must not come before its bytes, nor cover later ones.
-            self._journal.commit(point.num_recorded)
+            self._index.commit(point.num_recorded)
         except (OSError, KvferryError) as error:
-            return self._failed(point, error, are_lost=False)
-        self._health.refuse_writes("journal", "")
-        self._status.put(Count.JOURNAL_BYTES, self._journal.num_journal_bytes)
+            self._failed(point, error, are_lost=False)
+            return
+        self._health.refuse_writes("commit", "")
         if point.generation != self._generation:
             self._generation = point.generation
             self._was_reset(point.generation)
@@ -442,12 +444,10 @@ class CommitThread:
         self._tracker.end_commit()
         self._status.add(Count.COMMITS, 1)
         self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))
-        return True
 
-    def _failed(self, point: CommitPoint, error: Exception, *, are_lost: bool) -> bool:
+    def _failed(self, point: CommitPoint, error: Exception, *, are_lost: bool) -> None:
         self._tracker.fail_commit(point, are_lost=are_lost)
-        self._health.refuse_writes("journal", f"what is written cannot be made durable: {error}")
-        return False
+        self._health.refuse_writes("commit", f"what is written cannot be made durable: {error}")
 
     def close(self, timeout: float) -> bool:
         """Commit what is left; return whether that was done in time."""

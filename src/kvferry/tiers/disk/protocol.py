@@ -131,8 +131,7 @@ class Count(IntEnum):
     COMMIT_MICROSECONDS = 12
     PENDING = 13  # blocks written and not yet durable
     PENDING_SINCE = 14  # microseconds of the monotonic clock; 0: none
-    JOURNAL_BYTES = 15
-    DIRECT = 16  # 1: past the page cache
+    DIRECT = 15  # 1: past the page cache
 
 
 FAILURES = {
@@ -163,7 +162,6 @@ class DiskFigures:
     commit_seconds: float = 0.0
     pending: int = 0
     durable_lag: float = 0.0
-    journal_bytes: int = 0
     direct: bool = False
     restarts: int = 0
     drives_away: int = 0
@@ -183,7 +181,6 @@ def figures_of(status: StatusPage) -> DiskFigures:
         commit_seconds=get(Count.COMMIT_MICROSECONDS) * _MICRO,
         pending=get(Count.PENDING),
         durable_lag=max(0.0, time.monotonic() - since * _MICRO) if since else 0.0,
-        journal_bytes=get(Count.JOURNAL_BYTES),
         direct=bool(get(Count.DIRECT)),
     )
 
@@ -211,21 +208,19 @@ def add_up(parts: list[DiskFigures]) -> DiskFigures:
 
 
 def put_blocks(
-    status: StatusPage, count: int, pieces: Iterable[tuple[Keys, SlotArray, object]]
+    status: StatusPage, count: int, blocks: Iterable[tuple[Keys, SlotArray, SlotArray]]
 ) -> None:
-    """Lay down the ``count`` blocks that a drive recovered: all places, then all keys."""
-    status.reserve(count * (8 + KEY_BYTES))
-    done = 0
-    for keys, places, _ in pieces:
-        status.write_at(done * 8, places)
-        status.write_at(count * 8 + done * KEY_BYTES, keys.array)
-        done += len(places)
+    """Lay down the ``count`` blocks that a drive recovered, in the order of their ranks."""
+    places, keys = take_blocks(status, count)
+    for some, here, ranks in blocks:
+        places[ranks] = here
+        keys[ranks] = some.array
 
 
 def take_blocks(status: StatusPage, count: int) -> tuple[Numbers, Words]:
     """Return places and keys of the recovered blocks; both are the shared memory itself."""
     if not count:
         return np.empty(0, dtype=np.int64), np.empty((0, KEY_WORDS), dtype=np.uint64)
-    data = status.read_from(count * (8 + KEY_BYTES))
+    data = status.array_memory(count * (8 + KEY_BYTES))
     keys = np.frombuffer(data, np.uint64, KEY_WORDS * count, count * 8)
     return np.frombuffer(data, np.int64, count), keys.reshape(count, KEY_WORDS)

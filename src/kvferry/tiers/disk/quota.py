@@ -32,8 +32,8 @@ from kvferry.core.quantities import format_size
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.disk.block_file import Digests, Seals, pitch_of
 from kvferry.tiers.disk.files import discard, open_file, open_folder, require_plain, sync_folder
-from kvferry.tiers.disk.journal import journal_bytes
-from kvferry.tiers.disk.journal_pages import MAX_PLACES, Shape
+from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
+from kvferry.tiers.disk.index import MAX_PLACES, Shape
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import (
     FOLDER,
@@ -51,7 +51,7 @@ RECENT_SECONDS = 7 * 86400.0
 
 _REMOVED = ".kvferry-removed-"
 _NAMES = re.compile(FOLDER.pattern + r"(?:\.aside-[0-9]+)?")
-_TIMED = (LOCK_NAME, "journal-0", "journal-1")
+_TIMED = (LOCK_NAME, INDEX_NAME)
 _LOCK_BYTES = 1024
 _MAX_COMMAND = 200
 _TRIES, _PAUSE_SECONDS = 6, 0.02
@@ -364,8 +364,8 @@ def identity_of(setup: DriveSetup) -> StoreIdentity:
 
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
     """Return what a store of so many places takes, everything counted."""
-    journals = 2 * journal_bytes(Shape(identity.proof_bytes), num_places)
-    return num_places * identity.pitch + journals + _SMALL_FILES
+    index = Shape(identity.proof_bytes).file_bytes(num_places)
+    return num_places * identity.pitch + index + _SMALL_FILES
 
 
 def most_places(num_bytes: int, identity: StoreIdentity) -> int:

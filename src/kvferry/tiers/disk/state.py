@@ -2,7 +2,7 @@
 
 The file has its bytes from the day the store is made, so it can be written on a full drive. The
 reset number separates blocks stored before a reset of the cache from those stored after it: a page
-of the journal says under which number its blocks were stored, and only those of the present number
+of the index says under which number its blocks were stored, and only those of the present number
 count. So a reset is one sector, written and synced::
 
     pages of 5 │ the number becomes 8, synced: promised │ pages of 5 do not count │ pages of 8 do
@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import StoreError
-from kvferry.tiers.disk.files import DiskFile, read_whole, write_whole
-from kvferry.tiers.disk.journal_pages import SECTOR_BYTES
+from kvferry.tiers.disk.files import DIGEST_BYTES, SECTOR_BYTES, DiskFile, read_whole, write_whole
 from kvferry.tiers.disk.protocol import StoreAt
 from kvferry.tiers.disk.superblock import read_superblock
 from kvferry.tiers.ipc.process import run_module
@@ -38,20 +37,19 @@ NOT_KEPT = (1 << 64) - 1
 """A page with this number never counts for another process: its blocks end with their engine."""
 
 _BUDGET_AT = 2 * SECTOR_BYTES
-_DIGEST_BYTES = 16
 MODULE = "kvferry.tiers.disk.state"
 _RESET, _FIND = "reset", "find"
 
 
 def _pack(numbers: Sequence[int], person: bytes) -> bytes:
     data = b"".join(number.to_bytes(8, "little") for number in numbers)
-    digest = blake2b(data, digest_size=_DIGEST_BYTES, person=person).digest()
+    digest = blake2b(data, digest_size=DIGEST_BYTES, person=person).digest()
     return (digest + data).ljust(SECTOR_BYTES, b"\0")
 
 
 def _unpack(sector: bytes, count: int, person: bytes) -> tuple[int, ...] | None:
     """The numbers in a sector; None if it is damaged, or was never written."""
-    ends = range(_DIGEST_BYTES, _DIGEST_BYTES + 8 * count, 8)
+    ends = range(DIGEST_BYTES, DIGEST_BYTES + 8 * count, 8)
     numbers = tuple([int.from_bytes(sector[at : at + 8], "little") for at in ends])
     return numbers if sector == _pack(numbers, person) else None
 

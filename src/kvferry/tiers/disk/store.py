@@ -2,7 +2,7 @@
 
 ::
 
-    Store.open      locked, brought to its size, its journal recovered: for one drive process
+    Store.open      locked, brought to its size, its index recovered: for one drive process
     list_stores     whose, how large, how full, last used, open in which process
     verify_store    every block read and compared with its proof, with the store locked
     purge_store     removed, as far as a file system can promise it
@@ -25,19 +25,17 @@ from kvferry.core.lifecycle import Closing
 from kvferry.errors import StoreError
 from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
-from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover, runs
-from kvferry.tiers.disk.files import DiskFile, allocate, open_file, sync_folder, write_whole
-from kvferry.tiers.disk.journal import (
-    FILE_NAMES,
-    DiskJournal,
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover
+from kvferry.tiers.disk.files import DiskFile, allocate, open_file, runs, sync_folder, write_whole
+from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
+from kvferry.tiers.disk.index import (
+    DiskIndex,
+    Flags,
+    PageTable,
     Proofs,
     RecoveryReport,
-    journal_bytes,
-    newest_header,
-    read_live,
-    recover,
+    Shape,
 )
-from kvferry.tiers.disk.journal_pages import Flags, Shape
 from kvferry.tiers.disk.protocol import StoreBefore
 from kvferry.tiers.disk.quota import DiskBound, StoreFolder, StoreLock
 from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
@@ -49,22 +47,21 @@ KeyCheck = Callable[[bytes], bytes]
 """From a store's id to what the key in use gives for it, which reveals nothing of the key."""
 
 _CHECKED_AT_ONCE = 1024
-_READ_TRIES = 3
 _BUFFER_BYTES = 32 << 20
 
 
 class Store(Closing):
-    """One rank's blocks on one drive. Owns the lock, the size and the journal of the store.
+    """One rank's blocks on one drive. Owns the lock, the size and the index of the store.
 
     Leaves the bytes of blocks, in ``blocks_path``, to others: place ``p`` is the ``pitch`` bytes
     from ``p * pitch`` on. ``notes`` tells people what opening it did.
     """
 
-    def __init__(self, lock: StoreLock, superblock: Superblock, journal: DiskJournal) -> None:
+    def __init__(self, lock: StoreLock, superblock: Superblock, index: DiskIndex) -> None:
         self.folder = lock.folder
         self.blocks_path = lock.folder / quota.BLOCKS_NAME
         self.superblock = superblock
-        self.journal = journal
+        self.index = index
         self.num_places = superblock.num_places
         self.store_id = superblock.store_id
         """Drawn when the store was made: no two stores have the same."""
@@ -99,15 +96,15 @@ class Store(Closing):
                     )
                     undo.callback(lock.release)
                     size = _Sizing(lock.folder, _require_unchanged(lock.folder, superblock, before))
-                    journal = size.open_journal(before.reset_number, is_kept=before.is_kept)
+                    index = size.open_index(before.reset_number, is_kept=before.is_kept)
                 else:
-                    lock, size, journal, notes = cls._claim_share(
+                    lock, size, index, notes = cls._claim_share(
                         root, identity, bound, key_check, before, on_behalf_of, undo
                     )
                 undo.pop_all()
-            store = cls(lock, size.superblock, journal)
+            store = cls(lock, size.superblock, index)
             store.notes += notes
-            log.info("%s: %d places; %s", lock.folder, store.num_places, journal.report)
+            log.info("%s: %d places; %s", lock.folder, store.num_places, index.report)
             return store
         except OSError as error:
             raise StoreError(
@@ -124,7 +121,7 @@ class Store(Closing):
         before: StoreBefore | None,
         on_behalf_of: int | None,
         undo: ExitStack,
-    ) -> tuple[StoreLock, _Sizing, DiskJournal, list[str]]:
+    ) -> tuple[StoreLock, _Sizing, DiskIndex, list[str]]:
         """Lock the store and bring it to its size; one that is not there is made."""
         if before is None:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,15 +146,15 @@ class Store(Closing):
             else:
                 size = _Sizing(lock.folder, superblock).grown_to(num_places)
             # While it shrinks others would count its old size; else they need not wait for this.
-            journal = size.shorten() if size.is_smaller else None
-        if journal is None:
-            journal = size.open_journal()
-        return lock, size, journal, [*notes, *size.notes, *share.notes]
+            index = size.shorten() if size.is_smaller else None
+        if index is None:
+            index = size.open_index()
+        return lock, size, index, [*notes, *size.notes, *share.notes]
 
     def close(self) -> None:
-        """Commit, then let the store go. Safe to call twice. JournalError if the commit failed."""
+        """Commit, then let the store go. Safe to call twice. StoreError if the commit failed."""
         try:
-            self.journal.close()
+            self.index.close()
         finally:
             self._lock.release()
 
@@ -238,8 +235,8 @@ class _Sizing:
 
     ::
 
-        grow      files longer │ superblock │ journal may name the new places
-        shrink    journal no longer names the last places, synced │ superblock │ files shorter
+        grow      files longer │ superblock │ index may name the new places
+        shrink    index no longer names the last places, synced │ superblock │ files shorter
     """
 
     def __init__(self, folder: Path, superblock: Superblock) -> None:
@@ -247,9 +244,10 @@ class _Sizing:
         self.notes: list[str] = []
         self._folder = folder
         identity, num_places = superblock.identity, superblock.num_places
-        length = journal_bytes(Shape(identity.proof_bytes), num_places)
-        self._lengths = dict.fromkeys(FILE_NAMES, length)
-        self._lengths[quota.BLOCKS_NAME] = num_places * identity.pitch
+        self._lengths = {
+            INDEX_NAME: Shape(identity.proof_bytes).file_bytes(num_places),
+            quota.BLOCKS_NAME: num_places * identity.pitch,
+        }
 
     @property
     def is_smaller(self) -> bool:
@@ -293,25 +291,25 @@ class _Sizing:
                 f"{self._folder}: the file system cannot reserve space; files grow as they fill"
             )
 
-    def open_journal(self, reset_number: int | None = None, *, is_kept: bool = True) -> DiskJournal:
-        """Open the journal for the new number of places."""
+    def open_index(self, reset_number: int | None = None, *, is_kept: bool = True) -> DiskIndex:
+        """Open the index for the new number of places."""
         mine, proof_bytes = self.superblock, self.superblock.identity.proof_bytes
-        return DiskJournal.open(
+        return DiskIndex.open(
             self._folder, mine.store_id, mine.num_places, proof_bytes, reset_number, is_kept
         )
 
-    def shorten(self) -> DiskJournal:
-        """Cut files that are too long, once the journal no longer names what is cut."""
-        journal = self.open_journal()
+    def shorten(self) -> DiskIndex:
+        """Cut files that are too long, once the index no longer names what is cut."""
+        index = self.open_index()
         try:
             self.superblock.write(self._folder)
             for name, length in self._lengths.items():
                 if self._length(name) > length:
                     allocate(self._folder / name, length)
         except BaseException:
-            journal.close()
+            index.close()
             raise
-        return journal
+        return index
 
     def _length(self, name: str) -> int:
         try:
@@ -350,15 +348,13 @@ class StoreSummary:
 
 @dataclass(frozen=True, eq=False)
 class StoreContent:
-    """What a store's journal says, read without changing anything."""
+    """What a store's index says, read without changing anything."""
 
     superblock: Superblock
     blocks_path: Path
     report: RecoveryReport
-    pieces: Callable[[], Iterator[tuple[Keys, SlotArray, Proofs]]]
-    """Yields keys, places and proofs of all blocks, in the order written; can be called again."""
-    is_current: Callable[[], bool]
-    """Whether this is still the store's journal: a server may have replaced it meanwhile."""
+    pieces: Iterator[tuple[Keys, SlotArray, Proofs]]
+    """Keys, places and proofs of all blocks, by ascending place."""
 
 
 @dataclass
@@ -372,7 +368,7 @@ class VerifyReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every block and every page of the journal is as it was written."""
+        """Whether every block and every page of the index is as it was written."""
         return not self.bad_places and not self.recovery.bad_pages
 
 
@@ -387,11 +383,8 @@ def list_stores(root: Path) -> list[StoreSummary]:
 def _count_blocks(folder: StoreFolder) -> int | None:
     if folder.superblock is None or folder.trouble:
         return None
-    for _ in range(_READ_TRIES):
-        with suppress(OSError, StoreError), _content(folder.path) as content:
-            # Of a journal that its server replaced while we read it we saw the half of two.
-            if content.is_current():
-                return content.report.num_blocks
+    with suppress(OSError, StoreError), _content(folder.path) as content:
+        return content.report.num_blocks
     return None
 
 
@@ -420,7 +413,7 @@ def verify_store(
     with reading(path) as content, contextlib.closing(BlockChecker(content, key)) as checker:
         total = content.report.num_blocks
         report = VerifyReport(total, 0, [], content.report)
-        for keys, places, proofs in content.pieces():
+        for keys, places, proofs in content.pieces:
             for start in range(0, len(places), _CHECKED_AT_ONCE):
                 part = slice(start, start + _CHECKED_AT_ONCE)
                 right = checker.check(places[part], keys[part], proofs[part])
@@ -460,43 +453,21 @@ def _content(path: Path) -> Iterator[StoreContent]:
     superblock = sb.read_superblock(path)
     if superblock is None:
         raise StoreError(f"{path} was never finished, and holds nothing")
-    shape, store_id = Shape(superblock.identity.proof_bytes), superblock.store_id
-    blocks_path = path / quota.BLOCKS_NAME
     with ExitStack() as undo:
-        files = []
-        for name in FILE_NAMES:
-            files.append(DiskFile(path / name, writable=False))
-            undo.callback(files[-1].close)
-        try:
-            with contextlib.closing(DiskFile(path / state.FILE_NAME, writable=False)) as numbers:
-                reset = state.read_reset(numbers)
-        except FileNotFoundError:
-            reset = None
-        newest = newest_header(files, shape, store_id)
-        if newest is None or reset is None:
-            words = "no journal could be read" if newest is None else "its reset number is damaged"
-            yield StoreContent(
-                superblock,
-                blocks_path,
-                RecoveryReport(words=words),
-                lambda: iter(()),
-                lambda: newest_header(files, shape, store_id) is None,
-            )
-            return
-        file, header = newest
-        found = recover(file, header, shape, superblock.num_places, reset)
-
-        def is_current() -> bool:
-            now = newest_header(files, shape, store_id)
-            return now is not None and now[1].seal == header.seal
-
-        yield StoreContent(
-            superblock,
-            blocks_path,
-            found.report,
-            lambda: read_live(file, shape, found.entries, found.end),
-            is_current,
+        index, numbers = (
+            undo.enter_context(contextlib.closing(DiskFile(path / name, writable=False)))
+            for name in (INDEX_NAME, state.FILE_NAME)
         )
+        reset = state.read_reset(numbers)
+        shape = Shape(superblock.identity.proof_bytes)
+        table = PageTable(index, superblock.store_id, superblock.num_places, shape)
+        # Under a number that is not known nothing counts.
+        counts = state.NOT_KEPT - 1 if reset is None else reset
+        report = table.recover(counts).report
+        if reset is None:
+            report.words = "its reset number is damaged: everything is left out"
+        blocks_path = path / quota.BLOCKS_NAME
+        yield StoreContent(superblock, blocks_path, report, table.pieces(counts))
 
 
 class BlockChecker:

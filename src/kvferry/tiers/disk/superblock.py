@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InputError, StoreError
-from kvferry.tiers.disk.files import DiskFile, open_file, read_whole, sync_folder, write_whole
-from kvferry.tiers.disk.journal_pages import DIGEST_BYTES, MAX_PROOF_BYTES, SECTOR_BYTES
+from kvferry.tiers.disk.files import (
+    DIGEST_BYTES,
+    SECTOR_BYTES,
+    DiskFile,
+    open_file,
+    read_whole,
+    sync_folder,
+    write_whole,
+)
 
 NAMESPACE_BYTES = 32
 MAX_LABEL_BYTES = 256
@@ -29,7 +36,7 @@ FOLDER = re.compile(r"kvferry-[0-9a-f]{16}-r[0-9]+of[0-9]+-d[0-9]+of[0-9]+")
 
 FILE_NAME = "superblock"
 FILE_BYTES = 4096
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAGIC = b"KVFERRY\0"
 STORE_ID_BYTES = 16
 CHECK_BYTES = 16
@@ -76,8 +83,6 @@ class StoreIdentity:
                 f"blocks of {self.block_bytes} bytes cannot lie {self.pitch} bytes apart: a place "
                 "is a multiple of 4096 bytes and holds a block"
             )
-        if not 0 < self.proof_bytes <= MAX_PROOF_BYTES:
-            raise InputError(f"a proof of {self.proof_bytes} bytes: 1 to {MAX_PROOF_BYTES} fit")
         for what, number, of in (
             ("rank", self.rank, self.num_ranks),
             ("directory", self.stripe, self.num_stripes),

@@ -377,7 +377,7 @@ class DriveClient:
         """The process is gone: so are its orders."""
         with self._changed:
             # What it counted stays counted; what waited there, and since when, went with it.
-            last = replace(figures_of(child.status), pending=0, durable_lag=0.0, journal_bytes=0)
+            last = replace(figures_of(child.status), pending=0, durable_lag=0.0)
             self._past = [add_up([*self._past, last])]
             self._child = None
             if self.ready is None:

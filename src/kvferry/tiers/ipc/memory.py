@@ -13,12 +13,10 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import TransferError
 from kvferry.tiers.ipc.messages import Numbers
 
 _IOV_MAX, _IOV_BYTES = 1024, 16
@@ -162,25 +160,13 @@ class StatusPage:
         """Whether any thread of the child writes into the engine's memory."""
         return bool(self._words[_COPYING : _COPYING + MAX_THREADS].any())
 
-    def reserve(self, num_bytes: int) -> None:
-        """Make room for ``num_bytes`` of arrays behind the page."""
-        os.ftruncate(self.fd, PAGE_BYTES + num_bytes)
+    def array_memory(self, num_bytes: int) -> memoryview:
+        """Return the memory behind the page: the child lays arrays down there, the engine reads.
 
-    def write_at(self, offset: int, array: npt.NDArray[Any]) -> None:
-        """Write an array behind the page, ``offset`` bytes from its end."""
-        data = np.ascontiguousarray(array).ravel().view(np.uint8).data
-        at = PAGE_BYTES + offset
-        while len(data):
-            done = os.pwrite(self.fd, data, at)
-            data, at = data[done:], at + done
-
-    def read_from(self, num_bytes: int) -> memoryview:
-        """Return the bytes behind the page: the shared memory itself, freed with the last view.
-
-        Raises TransferError if the child wrote fewer.
+        It is freed with the last view.
         """
         if os.fstat(self.fd).st_size < PAGE_BYTES + num_bytes:
-            raise TransferError("a child process announced more than it wrote")
+            os.ftruncate(self.fd, PAGE_BYTES + num_bytes)
         return memoryview(mmap.mmap(self.fd, PAGE_BYTES + num_bytes))[PAGE_BYTES:]
 
     def close(self) -> None:

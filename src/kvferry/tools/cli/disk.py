@@ -33,7 +33,7 @@ ROOTS = click.argument(
 def disk() -> None:
     """List, verify and remove the stores on disk.
 
-    A store is a directory with the blocks of one model, written by one rank, and their journal.
+    A store is a directory with the blocks of one model, written by one rank, and their index.
     PATH is a store or a directory of stores. Without PATH it is the setting disk (KVFERRY_DISK, or
     the file of KVFERRY_CONFIG).
     """
@@ -261,6 +261,6 @@ def _put_verified(row: dict[str, Any]) -> None:
         some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + " ..." * (len(bad) > _MOST_BAD_SHOWN)
         click.echo(
             f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are damaged (places "
-            f"{some or 'none'}); journal: {row['journal']}. They are never served. Check the drive",
+            f"{some or 'none'}); index: {row['journal']}. They are never served. Check the drive",
             err=True,
         )

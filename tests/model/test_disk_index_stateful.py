@@ -1,4 +1,4 @@
-"""A journal against its model: any order of notes, commits, faults, crashes and openings."""
+"""An index against its model: any order of notes, commits, faults, crashes and openings."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import errno
 import random
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import SimDisk, images
-from tests.model.journal_oracle import Event, Forgot, History, Lost, Wrote, content_of
+from tests.model.index_oracle import Event, Forgot, History, Lost, Wrote, content_of
 
 from kvferry.cache.slots import as_slots
-from kvferry.errors import JournalError
-from kvferry.tiers.disk import journal as module
-from kvferry.tiers.disk.journal import journal_bytes
-from kvferry.tiers.disk.journal_pages import Shape
+from kvferry.errors import StoreError
+from kvferry.tiers.disk.index import Shape
 
 STORE_ID = b"s" * 16
 PROOF_BYTES = 8
@@ -27,14 +24,8 @@ PLACES = st.lists(st.integers(0, MOST_PLACES - 1), min_size=1, max_size=30, uniq
 SHAPES = st.sampled_from([Shape(PROOF_BYTES, 512), Shape(PROOF_BYTES, 1024), Shape(PROOF_BYTES)])
 
 
-@pytest.fixture(autouse=True)
-def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MIN_SLACK_PAGES", 5)
-    monkeypatch.setattr(module, "COPY_PAGES", 2)
-
-
-class LedgerLife(RuleBasedStateMachine):
-    """One disk, and one journal after the other on it."""
+class IndexLife(RuleBasedStateMachine):
+    """One disk, and one index after the other on it."""
 
     @initialize(shape=SHAPES, seed=st.integers(0, 1 << 30))
     def begin(self, shape: Shape, seed: int) -> None:
@@ -44,8 +35,8 @@ class LedgerLife(RuleBasedStateMachine):
         self.serial = 0
         self.history = History()
         self.now: dict[int, bytes] = {}
-        self.disk = SimDisk.blank(journal_bytes(shape, MOST_PLACES))
-        self.journal = self.disk.journal(STORE_ID, self.num_places, shape)
+        self.disk = SimDisk.blank(shape.file_bytes(MOST_PLACES))
+        self.index = self.disk.index(STORE_ID, self.num_places, shape)
 
     # -- notes ----------------------------------------------------------------------------------
 
@@ -61,20 +52,20 @@ class LedgerLife(RuleBasedStateMachine):
             self.now[place] = rows[-1]
         proofs = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(-1, PROOF_BYTES)
         some = keys(range(first_key, first_key + len(places)))
-        self.journal.record_written(as_slots(places), some, proofs)
+        self.index.record_written(as_slots(places), some, proofs)
 
     @rule(places=PLACES)
     def lose(self, places: list[int]) -> None:
         places = [place for place in places if place < self.num_places]
         self.history.events += [Lost(place) for place in places]
-        self.journal.record_lost(as_slots(places))
+        self.index.record_lost(as_slots(places))
         for place in places:
             self.now.pop(place, None)
 
     @rule()
     def forget(self) -> None:
         self.history.events.append(Forgot())
-        self.journal.reset(self.journal.reset_number + 1)
+        self.index.reset(self.index.reset_number + 1)
         self.now.clear()
 
     # -- commits --------------------------------------------------------------------------------
@@ -82,14 +73,14 @@ class LedgerLife(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         noted = len(self.history.events)
-        self.journal.commit()
+        self.index.commit()
         self.history.promised = noted
 
     @rule(places=PLACES, first_key=st.integers(0, 60))
     def commit_what_came_before(self, places: list[int], first_key: int) -> None:
-        noted, turn = len(self.history.events), self.journal.num_recorded
+        noted, turn = len(self.history.events), self.index.num_recorded
         self.write(places, first_key)
-        self.journal.commit(turn)
+        self.index.commit(turn)
         self.history.promised = noted
 
     @rule(
@@ -105,8 +96,8 @@ class LedgerLife(RuleBasedStateMachine):
         noted = len(self.history.events)
         for _ in range(2):
             try:
-                self.journal.commit()
-            except JournalError:
+                self.index.commit()
+            except StoreError:
                 assert kind != "short"
             else:
                 self.history.promised = noted
@@ -129,7 +120,7 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(num_places=st.integers(1, MOST_PLACES))
     def close(self, num_places: int) -> None:
         """And open it with another size."""
-        self.journal.close()
+        self.index.close()
         self.history.promised = len(self.history.events)
         self.num_places = num_places
         self.open_again(before=True)
@@ -142,9 +133,12 @@ class LedgerLife(RuleBasedStateMachine):
 
     def open_again(self, *, before: bool = False) -> None:
         noted, promised = self.history.moment()
-        self.journal = self.disk.journal(STORE_ID, self.num_places, self.shape)
-        content = content_of(self.journal)
-        if before:  # blocks beyond the new size are left out
+        self.index = self.disk.index(STORE_ID, self.num_places, self.shape)
+        content = content_of(self.index)
+        if before:  # blocks beyond the new size are left out, and the file is cut
+            file, length = self.disk.files[0], self.shape.file_bytes(self.num_places)
+            file.medium = file.medium[:length].ljust(len(file.medium), b"\0")
+            file.cache[length:] = bytes(len(file.cache) - length)
             beyond = [Lost(place) for place in range(self.num_places, MOST_PLACES)]
             self.history.events += beyond
             noted, promised = self.history.moment()
@@ -156,9 +150,9 @@ class LedgerLife(RuleBasedStateMachine):
 
     @invariant()
     def memory_agrees(self) -> None:
-        assert set(self.now) == set(self.journal.present.nonzero()[0].tolist())
+        assert set(self.now) == set(self.index.present.nonzero()[0].tolist())
         for place, proof in self.now.items():
-            assert self.journal.proofs[place].tobytes() == proof
+            assert self.index.proofs[place].tobytes() == proof
 
 
 class Failing:
@@ -179,4 +173,4 @@ class Failing:
         return None
 
 
-TestLedgerLife = pytest.mark.usefixtures("little_room")(LedgerLife.TestCase)
+TestIndexLife = IndexLife.TestCase

@@ -1,0 +1,479 @@
+"""Which block lies at which place, on the medium: a table of pages, each of which is there twice.
+
+::
+
+    file     page 0, one copy | page 0, other copy | page 1, one copy | page 1, other copy | ...
+    page     digest | commit | number | reset number | record | record | ...
+    record   turn | key | proof                            the place follows from the position
+
+A commit writes each page that has changed over the older of its two copies, then syncs. Of the
+whole copies of a page the one with the greater commit number counts, so a commit that was cut short
+costs nothing that was there before. The next commit begins only after this one is on the medium.
+
+A page counts only if its reset number is the present one. So after a reset all older pages are as
+if empty, and stay where they are until they are written again.
+
+The table need not be right about what lies at a place: a block that does not match its proof is a
+miss. So damage to the newer copy of a page brings back older words, and never wrong bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from secrets import randbits
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.errors import StoreError
+from kvferry.tiers.disk.files import DIGEST_BYTES, DiskFile, read_whole, runs, write_whole
+from kvferry.tiers.disk.state import FILE_NAME as STATE_NAME
+from kvferry.tiers.disk.state import NOT_KEPT, raise_reset, read_reset, write_reset
+from kvferry.types import SlotArray
+
+Flags = npt.NDArray[np.bool_]
+Pages = npt.NDArray[Any]
+Proofs = npt.NDArray[np.uint8]
+Records = npt.NDArray[Any]
+
+FILE_NAME = "index"
+MAX_PLACES = 1 << 31
+_HEAD_BYTES = 64
+_CHUNK_PAGES = 512
+"""Read, checked or written together: 4 MiB with both copies."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a store's records and pages, which follow from the size of its proofs."""
+
+    proof_bytes: int
+    page_bytes: int = 4096
+
+    @cached_property
+    def record(self) -> np.dtype[Any]:
+        return np.dtype(
+            [("turn", "<u8"), ("key", "<u8", (KEY_WORDS,)), ("proof", "u1", (self.proof_bytes,))]
+        )
+
+    @cached_property
+    def per_page(self) -> int:
+        """How many places a page speaks of."""
+        return (self.page_bytes - _HEAD_BYTES) // self.record.itemsize
+
+    @cached_property
+    def page(self) -> np.dtype[Any]:
+        fields: dict[str, tuple[Any, int]] = {
+            "digest": (f"V{DIGEST_BYTES}", 0),
+            "commit": ("<u8", 16),
+            "number": ("<u4", 24),
+            "reset": ("<u8", 32),
+            "records": ((self.record, (self.per_page,)), _HEAD_BYTES),
+        }
+        return np.dtype(
+            {
+                "names": list(fields),
+                "formats": [each[0] for each in fields.values()],
+                "offsets": [each[1] for each in fields.values()],
+                "itemsize": self.page_bytes,
+            }
+        )
+
+    def pages_for(self, num_places: int) -> int:
+        return -(-num_places // self.per_page)
+
+    def file_bytes(self, num_places: int) -> int:
+        """How long the file of a store with so many places must be."""
+        return 2 * self.page_bytes * self.pages_for(num_places)
+
+
+def copies_of(pages: Pages, which: SlotArray) -> Pages:
+    """Return this copy of each page, with the bytes between its fields."""
+    raw = pages.view(np.uint8).reshape(len(pages), 2, -1)
+    return raw[np.arange(len(pages)), which].view(pages.dtype)[:, 0]
+
+
+@dataclass
+class RecoveryReport:
+    """What was found, and what was left out."""
+
+    words: str = ""
+    """How it was found, where that needs saying."""
+    num_blocks: int = 0
+    num_pages: int = 0
+    torn_pages: int = 0
+    """One copy is not whole, after a crash or by damage: the other one counts."""
+    bad_pages: int = 0
+    """No copy is whole, though something was written."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_blocks} blocks from {self.num_pages} pages in {self.seconds:.2f} s"]
+        if self.torn_pages:
+            parts.append(f"one copy of {self.torn_pages} pages was not whole")
+        if self.bad_pages:
+            parts.append(f"{self.bad_pages} pages had gone bad, their blocks were left out")
+        return "; ".join([*parts, self.words] if self.words else parts)
+
+
+@dataclass(eq=False)
+class Recovered:
+    """What the pages say. ``turns`` has the order of the writes, 0 where there is no block."""
+
+    present: Flags
+    proofs: Proofs
+    turns: npt.NDArray[np.uint64]
+    commits: npt.NDArray[np.uint64]
+    """Of each page, the commit that wrote it; 0 for a page that was never written."""
+    beyond: SlotArray
+    """Places behind the last one of which the last page still speaks: the store has shrunk."""
+    report: RecoveryReport
+
+
+class PageTable:
+    """The pages of one file. Owns the file; knows no order of events."""
+
+    def __init__(self, file: DiskFile, store_id: bytes, num_places: int, shape: Shape) -> None:
+        self.file = file
+        self.shape = shape
+        self.num_places = num_places
+        self._digest = blake2b(digest_size=DIGEST_BYTES, key=store_id, person=b"kvferry.page")
+
+    def read(self, numbers: SlotArray) -> tuple[Pages, npt.NDArray[np.uint64]]:
+        """Return both copies of these ascending pages, and their commits: 0 if not whole.
+
+        What the medium does not give is zero, and so is not whole.
+        """
+        size = self.shape.page_bytes
+        raw = bytearray(2 * size * len(numbers))
+        for first, last in runs(numbers):
+            at = 2 * size * first
+            self._fill(2 * size * int(numbers[first]), memoryview(raw)[at : 2 * size * last])
+        pages = np.frombuffer(raw, dtype=self.shape.page).reshape(len(numbers), 2)
+        commits = np.where(pages["number"] == numbers[:, None], pages["commit"], 0)
+        for at in np.flatnonzero(commits).tolist():
+            page = memoryview(raw)[at * size : (at + 1) * size]
+            if self._seal(page) != page[:DIGEST_BYTES]:
+                commits.ravel()[at] = 0
+        return pages, commits
+
+    def _fill(self, offset: int, out: memoryview) -> None:
+        size = self.shape.page_bytes
+        try:
+            data = read_whole(self.file, offset, len(out))
+            out[: len(data)] = data
+        except OSError:
+            for at in range(0, len(out), size) if len(out) > size else ():
+                self._fill(offset + at, out[at : at + size])
+
+    def write(self, numbers: SlotArray, copies: SlotArray, pages: Pages) -> None:
+        """Seal and write one copy of each of these pages; not on the medium before a sync."""
+        size = self.shape.page_bytes
+        raw = bytearray(pages.tobytes())
+        for at, (number, copy) in enumerate(zip(numbers.tolist(), copies.tolist(), strict=True)):
+            page = memoryview(raw)[at * size : (at + 1) * size]
+            page[:DIGEST_BYTES] = self._seal(page)
+            write_whole(self.file, (2 * number + copy) * size, page)
+
+    def _seal(self, page: memoryview) -> bytes:
+        digest = self._digest.copy()
+        digest.update(page[DIGEST_BYTES:])
+        return digest.digest()
+
+    def _scan(self) -> Iterator[tuple[SlotArray, Pages, npt.NDArray[np.uint64]]]:
+        """Yield all pages, as :meth:`read` does, in pieces."""
+        num_pages = self.shape.pages_for(self.num_places)
+        for first in range(0, num_pages, _CHUNK_PAGES):
+            numbers = np.arange(first, min(first + _CHUNK_PAGES, num_pages))
+            yield numbers, *self.read(numbers)
+
+    def _blocks(
+        self, numbers: SlotArray, pages: Pages, commits: npt.NDArray[np.uint64], reset: int
+    ) -> tuple[SlotArray, Records]:
+        """Places and records of those pages that count."""
+        newest = pages[np.arange(len(pages)), commits.argmax(axis=1)]
+        counts = commits.any(axis=1) & (newest["reset"] == reset)
+        row, column = np.nonzero(counts[:, None] & (newest["records"]["turn"] > 0))
+        return numbers[row] * self.shape.per_page + column, newest["records"][row, column]
+
+    def recover(self, reset: int) -> Recovered:
+        """Read what counts under this reset number. Changes nothing."""
+        began, shape = time.monotonic(), self.shape
+        num_pages = shape.pages_for(self.num_places)
+        size = num_pages * shape.per_page
+        turns = np.zeros(size, dtype=np.uint64)
+        proofs: Proofs = np.zeros((size, shape.proof_bytes), dtype=np.uint8)
+        newest = np.zeros(num_pages, dtype=np.uint64)
+        report = RecoveryReport()
+        for numbers, pages, commits in self._scan():
+            places, records = self._blocks(numbers, pages, commits, reset)
+            turns[places], proofs[places] = records["turn"], records["proof"]
+            newest[numbers] = commits.max(axis=1)
+            written = pages.view(np.uint8).reshape(len(pages), 2, -1).any(axis=2)
+            is_whole, is_torn = commits.any(axis=1), (written & (commits == 0)).any(axis=1)
+            report.torn_pages += int(np.count_nonzero(is_torn & is_whole))
+            report.bad_pages += int(np.count_nonzero(is_torn & ~is_whole))
+        beyond = np.flatnonzero(turns[self.num_places :]) + self.num_places
+        turns, proofs = turns[: self.num_places], proofs[: self.num_places]
+        report.num_pages = int(np.count_nonzero(newest))
+        report.num_blocks = int(np.count_nonzero(turns))
+        report.seconds = time.monotonic() - began
+        return Recovered(turns > 0, proofs, turns, newest, beyond, report)
+
+    def pieces(self, reset: int) -> Iterator[tuple[Keys, SlotArray, Proofs]]:
+        """Yield keys, places and proofs of all blocks that count, by ascending place, in pieces."""
+        for numbers, pages, commits in self._scan():
+            places, records = self._blocks(numbers, pages, commits, reset)
+            records, places = records[places < self.num_places], places[places < self.num_places]
+            yield Keys(np.ascontiguousarray(records["key"])), places, records["proof"].copy()
+
+
+class DiskIndex:
+    """The index of one store on disk. Owns its files and what is known of every place.
+
+    Recording may happen in any thread and never waits for the medium; ``commit`` and ``close`` are
+    called by one thread at a time, and do wait. ``proofs`` (one row per place) and ``present``
+    (which places hold a block that may be read now) are for all threads to read. Keys are on the
+    medium alone.
+    """
+
+    def __init__(
+        self,
+        file: DiskFile,
+        state: DiskFile,
+        store_id: bytes,
+        num_places: int,
+        shape: Shape,
+        reset_number: int | None = None,
+        is_kept: bool = True,
+    ) -> None:
+        """Recover from ``file``. Raises StoreError.
+
+        The reset number is that of the file ``state``. An engine that had the store open before
+        gives the ``reset_number`` that it knows: where that is older, nothing counts, and nothing
+        that is recorded under it will.
+        """
+        self._table = PageTable(file, store_id, num_places, shape)
+        self._state = state
+        self._lock = threading.Lock()  # the queue, and what is present; never held while waiting
+        self._queue: list[tuple[int, SlotArray, Records]] = []
+        self._reset: tuple[int, bool] | None = None  # to take from the queue
+        self._reset_due: tuple[int, bool] | None = None  # taken, and not yet on the medium
+        self._unsaved: list[tuple[int, SlotArray, Records]] = []
+        self._is_closed = False
+        try:
+            known, is_damaged = self._read_reset()
+            self.reset_number = known if reset_number is None else reset_number
+            """Under which number blocks are recorded now."""
+            self._page_reset = self.reset_number if is_kept else NOT_KEPT
+            self._counts = known if self.reset_number == known else NOT_KEPT - 1
+            found = self._table.recover(self._counts)
+            self._commit = int(found.commits.max(initial=0))
+            """The last commit: no copy of a later one counts, as it may not be on the medium."""
+            self._turns = found.turns
+            self.num_recorded = int(found.turns.max(initial=0))
+            """How many blocks were recorded so far: a point in their order, for ``commit``."""
+            self.present, self.proofs, self.report = found.present, found.proofs, found.report
+            if is_damaged:
+                found.report.words = "its reset number was damaged: everything is left out"
+            self._write_again(np.flatnonzero(found.commits == self._commit))
+            if len(found.beyond):
+                self._enqueue(found.beyond, np.zeros(len(found.beyond), dtype=shape.record))
+                self.commit()
+        except OSError as error:
+            raise StoreError(f"the index cannot be opened: {error}") from error
+
+    def _read_reset(self) -> tuple[int, bool]:
+        """Return the store's reset number, and whether it was damaged and so had to be drawn."""
+        known = read_reset(self._state)
+        is_damaged = known is None
+        if known is None:  # less than any that a clock gives: other drives keep their blocks
+            known = randbits(32) + 1
+        if known:  # after a failed sync a kernel may show what it will never write
+            write_reset(self._state, known)
+        return known, is_damaged
+
+    def _write_again(self, numbers: SlotArray) -> None:
+        """Write the pages of the last commit as they were found.
+
+        A killed process may leave in the page cache what never reached the medium, and after a
+        failed sync the kernel would not write it any more.
+        """
+        if not self._commit:
+            return
+        for start in range(0, len(numbers), _CHUNK_PAGES):
+            some = numbers[start : start + _CHUNK_PAGES]
+            pages, commits = self._table.read(some)
+            newest = commits.argmax(axis=1)
+            self._table.write(some, newest, copies_of(pages, newest))
+        self._table.file.sync()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        store_id: bytes,
+        num_places: int,
+        proof_bytes: int,
+        reset_number: int | None = None,
+        is_kept: bool = True,
+    ) -> DiskIndex:
+        """Open the index in ``folder``, whose files are there and long enough."""
+        with ExitStack() as undo:
+            try:
+                file, state = DiskFile(folder / FILE_NAME), DiskFile(folder / STATE_NAME)
+                undo.callback(file.close)
+                undo.callback(state.close)
+                shape = Shape(proof_bytes)
+                index = cls(file, state, store_id, num_places, shape, reset_number, is_kept)
+            except OSError as error:
+                raise StoreError(f"{folder}: the index cannot be opened: {error}") from error
+            undo.pop_all()
+            return index
+
+    @property
+    def num_blocks(self) -> int:
+        """How many places hold a block that may be read now."""
+        return int(np.count_nonzero(self.present))
+
+    def blocks(self) -> Iterator[tuple[Keys, SlotArray, SlotArray]]:
+        """Yield keys and places of all recovered blocks in pieces, and their ranks by age.
+
+        Once, right after opening: a commit in between would change what is read.
+        """
+        turns, self._turns = self._turns, np.empty(0, dtype=np.uint64)
+        there = np.flatnonzero(turns)
+        ranks = np.zeros(len(turns), dtype=np.int64)
+        ranks[there[np.argsort(turns[there])]] = np.arange(len(there))
+        for keys, places, _ in self._table.pieces(self._counts):
+            yield keys, places, ranks[places]
+
+    # -- recording --------------------------------------------------------------------------------
+
+    def record_written(self, places: SlotArray, keys: Keys, proofs: Proofs) -> None:
+        """These blocks lie at these places now and can be read; their bytes are on their way.
+
+        Their bytes must be on the medium before the commit that makes them durable.
+        """
+        records = np.zeros(len(places), dtype=self._table.shape.record)
+        records["key"] = keys.array
+        records["proof"] = proofs
+        with self._lock:
+            records["turn"] = self.num_recorded + 1 + np.arange(len(places), dtype=np.uint64)
+            self._enqueue(places, records)
+            self.proofs[places] = proofs
+            self.present[places] = True
+
+    def record_lost(self, places: SlotArray) -> None:
+        """What lay at these places can be read no more."""
+        with self._lock:
+            self._enqueue(places, np.zeros(len(places), dtype=self._table.shape.record))
+            self.present[places] = False
+
+    def reset(self, number: int, *, is_kept: bool = True) -> None:
+        """Everything recorded so far is gone. The next commit makes that durable.
+
+        What is recorded from now on has this number; unless ``is_kept`` no other process finds it.
+        """
+        with self._lock:
+            self._queue.clear()
+            # After the clock was put back the number must still be one of its own.
+            self.reset_number = max(number, self.reset_number + 1)
+            self._reset = (self.reset_number, is_kept)
+            self.present.fill(False)
+
+    def _enqueue(self, places: SlotArray, records: Records) -> None:
+        self.num_recorded += len(places)
+        self._queue.append((self.num_recorded, places, records))
+
+    # -- committing -------------------------------------------------------------------------------
+
+    def commit(self, num_recorded: int | None = None) -> None:
+        """Put everything recorded before this call on the medium.
+
+        With ``num_recorded``, as it was at some moment: only what was recorded before that moment,
+        whose bytes are on the medium already. (A reset that came later holds all the same.)
+
+        Raises StoreError if that failed: nothing recorded since the last good commit is durable,
+        all of it is kept, and the next commit tries again.
+        """
+        with self._lock:
+            upto = self.num_recorded if num_recorded is None else num_recorded
+            reset, self._reset = self._reset, None
+            queued = [each for each in self._queue if each[0] <= upto]
+            self._queue = self._queue[len(queued) :]
+        if reset is not None:  # whatever waited was recorded before
+            self._unsaved, self._reset_due = [], reset
+        self._unsaved += queued
+        try:
+            if self._reset_due is not None:
+                number, is_kept = self._reset_due
+                # Before any page of the new number: with one there the older must not count.
+                raise_reset(self._state, number)
+                self._page_reset = number if is_kept else NOT_KEPT
+                self._reset_due = None
+            self._write_unsaved()
+        except OSError as error:
+            raise StoreError(
+                f"the index could not be written: {error}; {self.num_unsaved} records wait"
+            ) from error
+
+    @property
+    def num_unsaved(self) -> int:
+        """How many records the last commit could not write."""
+        return sum(len(places) for _, places, _ in self._unsaved)
+
+    def _write_unsaved(self) -> None:
+        if not self._unsaved:
+            return
+        places = np.concatenate([each[1] for each in self._unsaved])
+        records = np.concatenate([each[2] for each in self._unsaved])
+        numbers = places // self._table.shape.per_page
+        touched = np.unique(numbers)
+        for start in range(0, len(touched), _CHUNK_PAGES):
+            some = touched[start : start + _CHUNK_PAGES]
+            mine = (some[0] <= numbers) & (numbers <= some[-1])
+            self._write_pages(some, numbers[mine], places[mine], records[mine])
+        self._table.file.sync()
+        self._commit += 1
+        self._unsaved = []
+
+    def _write_pages(
+        self, some: SlotArray, numbers: SlotArray, places: SlotArray, records: Records
+    ) -> None:
+        """Write these pages, changed by these records, over the copies that do not count."""
+        pages, commits = self._table.read(some)
+        commits[commits > self._commit] = 0
+        newest = commits.argmax(axis=1)
+        changed = copies_of(pages, newest)
+        is_stale = ~commits.any(axis=1) | (changed["reset"] != self._page_reset)
+        changed.view(np.uint8).reshape(len(some), -1)[is_stale] = 0
+        row = np.searchsorted(some, numbers)
+        # Of a place that is named twice the last assignment stays, which is the newest record.
+        changed["records"][row, places % self._table.shape.per_page] = records
+        changed["commit"], changed["number"] = self._commit + 1, some
+        changed["reset"] = self._page_reset
+        self._table.write(some, 1 - newest, changed)
+
+    def close(self) -> None:
+        """Commit, and give the files back. Safe to call twice.
+
+        Raises StoreError if the commit failed; the files are given back all the same.
+        """
+        if self._is_closed:
+            return
+        try:
+            self.commit()
+        finally:
+            self._is_closed = True
+            self._table.file.close()
+            self._state.close()
