@@ -209,7 +209,7 @@ class Config:
     host: int | Auto = setting(1 * GiB, or_auto(SIZE), basic=True)  # noqa: RUF009
     """Host memory that holds blocks, for each rank; auto: most of what this machine has left."""
     host_pin: str = setting("auto", one_of("auto", "required", "never"))
-    """Pin host memory where the driver allows it, or refuse to start without, or never."""
+    """auto: pin host memory if the driver can. required: refuse to start if not. never: do not."""
     disk: tuple[str, ...] = setting((), DIRECTORIES, basic=True)
     """Keep blocks in these directories too, one for each drive. Blocks there survive a restart."""
     disk_size: int = setting(64 * GiB, SIZE, basic=True)

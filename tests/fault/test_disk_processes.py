@@ -113,7 +113,7 @@ def refusal(folder: Path, launch: Launch = start_drive, **options: Any) -> str:
 
 
 def test_a_drive_that_says_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
-    assert "said something that cannot be" in refusal(tmp_path, MadDrive)
+    assert "sent an invalid reply" in refusal(tmp_path, MadDrive)
 
 
 def test_a_drive_that_cannot_be_started_is_refused_at_once(tmp_path: Path) -> None:

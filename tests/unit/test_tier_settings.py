@@ -75,7 +75,7 @@ def test_what_is_shown_reads_back(text):
         ([3], "expected a tier such as memory:2GiB"),
         ("memory", "memory needs SIZE: memory:SIZE"),
         ("memory:", "memory needs SIZE"),
-        ("memory:2G", "say gib or gb"),
+        ("memory:2G", "write GiB or GB"),
         ("memory:none", "expected a size"),
         ("memory:0", "at least 1 bytes"),
         ("memry:2GiB", "did you mean 'memory'?"),

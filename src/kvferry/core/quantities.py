@@ -69,7 +69,9 @@ def parse_size(
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a size such as 64GiB or 1.5 GB")
         if unit not in _SIZE_UNITS:
-            hint = f"; say {unit}ib or {unit}b" if f"{unit}ib" in _SIZE_UNITS else ""
+            hint = (
+                f"; write {unit.upper()}iB or {unit.upper()}B" if f"{unit}ib" in _SIZE_UNITS else ""
+            )
             raise ConfigError(
                 f"{name}: unknown unit in {quoted(value)}{hint}; units: B, kB, KiB, MB, ..."
             )

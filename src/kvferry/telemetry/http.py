@@ -358,7 +358,7 @@ class HttpServer:
         now = time.monotonic()
         if now >= self._log_again_at:
             self._log_again_at = now + _QUIET_SECONDS
-            log.warning("port %d lets no client in for now: %s", self.port, error)
+            log.warning("port %d accepts no connections for now: %s", self.port, error)
 
     def _rest(self) -> None:
         """However many clients come, most of the time is the engine's."""

@@ -291,8 +291,8 @@ class DriveClient:
             try:
                 reason = self._listen(child)
             except Exception as error:  # with this thread all its orders would wait for ever
-                log.exception("%s: the drive process said something that cannot be", self.path)
-                reason = f"the drive process said something that cannot be: {_words(error)}"
+                log.exception("%s: the drive process sent an invalid reply", self.path)
+                reason = f"the drive process sent an invalid reply: {_words(error)}"
             if not child.wait(0 if reason else 1.0):
                 is_safe = child.take_back_memory()
             self._lose(child, reason or f"the drive process {child.ending}", is_safe)
