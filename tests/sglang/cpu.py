@@ -6,6 +6,7 @@ or are not used here, so that SGLang's modules can be imported. All that runs is
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -60,7 +61,12 @@ import torch
 import torch.distributed as dist
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.runtime_context import get_parallel
@@ -77,6 +83,22 @@ def start_distributed(rank: int = 0, num_ranks: int = 1, port: int | None = None
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
     get_parallel().override_permanently(
         tp_rank=rank, tp_size=num_ranks, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
+    )
+
+
+def host_pool(pool: MHATokenToKVPool, layout: str, layers: int) -> MHATokenToKVPoolHost:
+    (described,) = pool.get_device_pool_infos()
+    return MHATokenToKVPoolHost(
+        described.buffer_info,
+        2.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device="cpu",
+        device_capacity_tokens=pool.size,
+        start_layer=0,
+        end_layer=layers,
     )
 
 
@@ -106,23 +128,11 @@ class Server:
             device="cpu",
             enable_memory_saver=False,
         )
-        (described,) = pool.get_device_pool_infos()
-        self.host = MHATokenToKVPoolHost(
-            described.buffer_info,
-            2.0,
-            0,
-            PAGE,
-            layout,
-            pin_memory=False,
-            device="cpu",
-            device_capacity_tokens=pool.size,
-            start_layer=0,
-            end_layer=layers,
-        )
+        self.host = host_pool(pool, layout, layers)
         self.bytes = self.host.kv_buffer.view(torch.uint8)
-        self.controller = HiCacheController(
+        self.controller = self.make_controller(pool, layout)(
             PagedTokenToKVPoolAllocator(tokens, PAGE, dtype, "cpu", pool, False),
-            self.host,
+            self.pools,
             PAGE,
             dist.group.WORLD,
             threading.Event(),
@@ -140,6 +150,10 @@ class Server:
             },
         )
         self.storage = self.controller.storage_backend
+
+    def make_controller(self, pool: MHATokenToKVPool, layout: str) -> type[HiCacheController]:
+        self.pools: Any = self.host
+        return HiCacheController
 
     def page(self, index: int) -> bytes:
         """The bytes of the page at a host index."""
@@ -186,3 +200,118 @@ class Server:
 
     def close(self) -> None:
         self.controller.detach_storage_backend()
+
+
+class HybridServer(Server):
+    """The same with two more pools: a window's pages, and recurrent states, as hybrid models have.
+
+    A prompt that is backed up has a window of ``WINDOW`` pages and one state at its end.
+    """
+
+    WINDOW = 3
+
+    def make_controller(self, pool: MHATokenToKVPool, layout: str) -> type[HiCacheController]:
+        layers = 2
+        self.window = host_pool(
+            MHATokenToKVPool(
+                size=pool.size,
+                page_size=PAGE,
+                dtype=torch.bfloat16,
+                head_num=1,
+                head_dim=8,
+                layer_num=layers,
+                device="cpu",
+                enable_memory_saver=False,
+            ),
+            layout,
+            layers,
+        )
+        states = MambaStateBufferInfo(
+            temporal=torch.zeros(2, 8, 4, 6), conv=(torch.zeros(2, 8, 3, 5),)
+        )
+        self.states = MambaPoolHost(
+            states, 8.0, 0, device_capacity=8, pin_memory=False, layout=layout
+        )
+        names = (PoolName.KV, PoolName.SWA, PoolName.MAMBA)
+        self.pools = HostPoolGroup(
+            [
+                PoolEntry(name, host, None, lambda layer: layer, name is PoolName.KV)
+                for name, host in zip(names, (self.host, self.window, self.states), strict=True)
+            ]
+        )
+        return HybridCacheController
+
+    def transfers(self, hashes: list[str], kinds: str = "ws") -> list[PoolTransfer]:
+        """What comes with a prompt that ends at the last hash."""
+        trailing = PoolHitPolicy.TRAILING_PAGES
+        made = []
+        if "w" in kinds:
+            keys = hashes[-self.WINDOW :]
+            indices = self.window.alloc(len(keys) * PAGE)
+            made.append(PoolTransfer(PoolName.SWA, indices, None, keys, trailing))
+        if "s" in kinds:
+            made.append(
+                PoolTransfer(PoolName.MAMBA, self.states.alloc(1), None, hashes[-1:], trailing)
+            )
+        return made
+
+    def parts(self, transfers: list[PoolTransfer]) -> list[torch.Tensor]:
+        """The memory of what these transfers name, as bytes."""
+        found = []
+        for each in transfers:
+            host = self.window if each.name == PoolName.SWA else self.states
+            pointers, sizes = host.get_page_buffer_meta(each.host_indices)
+            for at, size in zip(pointers, sizes, strict=True):
+                raw = (ctypes.c_uint8 * size).from_address(at)
+                found.append(torch.frombuffer(raw, dtype=torch.uint8))
+        return found
+
+    def backup_all(self, tokens: list[int]) -> tuple[list[bytes], list[bytes]]:
+        """Back a prompt up with its window and state, all of random bytes; returns them."""
+        hashes = get_hash_str(tokens, None, page_size=PAGE)
+        indices = self.host.alloc(len(tokens))
+        for at in range(0, len(tokens), PAGE):
+            page = self.host.get_dummy_flat_data_page()
+            page.view(torch.uint8).random_(0, 255)
+            self.host.set_from_flat_data_page(indices[at], page)
+        extra = self.transfers(hashes)
+        for part in self.parts(extra):
+            part.random_(0, 255)
+        pages = [self.page(index) for index in indices[::PAGE]]
+        parts = [part.numpy().tobytes() for part in self.parts(extra)]
+        self.controller.write_storage(indices, tokens, hash_value=hashes, extra_pools=extra)
+        self.controller.ack_backup_queue.get(timeout=LONG)
+        self.host.free(indices)
+        self.free(extra)
+        return pages, parts
+
+    def prefetch_all(self, tokens: list[int]) -> tuple[list[bytes], list[bytes]]:
+        """The pages, and the window and state at their end, that come back for these tokens."""
+        hashes = get_hash_str(tokens, None, page_size=PAGE)
+        extra = self.transfers(hashes)
+        handle = types.SimpleNamespace(rid=secrets.token_hex(4))
+        self.controller.prefetch(handle, tokens, extra_pools=extra)
+        operation = self.controller.prefetch_hit_queue.get(timeout=LONG)
+        if not operation.storage_hit_count:
+            self.free(extra)
+            return [], []
+        operation.host_indices = indices = self.host.alloc(operation.storage_hit_count)
+        self.bytes.fill_(0xEE)
+        self.controller.prefetch_buffer.put(operation)
+        completed, hits, end = 0, {}, time.monotonic() + LONG
+        while time.monotonic() < end:
+            ack = self.controller.ack_prefetch_queue.get(timeout=LONG)
+            if ack.completed_req:
+                break
+            completed = max(completed, ack.completed_tokens or 0)
+            hits |= ack.pool_hits or {}
+        pages = [self.page(index) for index in indices[:completed:PAGE]]
+        whole = all(hits.get(each.name) == len(each.keys) for each in operation.pool_transfers)
+        parts = [part.numpy().tobytes() for part in self.parts(operation.pool_transfers)]
+        self.host.free(indices)
+        self.free(operation.pool_transfers)
+        return pages, parts if whole else []
+
+    def free(self, transfers: list[PoolTransfer]) -> None:
+        for each in transfers:
+            (self.window if each.name == PoolName.SWA else self.states).free(each.host_indices)

@@ -19,7 +19,16 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
 import torch
-from tests.sglang.cpu import LONG, PAGE, Server
+from tests.sglang.cpu import (
+    LONG,
+    PAGE,
+    HybridServer,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    Server,
+    get_hash_str,
+)
 
 from kvferry.connectors.sglang.storage import weights_of
 
@@ -31,12 +40,12 @@ def serve(tmp_path):
     """Starts servers on one disk, one after the other, and ends them."""
     servers: list[Server] = []
 
-    def start(settings: dict | None = None, **options) -> Server:
+    def start(settings: dict | None = None, *, kind: type = Server, **options) -> Server:
         while servers:
             servers.pop().close()
         disk = {"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_keep_free": "0"}
         given = {**disk, "revision": "1"} if settings is None else settings
-        servers.append(Server(given, **options))
+        servers.append(kind(given, **options))
         return servers[0]
 
     yield start
@@ -178,6 +187,66 @@ def test_a_damaged_page_ends_the_hit(serve, tmp_path):
         assert server.prefetch(prompt) == pages[:6]
     finally:
         server.close()
+
+
+def test_a_hybrid_prompt_comes_back_with_its_window_and_state(serve):
+    server, prompt = serve(kind=HybridServer), tokens(10)
+    short, long = prompt[: 6 * PAGE], prompt
+    stored = {len(each): server.backup_all(each) for each in (short, long)}
+    pages, parts = stored[len(long)]
+    pages = stored[len(short)][0] + pages[6:]  # what is there already stays
+    assert server.prefetch_all(long + tokens(2, seed=1)) == (pages, parts)
+    # No state was stored behind the eighth page, so a request for it stops at the sixth.
+    short_parts = stored[len(short)][1]
+    assert server.prefetch_all(long[: 8 * PAGE]) == (pages[:6], short_parts)
+    assert server.prefetch_all(long[: 5 * PAGE]) == ([], [])
+    server = serve(kind=HybridServer)
+    assert server.prefetch_all(long) == (pages, parts)
+
+
+def test_hybrid_lives_on_a_small_disk(serve):
+    """Pools evict apart from each other: what comes back is whole, and of that very prompt."""
+    chooser = random.Random(os.urandom(8))
+    server, hits = serve(kind=HybridServer), 0
+    truth: dict[tuple[int, ...], tuple[list[bytes], list[bytes]]] = {}
+    for _ in range(120):
+        prompt = tokens(chooser.randrange(4, 9), chooser.randrange(20))
+        name = tuple(prompt)
+        if chooser.random() < 0.4 and name not in truth:
+            truth[name] = server.backup_all(prompt)
+        elif chooser.random() < 0.95:
+            pages, parts = server.prefetch_all(prompt)
+            hits += bool(pages)
+            # Prompts of one seed begin alike: a page or a state belongs to one of them.
+            for at, page in enumerate(pages):
+                same = [
+                    t for n, t in truth.items() if n[: (at + 1) * PAGE] == name[: (at + 1) * PAGE]
+                ]
+                assert page in [t[0][at] for t in same if len(t[0]) > at]
+            if parts:
+                end = name[: len(pages) * PAGE]
+                assert parts[-2:] == truth[end][1][-2:]
+        else:
+            server = serve(kind=HybridServer)
+    assert hits > 15
+
+
+def test_whole_groups_are_counted_and_never_shorten_the_hit(serve):
+    server, prompt = serve(kind=HybridServer), tokens(8)
+    server.backup_all(prompt)
+    hashes = [f"group-{at}" for at in range(6)]
+    window = server.window.alloc(4 * PAGE)
+    groups = PoolTransfer(PoolName.SWA, window, None, hashes[:4])
+    assert server.storage.batch_set_v2([groups]) == {PoolName.SWA: [True] * 4}
+    asked = PoolTransfer(
+        PoolName.SWA, None, None, hashes, PoolHitPolicy.BLOCK_GROUPS, block_pages=4, group_pages=3
+    )
+    found = server.storage.batch_exists_v2(get_hash_str(prompt, None, page_size=PAGE), [asked])
+    assert found.kv_hit_pages == 8
+    assert found.extra_pool_hit_pages == {"kv": 8, PoolName.SWA: 4}
+    assert server.storage.batch_get_v2(
+        [PoolTransfer(PoolName.INDEXER, window, None, hashes[:4])]
+    ) == {PoolName.INDEXER: [False] * 4}
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)

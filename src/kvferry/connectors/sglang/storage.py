@@ -17,23 +17,29 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
 
 from kvferry.config import Config
-from kvferry.connectors.common.storage import JobId, Storage, StorageJob
+from kvferry.connectors.common.storage import Flags, JobId, Storage, StorageJob
 from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.tiers.contract import Addresses, TierSetup
+from kvferry.tiers.contract import TierSetup
 from kvferry.types import TierName
 
 log = logging.getLogger(__name__)
 
 _PERSON = b"kvferry sglang\0\0"
 _POLL_SECONDS = 0.0005
+_KV = "kv"
 _OURS = ("backend_name", "module_path", "class_name", "interface_v1", "revision")
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
@@ -41,12 +47,19 @@ _SERVER_ARGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_
 """Arguments of the server that change the bytes of a page."""
 
 
-class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
-    """Translates HiCache's interface (version 1) to :class:`Storage`. One page is one block.
+class _Pool(NamedTuple):
+    """One of HiCache's host pools, and where its pages are stored."""
 
-    Owns the storage, not the host pool. HiCache calls it from several threads, each of which waits
-    for its own pages. Stays out of service, with a warning, where it cannot tell which weights
-    the server runs: it must not share pages then.
+    host: Any
+    storage: Storage
+
+
+class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
+    """Translates HiCache's interface (versions 1 and 2) to :class:`Storage`: a page is a block.
+
+    Owns a storage for each host pool, not the pools. HiCache calls it from several threads, each of
+    which waits for its own pages. Stays out of service, with a warning, where it cannot tell which
+    weights the server runs: it must not share pages then.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any]) -> None:
@@ -62,66 +75,107 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         if not (self._config.disk or self._config.remote):
             raise ConfigError("kvferry as a HiCache storage back end needs disk or remote")
         self._parallel = storage_config
-        self._storage: Storage | None = None
+        self._hosts: dict[str, Any] = {}
+        self._pools: dict[str, _Pool] = {}
         self._lock = threading.Lock()
-        self._ended: dict[JobId, StorageJob] = {}
+        self._ended: dict[tuple[Storage, JobId], StorageJob] = {}
         self.idle_reason = "the host pool is not registered yet"
         """Why nothing is stored or found; empty while in service."""
 
     # -- called by HiCache's controller ---------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the tiers for this host pool."""
+        """This host pool has the attention's pages. Opens nothing yet."""
         super().register_mem_pool_host(mem_pool_host)
         self.close()
-        self.idle_reason = self._open(mem_pool_host)
-        if self.idle_reason:
-            log.warning("kvferry is idle: %s", self.idle_reason)
+        self._hosts = {_KV: mem_pool_host}
+        if not hasattr(HiCacheStorage, "on_host_pools_registered"):  # an older SGLang
+            self.on_host_pools_registered()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """This host pool belongs to the first one: windows, recurrent states, indexers."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool is not self._hosts.get(_KV):
+            self._hosts[str(host_pool_name)] = host_pool
+            if self._pools:  # one that came late
+                self._open(str(host_pool_name))
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers for all host pools."""
+        self.idle_reason = ""
+        for name in self._hosts:
+            if not self.idle_reason:
+                self._open(name)
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many leading pages can be loaded; waits for a shared store's answer, within bounds.
 
         Their first is evicted last.
         """
-        storage = self._storage
-        if storage is None or not keys:
-            return 0
-        names = _keys(keys)
-        end = time.monotonic() + self._config.lookup_deadline
-        while True:
-            with self._lock:
-                ready, unknown = storage.lookup(names)
-                count = int(ready.argmin()) if not ready.all() else len(ready)
-                if count == len(keys) or not unknown[count] or time.monotonic() >= end:
-                    storage.touch(_keys(list(keys[:count])[::-1]))
-                    return count
-                self._collect(storage)
-            time.sleep(_POLL_SECONDS)
+        return self._leading(_KV, keys)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """How many leading pages every pool can restore, and after which others a request may stop.
+
+        A pool of windows or states has only what a request needs that stops there.
+        """
+        most = self._leading(_KV, keys)
+        hits: dict[str, int] = {_KV: most} if most else {}
+        stops = list(range(1, most + 1))
+        for transfer in pool_transfers or ():
+            name = str(transfer.name)
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # it never shortens the hit
+                count = self._leading(name, transfer.keys or [])
+                hit = count // max(1, transfer.group_pages) * transfer.block_pages
+            elif not stops:
+                break
+            elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                hit = self._leading(name, keys[:most])
+                stops = [stop for stop in stops if stop <= hit]
+            else:
+                window = max(1, len(transfer.keys or ()))
+                ready = self._lookup(name, keys[:most])
+                own = [n for n in range(1, most + 1) if ready[max(0, n - window) : n].all()]
+                hit = max(own, default=0)
+                stops = [stop for stop in stops if stop in own]
+            if hit:
+                hits[transfer.name] = hit
+        return PoolTransferResult(stops[-1] if stops else 0, hits, stops)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Load pages into the host pool; for each, whether it came up whole."""
-        return self._move("load", keys, host_indices)
+        return self._wait(self._begin("load", _KV, keys, host_indices), len(keys))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the host pool; for each, whether it is stored now."""
-        return self._move("store", keys, host_indices)
+        return self._wait(self._begin("store", _KV, keys, host_indices), len(keys))
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Load pages of several pools; for each page, whether it came up whole."""
+        return self._move("load", transfers)
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Store pages of several pools; for each page, whether it is stored now."""
+        return self._move("store", transfers)
 
     def clear(self) -> None:
         """Forget every page, also for later servers."""
-        if self._storage is not None:
-            with self._lock:
-                self._storage.reset()
+        with self._lock:
+            for pool in self._pools.values():
+                pool.storage.reset()
 
     def close(self) -> None:
         """Finish what is under way and close the tiers."""
-        storage, self._storage = self._storage, None
-        if storage is not None:
-            with self._lock:
-                storage.close()
+        with self._lock:
+            pools, self._pools = self._pools, {}
+            for pool in pools.values():
+                pool.storage.close()
 
     # The interface before version 1, which HiCache does not use with it.
 
@@ -129,76 +183,116 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         """Whether one page can be loaded."""
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def get(self, *args: Any, **kwargs: Any) -> None:
         """Not available: pages go to the host pool directly."""
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> None:
+    def batch_get(self, *args: Any, **kwargs: Any) -> None:
         """Not available: pages go to the host pool directly."""
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def set(self, *args: Any, **kwargs: Any) -> bool:
         """Not available: pages come from the host pool directly."""
         return False
 
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
+    def batch_set(self, *args: Any, **kwargs: Any) -> bool:
         """Not available: pages come from the host pool directly."""
         return False
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _open(self, pool: Any) -> str:
-        """Open the tiers; returns why that cannot be done, or nothing."""
+    def _open(self, name: str) -> None:
+        """Open the tiers of one pool, or say why that cannot be done."""
+        host = self._hosts[name]
         try:
             args = _server_args()
             revision = self._revision or weights_of(args)
             if not revision:
-                return (
+                raise KvferryError(
                     "it cannot tell which weights the server runs, so it must not share pages; "
                     'give "revision" in --hicache-storage-backend-extra-config'
                 )
             if self._parallel.is_mla_model and self._parallel.tp_size > 1 and self._config.disk:
-                return (
+                raise KvferryError(
                     "with MLA one rank writes for all, and a disk store serves one process; use "
                     "remote, or one GPU"
                 )
-            sizes, regions = _geometry(pool)
-            setup = _setup(self._parallel, pool, args, revision, sizes)
-            self._storage = Storage(self._config, setup, sizes, regions, pool.kv_buffer)
+            pools = {each: _geometry(pool) for each, pool in self._hosts.items()}
+            first, namespace = (
+                _namespace(self._parallel, self._hosts[each], args, revision, pools[each][0])
+                for each in (_KV, name)
+            )
+            sizes, regions = pools[name]
+            nodes = max(1, int(getattr(args, "nnodes", 1) or 1))
+            setup = _setup(
+                self._parallel, namespace, first, name, host, sum(sizes), list(pools), nodes
+            )
+            with self._lock:
+                self._pools[name] = _Pool(host, Storage(self._config, setup, sizes, regions, host))
         except ConfigError:
             raise
-        except (KvferryError, OSError) as error:
-            return str(error)
-        return ""
+        except (KvferryError, OSError, NotImplementedError, ValueError) as error:
+            self.idle_reason = f"{error}" if name == _KV else f"pool {name}: {error}"
+            log.warning("kvferry is idle: %s", self.idle_reason)
 
-    def _move(self, verb: str, keys: list[str], host_indices: Any) -> list[bool]:
-        storage = self._storage
-        if storage is None or not keys:
-            return [False] * len(keys)
-        with self._lock:
-            job_id = getattr(storage, verb)(_keys(keys), self._addresses(host_indices, len(keys)))
-        while True:  # every tier ends a batch by its own deadline, and then touches no memory
+    def _leading(self, name: str, keys: Sequence[str]) -> int:
+        """How many leading pages of a pool can be loaded. Their first is evicted last."""
+        ready = self._lookup(name, keys, is_prefix=True)
+        count = len(ready) if ready.all() else int(ready.argmin())
+        if count and name in self._pools:
             with self._lock:
-                self._collect(storage)
-                job = self._ended.pop(job_id, None)
+                self._pools[name].storage.touch(_keys(list(keys[:count])[::-1]))
+        return count
+
+    def _lookup(self, name: str, keys: Sequence[str], *, is_prefix: bool = False) -> Flags:
+        """Which pages of a pool can be loaded; of a prefix, those behind a missing one are open."""
+        pool = self._pools.get(name)
+        if pool is None or not keys:
+            return np.zeros(len(keys), dtype=bool)
+        names = _keys(keys)
+        end = time.monotonic() + self._config.lookup_deadline
+        while True:
+            with self._lock:
+                ready, unknown = pool.storage.lookup(names)
+                missing = (~(ready | unknown)).nonzero()[0]
+                stop = missing[0] if is_prefix and len(missing) else len(keys)
+                if not unknown[:stop].any() or time.monotonic() >= end:
+                    return ready
+                self._collect(pool.storage)
+            time.sleep(_POLL_SECONDS)
+
+    def _move(self, verb: str, transfers: Sequence[Any]) -> dict[str, list[bool]]:
+        begun = {
+            each.name: self._begin(verb, str(each.name), each.keys or [], each.host_indices)
+            for each in transfers
+        }
+        return {each.name: self._wait(begun[each.name], len(each.keys or ())) for each in transfers}
+
+    def _begin(
+        self, verb: str, name: str, keys: Sequence[str], host_indices: Any
+    ) -> tuple[Storage, JobId] | None:
+        """Begin to store or load pages of a pool; None where it cannot."""
+        pool = self._pools.get(name)
+        if pool is None or not keys or host_indices is None:
+            return None
+        if len(host_indices) != len(keys) * pool.host.page_size:
+            return None
+        pointers, _ = pool.host.get_page_buffer_meta(host_indices)
+        addresses = np.array(pointers, dtype=np.int64).reshape(len(keys), -1)
+        with self._lock:
+            return pool.storage, getattr(pool.storage, verb)(_keys(keys), addresses)
+
+    def _wait(self, begun: tuple[Storage, JobId] | None, num_pages: int) -> list[bool]:
+        """For each page, whether it was stored or came up whole."""
+        while begun is not None:  # every tier ends a batch by its own deadline
+            with self._lock:
+                self._collect(begun[0])
+                job = self._ended.pop(begun, None)
             if job is not None:
                 return [bool(ok) for ok in job.ok]
             time.sleep(_POLL_SECONDS)
+        return [False] * num_pages
 
     def _collect(self, storage: Storage) -> None:
-        self._ended.update((job.id, job) for job in storage.poll())
-
-    def _addresses(self, host_indices: Any, num_pages: int) -> Addresses:
-        pointers, _ = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        return np.array(pointers, dtype=np.int64).reshape(num_pages, -1)
+        self._ended.update(((storage, job.id), job) for job in storage.poll())
 
 
 def weights_of(args: Any) -> str:
@@ -255,25 +349,31 @@ def _keys(keys: Sequence[str]) -> Keys:
 
 
 def _geometry(pool: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """The sizes of a page's pieces, and where the host pool's memory lies."""
+    """The sizes of a page's pieces, and where a host pool's memory lies."""
     import torch
 
     _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
-    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
-    return list(sizes), [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
+    given = getattr(pool, "kv_buffer", None)
+    if given is None:
+        given = pool.get_hybrid_pool_buffer()  # recurrent states
+    tensors = given if isinstance(given, (list, tuple)) else [given]
+    return list(sizes), [(each.data_ptr(), each.nbytes) for each in tensors]
 
 
-def _setup(
+def _namespace(
     parallel: HiCacheStorageConfig, pool: Any, args: Any, revision: str, sizes: Sequence[int]
-) -> TierSetup:
-    """What decides a page's bytes on this rank: SGLang's configuration names only a part of it."""
-    namespace = Namespace(
+) -> Namespace:
+    """What decides a page's bytes: SGLang's configuration names only a part of it."""
+    dtypes = [getattr(pool, each, None) for each in ("dtype", "temporal_dtype", "conv_dtype")]
+    return Namespace(
         model=parallel.model_name or str(getattr(args, "model_path", "")) or "unknown",
         revision=revision,
-        dtype=str(pool.dtype),
+        dtype=" ".join(str(dtype) for dtype in dtypes if dtype is not None),
         layout=f"sglang {pool.layout} {type(pool).__name__}",
         geometry={
-            "layers": [int(pool.start_layer), int(pool.end_layer), int(pool.layer_num)],
+            "layers": [
+                getattr(pool, each, None) for each in ("start_layer", "end_layer", "layer_num")
+            ],
             "pieces": [int(size) for size in sizes],
             "tp": [parallel.tp_size, parallel.should_split_heads],
             "pp": parallel.pp_size,
@@ -281,20 +381,36 @@ def _setup(
             "format": str(getattr(pool, "storage_format_tag", None)),
         },
         block_tokens=int(pool.page_size),
-        overrides={name: str(getattr(args, name, None)) for name in _SERVER_ARGS},
+        overrides={each: str(getattr(args, each, None)) for each in _SERVER_ARGS},
     )
-    # All ranks of MLA hold the same pages.
-    tp_rank = 0 if parallel.is_mla_model else parallel.tp_rank
+
+
+def _setup(
+    parallel: HiCacheStorageConfig,
+    namespace: Namespace,
+    first: Namespace,
+    name: str,
+    pool: Any,
+    block_bytes: int,
+    pools: Sequence[str],
+    num_nodes: int,
+) -> TierSetup:
+    """Which blocks those of a pool are; ``first`` is the namespace of the first pool."""
+    # All ranks of MLA hold the same pages, but each its own heads and recurrent states.
+    kinds = {kind.__name__ for kind in type(pool).__mro__}
+    is_alike = parallel.is_mla_model and not kinds & {"MHATokenToKVPoolHost", "MambaPoolHost"}
+    tp_rank = 0 if is_alike else parallel.tp_rank
     ranks = (tp_rank, parallel.pp_rank, parallel.attn_cp_rank, getattr(parallel, "dcp_rank", 0))
     engine = getattr(parallel, "dp_rank", 0)
-    nodes = max(1, int(getattr(args, "nnodes", 1) or 1))
     num_ranks = parallel.tp_size * parallel.pp_size * parallel.attn_cp_size
+    families = {each: store_fingerprint(first, engine, each) for each in pools}
     return TierSetup(
         TierName(""),
-        sum(sizes),
-        num_ranks_here=max(1, num_ranks // nodes),
-        namespace=store_fingerprint(namespace, (*ranks, engine)),
-        family=store_fingerprint(namespace, engine),
+        block_bytes,
+        num_ranks_here=max(1, num_ranks // num_nodes) * len(pools),
+        namespace=store_fingerprint(namespace, (*ranks, engine), name),
+        family=families[name],
+        families=tuple(families.values()),
         label=namespace.model,
-        shared_namespace=store_fingerprint(namespace, ranks),
+        shared_namespace=store_fingerprint(namespace, ranks, name),
     )
