@@ -47,7 +47,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo fleet mooncake-libs test test-vllm test-sglang test-vllm-matrix check docs format dist soak bench env gpu-sim vllm-mooncake hooks clean
+.PHONY: help demo fleet mooncake-libs azurite test test-vllm test-sglang test-vllm-matrix check docs format dist soak bench env gpu-sim vllm-mooncake hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,12 +60,17 @@ fleet: mooncake-libs ## show three servers share a Mooncake store, and one of th
 	LD_LIBRARY_PATH="$$libs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
 	    $(BIN)/kvferry demo --servers 3 --kill $(ARGS)
 
-test: $(DEV_READY) gpu-sim mooncake-libs ## run every test that needs no GPU
+test: $(DEV_READY) gpu-sim mooncake-libs azurite ## run every test that needs no GPU
 	@status=0; MOONCAKE=$(MOONCAKE) $(BIN)/python $(PYTEST) --ignore tests/connector --ignore tests/sglang --durations=10 $(ARGS) \
 	    || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
 	@$(MAKE) --no-print-directory test-vllm
 	@$(MAKE) --no-print-directory test-sglang
+
+azurite: $(DEV_READY)
+	@[ -x $(VENV)/azurite/node_modules/.bin/azurite-blob ] \
+	    || npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.35.0 >/dev/null 2>&1 \
+	    || echo "Azurite cannot be installed (is npm there?): tests against Azure's emulator are left out" >&2
 
 # Status 5 is "no test selected": fine where ARGS select tests of the other part.
 test-vllm: $(DEV_READY) ## run the connector's tests, inside a real vLLM too (part of make test)

@@ -237,8 +237,9 @@ class Config:
     """Tiers below host memory and below the disk, nearest first. memory:SIZE and memory-by-key:SIZE
     are ordinary memory, for each rank. package.module:factory is a tier of your own."""
     remote: str | None = setting(None, STORE, basic=True)
-    """A store that servers share, below all tiers: s3://BUCKET/PREFIX or mooncake://MASTER:PORT.
-    For S3, ?pack=BLOCKS sets the blocks in one object; without it, as many as is fast."""
+    """A store that servers share, below all tiers: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
+    az://CONTAINER/PREFIX, file:///DIRECTORY or mooncake://MASTER:PORT. But for Mooncake,
+    ?pack=BLOCKS sets the blocks in one object; without it, as many as is fast."""
     remote_admission: str = setting("all", ADMISSION)
     """Write every block to that store that host memory drops (with tier_write = through: every
     stored block). Or only a block that was requested twice by then."""
@@ -250,8 +251,8 @@ class Config:
     remote_mode: str = setting("read-write", one_of("read-write", "read-only"))
     """Read that store and write to it, or only read what other servers write."""
     remote_ttl: float | None = setting(None, optional(SECONDS))
-    """Remove blocks of every model from an s3:// address so long after they were written; none:
-    never. One of the servers with this setting does it at a time."""
+    """Remove blocks of every model from a bucket or directory so long after they were written;
+    none: never. One of the servers with this setting does it at a time."""
     tier_write: str = setting("spill", one_of("spill", "through"))
     """Copy blocks to the tiers when host memory is about to drop them, or as soon as stored."""
     tier_flush: float = setting(10.0, SECONDS_OR_ZERO)

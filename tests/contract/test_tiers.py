@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
+from kvferry.tiers.remote.bucket import BucketClient
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
@@ -210,12 +212,16 @@ def on_disk(
     )
 
 
-def s3(block_bytes: int = BLOCK_BYTES, *, kind: str, in_packs: bool = False) -> Rig:
+def bucket(
+    block_bytes: int = BLOCK_BYTES, *, kind: str, scheme: str = "s3", in_packs: bool = False
+) -> Rig:
     """In a real server, behind a door at which blocks can be told apart by their names."""
     namespace = secrets.token_bytes(32)
     door = s3_servers.Door(s3_servers.server(kind))
     try:
-        tier = remote.open_s3(door.endpoint, block_bytes, namespace=namespace)
+        account = f"/{s3_servers.ACCOUNT}" if scheme == "az" else ""
+        endpoint = f"{door.endpoint}{account}"
+        tier = remote.open_s3(endpoint, block_bytes, namespace=namespace, scheme=scheme)
     except InputError:
         door.close()
         raise
@@ -228,6 +234,38 @@ def s3(block_bytes: int = BLOCK_BYTES, *, kind: str, in_packs: bool = False) -> 
         lambda reason: setattr(tier, "_store_ailment", reason),
         lambda: setattr(tier, "_store_ailment", ""),
         door.close,
+    )
+
+
+def directory(block_bytes: int = BLOCK_BYTES) -> Rig:
+    """On a file system that servers share, whose client is watched."""
+    objects = ObjectFormat(secrets.token_bytes(32), block_bytes)
+    folder = tempfile.mkdtemp(prefix="kvferry-test-")
+    address = read_remote("remote", f"file://{folder}")
+    client = Watched(BucketClient(address, max(1, objects.object_bytes), objects.folder(), {}))
+    hello = remote.hello(str(address), objects)
+    try:
+        tier = RemoteTier(
+            TierName("remote"), block_bytes, hello, lambda told, _: InThread(client, told)
+        )
+    except InputError:
+        shutil.rmtree(folder)
+        raise
+    tier.open(LONG)
+
+    def lose(numbers: Sequence[int]) -> None:
+        for name in objects.names(keys(numbers)):
+            for file in Path(folder).rglob(name.rpartition("/")[2]):
+                file.unlink()
+
+    return Rig(
+        tier,
+        block_bytes,
+        lambda fault: setattr(client, "fault", fault),
+        lose,
+        lambda reason: setattr(tier, "_store_ailment", reason),
+        lambda: setattr(tier, "_store_ailment", ""),
+        lambda: shutil.rmtree(folder),
     )
 
 
@@ -277,8 +315,12 @@ QUICK = sorted(TIERS)
 """Opened in no time: by the hundred, if need be."""
 
 for each in s3_servers.SERVERS:
-    TIERS[f"s3, {each}"] = partial(s3, kind=each)
-    TIERS[f"s3, {each}, in packs"] = partial(s3, kind=each, in_packs=True)
+    TIERS[f"s3, {each}"] = partial(bucket, kind=each)
+    TIERS[f"s3, {each}, in packs"] = partial(bucket, kind=each, in_packs=True)
+TIERS["gs"] = partial(bucket, kind="moto", scheme="gs")
+TIERS["file"] = directory
+if s3_servers.azurite():
+    TIERS["az"] = partial(bucket, kind="azurite", scheme="az")
 if not mooncake_store.lacking():
     TIERS["mooncake"] = mooncake
 SLOW = sorted(TIERS.keys() - set(QUICK))
@@ -546,7 +588,11 @@ def test_finding_says_which_are_there(rig: Rig, kind: str) -> None:
     rig.set_fault(failing(3, way=Way.FIND))
     result = rig.do(Way.FIND, [0, 3])
     assert result.ok.tolist() == [False, False]
-    assert "worn out" in result.reasons[1] or kind.startswith("s3")  # HEAD answers have no words
+    assert "worn out" in result.reasons[1] or kind[:2] in (
+        "s3",
+        "gs",
+        "az",
+    )  # HEAD answers have no words
 
 
 @every_placed

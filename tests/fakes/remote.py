@@ -6,13 +6,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import obstore
-from obstore.store import S3Store
+from obstore.store import AzureStore, LocalStore, S3Store
 from tests.fakes import s3_servers
 from tests.fakes.crafted_keys import keys
 
@@ -33,6 +33,9 @@ CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": s3_servers.ACCESS,
     "AWS_SECRET_ACCESS_KEY": s3_servers.SECRET,
     "AWS_REGION": "us-east-1",
+    "GOOGLE_BEARER_TOKEN": "test",
+    "AZURE_STORAGE_ACCOUNT": s3_servers.ACCOUNT,
+    "AZURE_STORAGE_KEY": s3_servers.ACCOUNT_KEY,
 }
 
 
@@ -74,6 +77,8 @@ def open_s3(
     num_ranks: int = 1,
     is_well: bool = True,
     pack: int | None = None,
+    scheme: str = "s3",
+    address: str = "",
     **settings: Any,
 ) -> RemoteTier:
     """A tier in a namespace of its own, unless told which; waited for if it should be well."""
@@ -82,7 +87,8 @@ def open_s3(
         block_bytes,
         Rank(rank),
         num_ranks,
-        options=f"s3://{bucket}/tests?endpoint={endpoint}{f'&pack={pack}' if pack else ''}",
+        options=address
+        or f"{scheme}://{bucket}/tests?endpoint={endpoint}{f'&pack={pack}' if pack else ''}",
         label="a-model",
         shared_namespace=namespace or secrets.token_bytes(32),
     )
@@ -101,12 +107,24 @@ def open_s3(
 def remove(kind: str, names: Sequence[str]) -> None:
     """These objects are gone from the server, as far as they were there."""
     for name in names:
-        obstore.delete(bucket(kind), f"tests/{name}")
+        with suppress(FileNotFoundError):
+            obstore.delete(bucket(kind), f"tests/{name}")
 
 
-def bucket(kind: str) -> S3Store:
+def bucket(kind: str) -> S3Store | AzureStore | LocalStore:
     """The server's own view, past everything of ours."""
-    return bucket_at(s3_servers.server(kind).endpoint)
+    if kind == "directory":
+        return LocalStore(s3_servers.directory())
+    endpoint = s3_servers.server(kind).endpoint
+    if kind != "azurite":
+        return bucket_at(endpoint)
+    return AzureStore(
+        s3_servers.BUCKET,
+        endpoint=f"{endpoint}/{s3_servers.ACCOUNT}",
+        account_name=s3_servers.ACCOUNT,
+        account_key=s3_servers.ACCOUNT_KEY,
+        client_options={"allow_http": True},
+    )
 
 
 def bucket_at(endpoint: str) -> S3Store:

@@ -1,12 +1,14 @@
-"""Real S3 servers on this machine, and a door before them at which a test can be cruel.
+"""Real servers of buckets on this machine, and a door before them at which a test can be cruel.
 
-``moto`` honours conditional puts; ``rclone serve s3`` ignores them, and ranges too. Both run as
-processes of their own and end with the tests.
+``moto`` honours conditional puts; ``rclone serve s3`` ignores them, and ranges too. ``azurite`` is
+Microsoft's own emulator of Azure. They run as processes of their own and end with the tests.
 """
 
 from __future__ import annotations
 
 import atexit
+import base64
+import hmac
 import http.client
 import os
 import re
@@ -24,6 +26,7 @@ from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from tests.fakes.doors import Passing, open_door
 from tests.fakes.ports import free_port
@@ -36,6 +39,11 @@ if TYPE_CHECKING:
 
 ACCESS, SECRET, BUCKET = "kvferrytestaccess", "kvferrytestsecret", "kvferry-blocks"
 SERVERS = ("rclone", "moto")
+ACCOUNT = "devstoreaccount1"
+ACCOUNT_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""Those of every Azurite; no secret."""
 
 _WAYS = {"HEAD": Way.FIND, "GET": Way.READ, "PUT": Way.WRITE}
 _NAME = re.compile(r"/([0-9a-f]{64})$")
@@ -79,6 +87,9 @@ class S3Server:
             if self.certificate is not None:
                 command += ["--cert", str(self.certificate.chain)]
                 command += ["--key", str(self.certificate.key)]
+        elif self.kind == "azurite":
+            command = [azurite() or "", "--silent", "--skipApiVersionCheck", "--blobHost"]
+            command += ["127.0.0.1", "--blobPort", str(self.port), "--location", str(self._folder)]
         else:
             command = [str(bin_dir / "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]
         command += self._options
@@ -106,7 +117,10 @@ class S3Server:
         try:
             line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
             # moto makes the bucket; rclone, which wants a signature, refuses in so many words.
-            line.request("PUT", f"/{BUCKET}")
+            if self.kind == "azurite":
+                line.request("PUT", f"/{ACCOUNT}/{BUCKET}?restype=container", b"", _signed())
+            else:
+                line.request("PUT", f"/{BUCKET}")
             line.getresponse().read()
             line.close()
         except OSError:
@@ -125,12 +139,40 @@ class S3Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def azurite() -> str | None:
+    """The program, where it is installed."""
+    beside = Path(sys.prefix, "azurite", "node_modules", ".bin", "azurite-blob")
+    return os.environ.get("AZURITE") or (str(beside) if beside.exists() else None)
+
+
+def _signed() -> dict[str, str]:
+    """The headers of a request that makes the container."""
+    date = datetime.now(timezone.utc).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    headers = f"x-ms-date:{date}\nx-ms-version:2021-08-06\n"
+    said = "PUT" + "\n" * 12 + f"{headers}/{ACCOUNT}/{ACCOUNT}/{BUCKET}\nrestype:container"
+    digest = hmac.digest(base64.b64decode(ACCOUNT_KEY), said.encode(), "sha256")
+    return {
+        "x-ms-date": date,
+        "x-ms-version": "2021-08-06",
+        "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}",
+    }
+
+
 @lru_cache
 def server(kind: str) -> S3Server:
     """One for all tests."""
     made = S3Server(kind)
     made.start()
     atexit.register(made.close)
+    return made
+
+
+@lru_cache
+def directory() -> str:
+    """One for all tests."""
+    made = tempfile.mkdtemp(prefix="kvferry-test-")
+    (Path(made) / "tests").mkdir()
+    atexit.register(shutil.rmtree, made, True)
     return made
 
 
@@ -157,7 +199,10 @@ class Door:
             def _pass_on(self) -> None:
                 door.num_requests += 1
                 body = self.read_body()
-                found = _NAME.search(self.path.partition("?")[0])
+                path, asks, query = self.path.partition("?")
+                if behind.kind == "moto":  # Google's client quotes every character
+                    path = unquote(path)
+                found = _NAME.search(path)
                 said = self.headers["x-amz-date"]
                 if door.clock is not None and _is_skewed(said, door.clock()):
                     self._answer(403, {"Content-Type": "application/xml"}, _SKEWED)
@@ -172,7 +217,7 @@ class Door:
                     self._answer(500, {}, str(error).encode())
                     return
                 line = http.client.HTTPConnection("127.0.0.1", behind.port, timeout=60)
-                line.request(self.command, self.path, body, dict(self.headers))
+                line.request(self.command, path + asks + query, body, dict(self.headers))
                 answer = line.getresponse()
                 content = answer.read()
                 if door.garble is not None and self.command == "GET" and found:
@@ -185,8 +230,10 @@ class Door:
 
             def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
                 self.send_response_only(status)
-                length = headers.get("Content-Length") if self.command == "HEAD" else None
+                length = None
                 for name, value in headers.items():
+                    if name.lower() == "content-length" and self.command == "HEAD":
+                        length = value
                     if name.lower() not in ("content-length", "transfer-encoding", "connection"):
                         self.send_header(name, value)
                 self.send_header("Content-Length", length or str(len(body)))

@@ -27,8 +27,15 @@ from kvferry.tools.cli.commands import kvferry as command
 
 ALL = list(range(8))
 FOLDER = "tests/"
-every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
+every_server = pytest.mark.parametrize("kind", [*s3_servers.SERVERS, "directory"])
 DOCS = Path(__file__).parents[2] / "docs" / "fleet.md"
+
+
+def address_of(kind: str) -> str:
+    if kind == "directory":
+        return f"file://{s3_servers.directory()}/tests?pack=1"
+    endpoint = s3_servers.server(kind).endpoint
+    return f"s3://{s3_servers.BUCKET}/tests?endpoint={endpoint}&pack=1"
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def store(kind: str) -> Iterator[Store]:
     for page in obstore.list(bucket):
         obstore.delete(bucket, [each["path"] for each in page])
     namespace = secrets.token_bytes(32)
-    tier = remote.open_s3(s3_servers.server(kind).endpoint, SIZE, namespace=namespace, pack=1)
+    tier = remote.open_s3("", SIZE, namespace=namespace, address=address_of(kind))
     yield Store(tier, namespace)
     tier.close()
 
@@ -104,9 +111,7 @@ def test_one_server_at_a_time(kind: str, store: Store) -> None:
 def test_readers_meet_misses_and_nothing_else(kind: str, store: Store) -> None:
     """Blocks are removed and written again while another server reads them."""
     reader = Store(
-        remote.open_s3(
-            s3_servers.server(kind).endpoint, SIZE, namespace=store.objects.namespace, pack=1
-        ),
+        remote.open_s3("", SIZE, namespace=store.objects.namespace, address=address_of(kind)),
         store.objects.namespace,
     )
     reader.rows[:] = store.rows
@@ -130,7 +135,7 @@ def test_readers_meet_misses_and_nothing_else(kind: str, store: Store) -> None:
 def test_a_server_removes_what_is_old_by_itself(kind: str, store: Store) -> None:
     store.write(ALL)
     time.sleep(1.5)
-    keeper = remote.open_s3(s3_servers.server(kind).endpoint, SIZE, ttl=1.0)
+    keeper = remote.open_s3("", SIZE, address=address_of(kind), ttl=1.0)
     store.wait(lambda: not store.do(Way.FIND, ALL).ok.any())
     keeper.close()
 
@@ -174,8 +179,7 @@ def run(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name)
     for name, value in remote.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    address = f"s3://{s3_servers.BUCKET}/tests?endpoint={s3_servers.server(kind).endpoint}"
-    monkeypatch.setenv("KVFERRY_REMOTE", address)
+    monkeypatch.setenv("KVFERRY_REMOTE", address_of(kind))
 
     def invoke(*words: str, **more: Any) -> Result:
         return CliRunner().invoke(command, ["remote", *words], **more)
@@ -232,3 +236,20 @@ def test_mistakes_are_said(words: list[str], says: str, run: Any) -> None:
 def test_without_an_address_it_is_asked_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVFERRY_REMOTE")
     assert "no address is named" in run("ls").output
+
+
+def test_a_directory_is_not_made_where_nothing_is_mounted(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    namespace = secrets.token_bytes(32)
+    tier = remote.open_s3("", SIZE, namespace=namespace, address=f"file://{mount}", is_well=False)
+    store = Store(tier, namespace)
+    try:
+        assert "directory of its address is not there" in tier.ailment
+        assert not store.do(Way.WRITE, ALL).ok.any()
+        assert not mount.exists()
+        mount.mkdir()
+        store.wait_healed()
+        store.write(ALL)
+        assert store.reads(ALL) == [True] * 8
+    finally:
+        tier.close()

@@ -24,7 +24,7 @@ from kvferry.tiers.movers import open_tier
 from kvferry.tiers.remote.client import Unavailable
 from kvferry.tiers.remote.health import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
 from kvferry.tiers.remote.objects import SEAL_BYTES, ObjectFormat, best_in_one
-from kvferry.tiers.remote.stores import ca_bundle, s3_config
+from kvferry.tiers.remote.stores import azure_config, ca_bundle, google_config, s3_config
 from kvferry.tiers.remote.tier import open_remote
 from kvferry.types import TierName
 
@@ -248,3 +248,17 @@ def test_an_object_that_goes_while_we_ask_how_long_it_is_gets_written(
     (room,) = client.staging.lend(1)
     assert asyncio.run(client.put(["k"], [room], replace=[False])) == [None]
     assert put == [("p/k", "create"), ("p/k", "overwrite")]
+
+
+def test_azure_and_google_settings_come_from_where_their_tools_look() -> None:
+    connection = "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==;EndpointSuffix=x"
+    env = {"AZURE_STORAGE_CONNECTION_STRING": connection}
+    assert azure_config({}, env) == {"account_name": "a", "account_key": "k=="}
+    env |= {"AZURE_STORAGE_ACCOUNT": "b", "AZURE_STORAGE_KEY": "l"}
+    assert azure_config({}, env) == {"account_name": "b", "account_key": "l"}
+    told = {"account": "c", "endpoint": "http://here"}
+    assert azure_config(told, {}) == {"account_name": "c", "endpoint": "http://here"}
+    with pytest.raises(ConfigError, match=r"\?account=NAME"):
+        azure_config({}, {})
+    assert google_config({}, {}) == {}
+    assert google_config({"endpoint": "http://x"}, {}) == {"base_url": "http://x"}

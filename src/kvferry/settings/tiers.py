@@ -6,6 +6,7 @@
     near=memory:2GiB                 the same under another name
     my_package.store:open_store:xyz  another tier: module, factory, and its options
     s3://bucket/prefix?endpoint=http://127.0.0.1:9000&pack=8    what is behind ? may be left out
+    gs://bucket/prefix  az://container/prefix?account=name  file:///mnt/shared/kvferry
     mooncake://master:50051?metadata=P2PHANDSHAKE&protocol=tcp&segment=4GiB
 """
 
@@ -77,8 +78,8 @@ def read_directories(name: str, value: object) -> tuple[str, ...]:
 REMOTE_KEY_ENV = "KVFERRY_REMOTE_KEY"
 """Holds the key as base64 where no file does. It is no setting: it is never shown."""
 
-S3, MOONCAKE = "s3", "mooncake"
-STORE_KINDS = (S3, MOONCAKE)
+S3, GOOGLE, AZURE, FILES, MOONCAKE = "s3", "gs", "az", "file", "mooncake"
+STORE_KINDS = (S3, GOOGLE, AZURE, FILES, MOONCAKE)
 
 PACK = "pack"
 """The option that says how many blocks of a chain are written as one object."""
@@ -86,15 +87,22 @@ _MOST_PACK = 16
 
 _OPTIONS = {
     S3: ("endpoint", "region", PACK),
+    GOOGLE: ("endpoint", PACK),
+    AZURE: ("account", "endpoint", PACK),
+    FILES: (PACK,),
     MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
 }
-_EXAMPLES = "s3://BUCKET/PREFIX or mooncake://MASTER:PORT"
+_EXAMPLES = (
+    "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///DIRECTORY or "
+    "mooncake://MASTER:PORT"
+)
 _NO_SECRETS = (
     "an address carries no credentials (nothing before an @), it is shown to people; give them to "
-    "S3 in the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role), and Mooncake's "
-    "Redis its password in MC_REDIS_PASSWORD"
+    "a cloud's store in the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role), and "
+    "Mooncake's Redis its password in MC_REDIS_PASSWORD"
 )
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", re.ASCII)
+_ACCOUNT = re.compile(r"[a-z0-9]{3,24}", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
 _MOST_PREFIX = 512
 
@@ -111,7 +119,7 @@ _LEAST_IN_PLACE = 64 << 10  # slots begin on pages then: smaller blocks would lo
 class RemoteAddress:
     """A store's address, checked: ``place`` is a bucket, or a master's host:port.
 
-    No secret is part of it: it is shown to people.
+    A directory has no place: it is the prefix. No secret is part of an address: people see it.
     """
 
     kind: str
@@ -200,18 +208,27 @@ def read_remote(name: str, value: object) -> RemoteAddress:
                 f"{', '.join(_OPTIONS[parts.scheme])}"
             )
     path = unquote(parts.path).strip("/")
-    if parts.scheme == S3:
-        return _s3(name, parts.netloc, path, options)
-    return _mooncake(name, parts.hostname or "", port, path, options)
+    if parts.scheme == MOONCAKE:
+        return _mooncake(name, parts.hostname or "", port, path, options)
+    return _bucket(name, parts.scheme, parts.netloc, path, options)
 
 
-def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> RemoteAddress:
-    if not _BUCKET.fullmatch(bucket):
+def _bucket(
+    name: str, kind: str, bucket: str, prefix: str, options: Mapping[str, str]
+) -> RemoteAddress:
+    if kind == FILES and (bucket or not prefix):
+        raise ConfigError(f"{name}: expected file:///DIRECTORY with its whole path")
+    if kind != FILES and not _BUCKET.fullmatch(bucket):
         raise ConfigError(
             f"{name}: {quoted(bucket)} cannot be a bucket; names are 3 to 63 small letters, "
             "digits, dots and hyphens"
         )
-    if prefix and (len(prefix) > _MOST_PREFIX or not _PREFIX.fullmatch(prefix)):
+    account = options.get("account")
+    if account is not None and not _ACCOUNT.fullmatch(account):
+        expected = "3 to 24 small letters and digits"
+        raise ConfigError(f"{name}: account: expected {expected}, got {shown(account)}")
+    is_path = _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/"))
+    if prefix and (len(prefix) > _MOST_PREFIX or not is_path):
         raise ConfigError(
             f"{name}: {quoted(prefix)} cannot be a prefix here; use letters, digits, . _ = - "
             f"and single slashes between them, at most {_MOST_PREFIX}"
@@ -224,7 +241,7 @@ def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> Remo
     if not re.fullmatch("[0-9]{1,2}", pack) or not 1 <= int(pack) <= _MOST_PACK:
         expected = f"a number of blocks from 1 to {_MOST_PACK}"
         raise ConfigError(f"{name}: pack: expected {expected}, got {shown(pack)}")
-    return RemoteAddress(S3, bucket, prefix, options)
+    return RemoteAddress(kind, bucket, prefix, options)
 
 
 def _is_endpoint(text: str) -> bool:

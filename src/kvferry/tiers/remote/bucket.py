@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,10 @@ from typing import Any
 import obstore
 from obstore import exceptions
 
-from kvferry.settings.tiers import RemoteAddress
+from kvferry.settings.tiers import FILES, RemoteAddress
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
-from kvferry.tiers.remote.expiry import MOST_PROBE, PROBE, Expiry
+from kvferry.tiers.remote.expiry import MOST_PROBE, PROBE, Expiry, remove
 from kvferry.tiers.remote.objects import most_in_one
 from kvferry.tiers.remote.stores import (
     REQUEST_SECONDS,
@@ -38,6 +39,7 @@ _ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
 """Bytes in flight each way: as many keep a store busy that is some 20 ms away; and the most."""
 
 _SPARE_MEMORY = 512 << 20
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 
 
 def most_calls(object_bytes: int) -> int:
@@ -70,6 +72,7 @@ class BucketClient:
         self._probe = (PROBE + label.encode())[:MOST_PROBE]
         self._ttl = ttl
         self._can_create = True
+        self._is_folder = address.kind == FILES
         self._object_bytes = object_bytes
         room = blocks_per_object * object_bytes
         self.num_calls = min(most_calls(object_bytes), max(4, _MOST_BYTES // room))
@@ -84,24 +87,33 @@ class BucketClient:
 
     async def probe(self, way: Way) -> Fault | None:
         """Read a small object, or write it and read it back."""
+        if self._is_folder and not await asyncio.to_thread(os.path.isdir, f"/{self._prefix}"):
+            return Fault("the directory of its address is not there")
         try:
             if way is Way.WRITE:
                 await self._put(self._probe_name, self._probe, "overwrite")
             got = await read_object(self._store, self._probe_name, range(MOST_PROBE + 1))
         except FileNotFoundError as error:
-            is_bucket = way is Way.READ and "NoSuchBucket" not in str(error)
+            is_bucket = way is Way.READ and not _NO_BUCKET.search(str(error))
             return None if is_bucket else Fault(reason_of(error))
         except Exception as error:  # for any reason, the store cannot be used
             return Fault(reason_of(error))
         is_wrong = way is Way.WRITE and got != self._probe
         return Fault("what it was given it does not give back") if is_wrong else None
 
+    def _path(self, name: str) -> str:
+        """Where an object lies; in a directory, in one of 256 folders."""
+        if self._is_folder:
+            folder, _, key = name.rpartition("/")
+            name = f"{folder}/{key[:2]}/{key}"
+        return self._prefix + name
+
     async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
         return list(await asyncio.gather(*(self._find(name, size) for name in names)))
 
     async def _find(self, name: str, size: int) -> int | Unavailable | Fault:
         try:
-            there = await obstore.head_async(self._store, self._prefix + name)
+            there = await obstore.head_async(self._store, self._path(name))
         except FileNotFoundError:
             return Unavailable()
         except Exception as error:
@@ -116,7 +128,7 @@ class BucketClient:
     async def _get(self, name: str, size: int) -> Fetched:
         fits = range(size, most_in_one(size) * size + 1, size)
         try:
-            return await read_object(self._store, self._prefix + name, fits)
+            return await read_object(self._store, self._path(name), fits)
         except WrongSizeError as error:
             return Foreign(_wrong(error.size, size))
         except FileNotFoundError:
@@ -143,7 +155,7 @@ class BucketClient:
         try:
             if self._can_create and not replace:
                 try:
-                    await self._put(self._prefix + name, stored, "create")
+                    await self._put(self._path(name), stored, "create")
                     return None
                 except exceptions.AlreadyExistsError:
                     # By this or another server: the same bytes, but maybe of fewer blocks.
@@ -151,7 +163,7 @@ class BucketClient:
                         return None
                 except (exceptions.NotSupportedError, NotImplementedError):
                     self._can_create = False
-            await self._put(self._prefix + name, stored, "overwrite")
+            await self._put(self._path(name), stored, "overwrite")
         except Exception as error:
             return Fault(reason_of(error))
         return None
@@ -161,7 +173,7 @@ class BucketClient:
         if size <= self._object_bytes:
             return False
         try:
-            there = await obstore.head_async(self._store, self._prefix + name)
+            there = await obstore.head_async(self._store, self._path(name))
         except FileNotFoundError:  # removed since it was in our way
             return True
         return int(there["size"]) < size
@@ -170,8 +182,11 @@ class BucketClient:
         await obstore.put_async(self._store, path, stored, mode=mode, use_multipart=False)
 
     async def forget(self, folder: str) -> None:
-        async for page in obstore.list(self._store, prefix=self._prefix + folder):
-            await obstore.delete_async(self._store, [each["path"] for each in page])
+        def remove_all() -> None:
+            for page in obstore.list(self._store, prefix=self._prefix + folder):
+                remove(self._store, [each["path"] for each in page])
+
+        await asyncio.to_thread(remove_all)
 
     async def tend(self, log: Log) -> None:
         """Remove what is older than ``ttl``, and end this process before a reply fills the memory.

@@ -19,7 +19,9 @@ from obstore import exceptions
 from kvferry.tiers.remote.client import Log
 from kvferry.tiers.remote.stores import reason_of
 
-_GROUP = re.compile(r"kvferry-(\d+)/([0-9a-f]{64})/r(\d+)of(\d+)/([0-9a-f]{16})/([0-9a-z]+)")
+_GROUP = re.compile(
+    r"kvferry-(\d+)/([0-9a-f]{64})/r(\d+)of(\d+)/([0-9a-f]{16})/(?:[0-9a-f]{2}/)?([0-9a-z]+)"
+)
 _TURNS = "kvferry-turns"
 PROBE, MOST_PROBE = b"kvferry was here\n", 1024
 """What begins the small object beside the blocks. The rest of it says whose they are."""
@@ -39,11 +41,8 @@ class ObjectListed:
     namespace: str
     rank: int
     num_ranks: int
+    generation: str
     name: str
-
-    @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
 
 
 def list_ours(store: Any, prefix: str) -> Iterator[list[ObjectListed]]:
@@ -62,6 +61,7 @@ def list_ours(store: Any, prefix: str) -> Iterator[list[ObjectListed]]:
                     match[2],
                     int(match[3]),
                     int(match[4]),
+                    match[5],
                     match[6],
                 )
                 for each, match in found
@@ -92,8 +92,12 @@ def label_in(store: Any, path: str) -> str:
 
 def remove(store: Any, paths: list[str]) -> None:
     """Remove some objects. A server that reads one of them meanwhile misses it."""
-    if paths:
+    try:
         obstore.delete(store, paths)
+    except FileNotFoundError:  # another server has removed one: the rest may still be there
+        for path in paths:
+            with suppress(FileNotFoundError):
+                obstore.delete(store, path)
 
 
 class Expiry:
@@ -139,16 +143,25 @@ class Expiry:
         now = self._claim(name)
         if now is None:
             return 0
-        num_removed, alive = 0, ""
+        num_removed = 0
+        alive = set[tuple[object, ...]]()
+        probes = dict[str, tuple[object, ...]]()  # they say whose the blocks beside them are
         for page in list_ours(self._store, self._prefix):
             if self._clock() >= (turn + 1) * self.turn_seconds:
                 break  # the rest is the next turn's
             old: list[str] = []
             for each in page:
+                beside = (each.namespace, each.rank, each.num_ranks, each.generation)
                 if each.modified >= now - self._ttl:
-                    alive = each.folder
-                elif each.name != "probe" or each.folder != alive:  # it says whose the others are
+                    alive.add(beside)
+                elif each.name == "probe":
+                    probes[each.path] = beside
+                else:
                     old.append(each.path)
+            remove(self._store, old)
+            num_removed += len(old)
+        else:
+            old = [path for path, beside in probes.items() if beside not in alive]
             remove(self._store, old)
             num_removed += len(old)
         for past in obstore.list(self._store, prefix=f"{self._prefix}{_TURNS}"):

@@ -11,28 +11,40 @@ import configparser
 import html
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.store import S3Store
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvferry.errors import ConfigError
-from kvferry.settings.tiers import PACK, RemoteAddress
+from kvferry.settings.tiers import AZURE, FILES, GOOGLE, PACK, S3, RemoteAddress
 from kvferry.tiers.remote.client import hide, shown
 
 REQUEST_SECONDS = 60.0
 _NOWHERE = "http://127.0.0.1:1"
-_OWN_HOSTS = ("amazonaws.com", "amazonaws.com.cn", "169.254.0.0/16", "fd00:ec2::/32")
-"""Where S3 is, and what hands out credentials."""
-_HOST_VARIABLES = (
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_EC2_METADATA_SERVICE_ENDPOINT",
-    "AWS_ENDPOINT_URL_STS",
-)
+_LINK_LOCAL = ("169.254.0.0/16", "fd00:ec2::/32")
+"""Where machines in clouds are handed out credentials."""
+_OWN_HOSTS = {
+    S3: ("amazonaws.com", "amazonaws.com.cn"),
+    GOOGLE: ("googleapis.com", "metadata.google.internal", "metadata"),
+    AZURE: (
+        *("windows.net", "microsoftonline.com", "usgovcloudapi.net", "microsoftonline.us"),
+        *("chinacloudapi.cn", "partner.microsoftonline.cn"),
+    ),
+}
+_HOST_VARIABLES = {
+    S3: (
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+        "AWS_ENDPOINT_URL_STS",
+    ),
+    GOOGLE: ("GOOGLE_BASE_URL",),
+    AZURE: ("AZURE_AUTHORITY_HOST", "IDENTITY_ENDPOINT", "MSI_ENDPOINT"),
+}
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
 _OF_ENV = {
@@ -50,7 +62,22 @@ _OF_PROFILE = {
     "endpoint": "endpoint_url",
     "ca_bundle": "ca_bundle",
 }
-_SECRETS = ("access_key_id", "secret_access_key", "session_token")
+_SECRETS = ("access_key_id", "secret_access_key", "session_token", "account_key", "sas_key")
+_AZURE_ENV = {
+    "account_name": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
+    "account_key": (
+        *("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"),
+        "AZURE_STORAGE_MASTER_KEY",
+    ),
+    "sas_key": ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"),
+    "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_OF_CONNECTION = {
+    "AccountName": "account_name",
+    "AccountKey": "account_key",
+    "SharedAccessSignature": "sas_key",
+    "BlobEndpoint": "endpoint",
+}
 _OTHER_MEANS = (
     ("AWS_WEB_IDENTITY_TOKEN_FILE",),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
@@ -77,29 +104,37 @@ _CERTIFICATES = {
 }
 
 
-def open_bucket(address: RemoteAddress, env: Mapping[str, str]) -> S3Store:
+def open_bucket(address: RemoteAddress, env: Mapping[str, str]) -> Any:
     """The bucket of an address; nothing is asked yet. ConfigError without credentials."""
+    if address.kind == FILES:
+        return LocalStore()
     told = {name: value for name, value in address.options.items() if name != PACK}
-    config, roots = s3_config(told, env), ca_bundle(env)
-    for name in _SECRETS:
-        if config.get(name):
-            hide(config[name])
+    make, config_of = _BUCKETS[address.kind]
+    config = config_of(told, env)
+    if (
+        address.kind == S3
+    ):  # blocks have a checksum of their own: a second, slower one gains nothing
+        config["unsigned_payload"] = "true"
+    for name, value in config.items():
+        if name in _SECRETS and value:
+            hide(value)
+    endpoint = config.get("endpoint") or config.get("base_url") or ""
+    urls = [endpoint, *(env.get(name, "") for name in _HOST_VARIABLES[address.kind])]
     options: dict[str, Any] = {
-        "allow_http": config.get("endpoint", "").startswith("http://"),
+        "allow_http": any(url.startswith("http://") for url in urls),
         "connect_timeout": timedelta(seconds=2),
         "timeout": timedelta(seconds=REQUEST_SECONDS),
         "pool_idle_timeout": timedelta(seconds=30),
     }
-    if roots:
+    if address.kind == S3 and (roots := ca_bundle(env)):
         options["root_certificate"] = roots
     if not any(env.get(name) or env.get(name.lower()) for name in _PROXIES):
-        urls = (config.get("endpoint"), *(env.get(name) for name in _HOST_VARIABLES))
         hosts = [urlsplit(url).hostname or "" for url in urls if url]
-        options |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join((*hosts, *_OWN_HOSTS))}
-    return S3Store(
+        hosts += [*_OWN_HOSTS[address.kind], *_LINK_LOCAL]
+        options |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}
+    return make(
         address.place,
-        # Blocks have a checksum of their own: a second, slower one gains nothing.
-        config=cast(Any, {**config, "unsigned_payload": "true"}),
+        config=cast(Any, config),
         client_options=cast(Any, options),
         retry_config={
             "max_retries": 3,
@@ -127,6 +162,8 @@ async def read_object(store: Any, path: str, fits: range) -> memoryview:
     size = got.meta["size"]
     if size not in fits:
         raise WrongSizeError(size)
+    if isinstance(store, LocalStore):  # a stream of it comes in pieces of 8 KiB
+        return memoryview(await got.bytes_async())
     # One piece of more bytes than it should have comes only if it has them.
     piece = await anext(aiter(got.stream(min_chunk_size=size + 1)), b"")
     if len(piece) != size:
@@ -140,11 +177,7 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
     Keys from two sources are never mixed. The client itself finds what none of them has (an
     instance's role, a container's, a web identity).
     """
-    found = {
-        name: value
-        for name, variables in _OF_ENV.items()
-        if (value := next((env[each] for each in variables if env.get(each)), ""))
-    }
+    found = _from(env, _OF_ENV)
     profile = _profile(env)
     has_means = any(all(env.get(name) for name in names) for names in _OTHER_MEANS)
     has_keys = "access_key_id" in found or has_means
@@ -158,6 +191,46 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
         raise ConfigError(
             "there are no credentials for S3: give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "
             "profile in ~/.aws, or let the instance's role be asked (AWS_EC2_METADATA_DISABLED)"
+        )
+    return found
+
+
+def _from(env: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What the environment has, by the first of its variables that is set."""
+    return {
+        name: value
+        for name, variables in names.items()
+        if (value := next((env[each] for each in variables if env.get(each)), ""))
+    }
+
+
+def google_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    """The client's settings. It finds credentials itself, as Google's own libraries do.
+
+    ``GOOGLE_APPLICATION_CREDENTIALS``, what ``gcloud`` has left, or the machine's service account.
+    """
+    endpoint = told.get("endpoint") or env.get("GOOGLE_BASE_URL")
+    return {"base_url": endpoint} if endpoint else {}
+
+
+def azure_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    """The client's settings: of the address, else the environment, else its connection string.
+
+    The client itself finds a service principal, a workload's or a managed identity.
+    """
+    found = _from(env, _AZURE_ENV)
+    for part in env.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"):
+        name, _, value = part.partition("=")
+        if name in _OF_CONNECTION:
+            found.setdefault(_OF_CONNECTION[name], value)
+    if "account" in told:
+        found["account_name"] = told["account"]
+    if "endpoint" in told:
+        found["endpoint"] = told["endpoint"]
+    if "account_name" not in found:
+        raise ConfigError(
+            "which storage account is not known: give ?account=NAME in the address, or "
+            "AZURE_STORAGE_ACCOUNT"
         )
     return found
 
@@ -195,6 +268,14 @@ def _profile(env: Mapping[str, str]) -> dict[str, str]:
                 table = parser[place]
                 found.update({k: table[v] for k, v in _OF_PROFILE.items() if table.get(v)})
     return found
+
+
+_Config = Callable[[Mapping[str, str], Mapping[str, str]], dict[str, str]]
+_BUCKETS: dict[str, tuple[Callable[..., Any], _Config]] = {
+    S3: (S3Store, s3_config),
+    GOOGLE: (GCSStore, google_config),
+    AZURE: (AzureStore, azure_config),
+}
 
 
 def reason_of(error: Exception) -> str:

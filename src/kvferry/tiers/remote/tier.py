@@ -23,7 +23,7 @@ from secrets import randbits
 import numpy as np
 
 from kvferry.errors import ConfigError, install
-from kvferry.settings.tiers import MOONCAKE, S3, RemoteSettings, read_remote
+from kvferry.settings.tiers import MOONCAKE, STORE_KINDS, RemoteSettings, read_remote
 from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
 from kvferry.tiers.ipc.messages import (
     FrameKind,
@@ -58,7 +58,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _STARTING = "its process has not heard from the store yet"
 
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
-    S3: (("obstore", "xxhash"), "s3"),
+    **dict.fromkeys(STORE_KINDS, (("obstore", "xxhash"), "s3")),
     MOONCAKE: (("mooncake", "xxhash"), "mooncake"),
 }
 _HINTS = {
@@ -348,7 +348,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
         hello["host_file"] = asdict(file)
     # At least 1: the tier itself refuses blocks without bytes, in its own words.
-    in_one = most_in_one(max(1, setup.block_bytes)) if address.kind == S3 else 1
+    in_one = most_in_one(max(1, setup.block_bytes)) if address.kind != MOONCAKE else 1
     tier = RemoteTier(setup.name, setup.block_bytes, hello, most_in_one=in_one)
     tier.open(OPEN_SECONDS)
     if tier.refusal:
