@@ -93,8 +93,8 @@ def open_s3(
         shared_namespace=namespace or secrets.token_bytes(32),
     )
     if settings:
-        address = read_remote("remote", setup.options)
-        setup = replace(setup, remote=RemoteSettings(address, **settings))
+        store = read_remote("remote", setup.options)
+        setup = replace(setup, remote=RemoteSettings(store, **settings))
     with environment(credentials):
         tier = open_remote(setup)
     end = time.monotonic() + LONG

@@ -18,6 +18,17 @@ import time
 import types
 from typing import Any
 
+__all__ = [
+    "LONG",
+    "PAGE",
+    "HybridServer",
+    "PoolHitPolicy",
+    "PoolName",
+    "PoolTransfer",
+    "Server",
+    "get_hash_str",
+    "start_distributed",
+]
 ABSENT = ("sgl_kernel", "torchvision", "soundfile", "IPython")
 LONG = 60.0
 PAGE = 16
@@ -298,7 +309,8 @@ class HybridServer(Server):
         operation.host_indices = indices = self.host.alloc(operation.storage_hit_count)
         self.bytes.fill_(0xEE)
         self.controller.prefetch_buffer.put(operation)
-        completed, hits, end = 0, {}, time.monotonic() + LONG
+        completed, end = 0, time.monotonic() + LONG
+        hits: dict[str, int] = {}
         while time.monotonic() < end:
             ack = self.controller.ack_prefetch_queue.get(timeout=LONG)
             if ack.completed_req:

@@ -65,7 +65,7 @@ class NamespaceUse:
 def remote() -> None:
     """List and remove what kvferry keeps in a shared bucket.
 
-    ADDRESS is s3://BUCKET/PREFIX or another, as in the setting remote. Without it, it is that setting
+    ADDRESS is one such as s3://BUCKET/PREFIX. Without it, it is the setting remote
     (KVFERRY_REMOTE, or the file of KVFERRY_CONFIG). Credentials are found as the server finds them.
     A Mooncake store cannot be listed: its master evicts by itself.
     """
