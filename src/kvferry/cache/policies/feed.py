@@ -91,8 +91,6 @@ class PolicyFeed:
             if len(slots):
                 policy.discard(slots)
         elif kind is _LOOKUP and self.hearer is not None:
-            keys = event.keys() if callable(event.keys) else event.all_keys()
-            self.hearer.asked(keys, event.tokens, slots)
+            self.hearer.asked(event.all_keys(), event.tokens, slots)
         elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
-            keys = event.keys() if callable(event.keys) else event.all_keys()
-            self.hint_hearer.hint(keys, event.detail)
+            self.hint_hearer.hint(event.all_keys(), event.detail)

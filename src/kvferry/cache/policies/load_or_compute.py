@@ -9,9 +9,7 @@ from kvferry.types import HOST, TierName
 
 _WEIGHT = 0.2  # of the newest measurement in a running average
 _MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
-# Hits in a row that computing wins, before one is loaded to see: only loads measure. Soon at first,
-# when all that is known may be one slow read of a drive that had just woken; then ever more rarely.
-_FIRST_PATIENCE, _MOST_PATIENCE = 2, 32
+_FIRST_PATIENCE, _MOST_PATIENCE = 2, 32  # hits in a row that computing wins, before one is loaded
 
 
 class Verdict(Enum):
@@ -40,9 +38,9 @@ class Decision(NamedTuple):
 class LoadOrCompute:
     """Decides per request. Owns running averages: the prefill rate, and each link's bandwidth.
 
-    The link to the device is one; each tier below the host has another. One bad first measurement
-    would end all loads, and with them all measurements: so a hit is loaded now and then although
-    computing it looks faster, soon at first and then after twice as many each time.
+    The link to the device is one; each tier below the host has another. Only loads measure a link:
+    so a hit is loaded now and then although computing it looks faster, soon at first, when all that
+    is known may be one slow read of a drive that had just woken, and then ever more rarely.
     """
 
     def __init__(self, policy: str, *, prefill_rate: float | None = None) -> None:
@@ -70,9 +68,7 @@ class LoadOrCompute:
     def note_load(self, num_bytes: int, seconds: float, link: TierName = HOST) -> None:
         """A load of this size took this long on the link."""
         if num_bytes > 0 and seconds > 0:
-            old = self._bandwidths.get(link)
-            new = num_bytes / seconds
-            self._bandwidths[link] = new if old is None else old + _WEIGHT * (new - old)
+            self._bandwidths[link] = _average(self._bandwidths.get(link), num_bytes / seconds)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time."""
@@ -100,23 +96,17 @@ class LoadOrCompute:
         if load <= compute:
             self._num_declined[link] = 0
             return Decision(Verdict.LOAD_FASTER, load, compute)
-        if self._is_time_to_measure(link) and not queued_bytes:
-            self._num_declined[link] = 0
-            self._patience[link] = min(_MOST_PATIENCE, 2 * self._patience[link])
-            return Decision(Verdict.LOAD_TO_MEASURE, load, compute)
-        return Decision(Verdict.COMPUTE_FASTER, load, compute)
-
-    def _is_time_to_measure(self, link: TierName) -> bool:
-        """Computing wins once more; whether it has won as often as there is patience for."""
         self._num_declined[link] = self._num_declined.get(link, 0) + 1
-        return self._num_declined[link] >= self._patience.setdefault(link, _FIRST_PATIENCE)
+        patience = self._patience.get(link, _FIRST_PATIENCE)
+        if self._num_declined[link] < patience or queued_bytes:
+            return Decision(Verdict.COMPUTE_FASTER, load, compute)
+        self._num_declined[link] = 0
+        self._patience[link] = min(_MOST_PATIENCE, 2 * patience)
+        return Decision(Verdict.LOAD_TO_MEASURE, load, compute)
 
 
 class BusyTime:
-    """How long a link has something to do, counted where results come in. Owns three numbers.
-
-    The time of a transfer alone would not do: many are under way at once, and wait for each other.
-    """
+    """How long a link has something to do: many transfers are under way at once."""
 
     def __init__(self) -> None:
         self._num_under_way = 0
@@ -131,7 +121,7 @@ class BusyTime:
         self._num_under_way += 1
 
     def give_up(self) -> None:
-        """Nobody waits for one of them any longer, which is no news of the others."""
+        """One of them is not waited for any longer, which is no news of the others."""
         self._num_under_way -= 1
 
     def end(self, num_bytes: int, now: float) -> tuple[int, float]:
@@ -147,13 +137,6 @@ class BusyTime:
 
 def _average(old: float | None, new: float) -> float:
     return new if old is None else old + _WEIGHT * (new - old)
-
-
-# ::
-#
-#     landed first    [load ----------------------][forward]
-#     overlapped      [load ----------------------]
-#                        [forward, each layer behind its part]
 
 
 class OverlapVerdict(Enum):
@@ -185,7 +168,14 @@ class OverlapDecision(NamedTuple):
 
 
 class Overlapping:
-    """Decides for each load whether its request may run before the load has landed."""
+    """Decides for each load whether its request may run before the load has landed.
+
+    ::
+
+        landed first    [load ----------------------][forward]
+        overlapped      [load ----------------------]
+                           [forward, each layer behind its part]
+    """
 
     MIN_SECONDS = 1e-3
     """A shorter load is over before a forward pass has begun."""

@@ -134,8 +134,6 @@ class Returns:
         self._senders = Senders()
         self._duel = Duel()
         self._due: list[tuple[float, int, Node, Told]] = []
-        self._front: list[int] = []  # what was put back, the first to go first
-        self._in_front = np.zeros(residents.num_slots, dtype=bool)
         self._queue: dict[Node, float] = {}  # nodes that go next, and their values
         self._chance = np.random.default_rng(seed)
         self._now = self._taught = 0.0
@@ -168,27 +166,24 @@ class Returns:
         self.insert(np.ascontiguousarray(slots[::-1]))
 
     def put_back(self, slots: SlotArray) -> None:
-        self.discard(slots)
-        self._in_front[slots] = True
-        self._front = [*slots.tolist(), *self._front]
+        self.keep(slots)
+        nodes = self._tree.nodes_of(slots)
+        for node in reversed(nodes):
+            self._tree.holding.move_to_end(node, last=False)
+        self._queue = dict.fromkeys(nodes, -inf) | self._queue
 
     def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        return np.asarray(self._tree.held.take(slots) | self._in_front.take(slots))
+        return self._tree.held.take(slots)
 
     def discard(self, slots: SlotArray) -> None:
         held = slots[self._tree.held.take(slots)]
         if len(held):
             self._tree.leave(held)
-        if self._front:
-            self._in_front[slots] = False
-            self._front = [slot for slot in self._front if self._in_front.item(slot)]
 
     def clear(self) -> None:
         self._tree.clear()
         self._queue.clear()
         self._due.clear()
-        self._front.clear()
-        self._in_front.fill(False)
 
     def _tick(self) -> float:
         """The time, which never goes back."""
@@ -310,15 +305,10 @@ class Returns:
             self._asked_by, self._bids = arriving, self._offered(arriving)
         if count <= 0:
             return NO_SLOTS
-        if self._front:
-            found = [np.array(self._front[:count])]
-            del self._front[:count]
-            self._in_front[found[0]] = False
-        else:
-            found = self._oldest(count) if self._goes_by_age else self._least(count)
-        taken = found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
+        found = self._oldest(count) if self._goes_by_age else self._least(count)
+        taken = np.concatenate((NO_SLOTS, *found))
         self._lacking = count - len(taken)
-        return np.ascontiguousarray(taken)
+        return taken
 
     @property
     def _goes_by_age(self) -> bool:
@@ -407,16 +397,12 @@ class Returns:
         self._look_again = self._num_asked + _LOOK_EVERY
 
     def peek(self, count: int) -> SlotArray:
-        found = [np.array(self._front[:count], dtype=np.int64)]
-        count -= len(found[0])
+        found = [NO_SLOTS]
         first = [] if self._goes_by_age else [node for node in self._queue if len(node.slots)]
-        nodes = dict.fromkeys([*first, *islice(self._tree.holding, max(0, count))])
-        for node in nodes:
-            if count <= 0:
-                break
-            found.append(node.slots[::-1][:count])
+        for node in dict.fromkeys([*first, *islice(self._tree.holding, count)]):
+            found.append(node.slots[::-1][: max(0, count)])
             count -= len(found[-1])
-        return np.concatenate((NO_SLOTS, *found))
+        return np.concatenate(found)
 
 
 def _mean_gap(node: Node, age: float) -> float:

@@ -260,6 +260,11 @@ class RequestTree:
         """The node of a slot that is held, or was last in."""
         return self.nodes[self._of.item(slot)]
 
+    def nodes_of(self, slots: SlotArray) -> list[Node]:
+        """The nodes of slots that are held, in their order."""
+        found = (self.nodes[number] for number in dict.fromkeys(self._of.take(slots).tolist()))
+        return [node for node in found if node is not None]
+
     def cursor(self, slot: int) -> tuple[Node, int]:
         """Where the blocks behind a slot belong: a node, and how many blocks of it come before."""
         if slot != NO_SLOT:
@@ -356,9 +361,7 @@ class RequestTree:
     def leave(self, slots: SlotArray) -> None:
         """These slots, all held, are held no longer."""
         self.held[slots] = False
-        for number in np.unique(self._of.take(slots)).tolist():
-            node = self.nodes[number]
-            assert node is not None
+        for node in self.nodes_of(slots):
             self._hold(node, node.slots[self.held.take(node.slots)])
 
     def can_lose(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
