@@ -1,11 +1,11 @@
-"""Time every copy path, both ways, against one large copy: tables and a plot of one run.
+"""Time every copy path, both ways, against one large copy: the tables of one run.
 
 A minute or two on an otherwise idle GPU. With ``--published`` the design of
 ``designs/published.py`` is timed in the same run, by the same rig, on the same memory.
 
 Needs an NVIDIA GPU, torch and Triton; exits with 77 without.
 
-    python bench/copy_paths.py --quick --report copy.md --plot copy.svg --json copy.json
+    python bench/copy_paths.py --quick --report copy.md --json copy.json
     python bench/copy_paths.py --segments 1234,4096
 """
 
@@ -17,28 +17,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _copy_report import plot, report
+from _copy_report import report
 from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
-from kvferry.transfer.driver import Driver, Priority
-from kvferry.transfer.engine.gpu import GpuEngine
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.contract import Means, open_paths
 from kvferry.transfer.paths.contract import Path as CopyPath
+from kvferry.transfer.paths.contract import open_paths
 from kvferry.transfer.paths.direct import count_runs
 from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.measure import GB, Call, CopyRig, calibrate, provenance
 from kvferry.transfer.planner.profile import profile_file, save_profile
-from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 SKIPPED = 77
 KiB = 1 << 10
@@ -57,8 +54,6 @@ class Effort:
     small_repeats: int
     rounds: int
     phases: int
-    planner_segments: tuple[int, ...]
-    planner_bytes: tuple[int, ...]
 
 
 ODD_SEGMENT = 1234
@@ -72,8 +67,6 @@ FULL = Effort(
     small_repeats=25,
     rounds=24,
     phases=4,
-    planner_segments=tuple(kib * KiB for kib in (8, 12, 32, 48, 128, 512, 1024)),
-    planner_bytes=tuple(mib * MiB for mib in (2, 3, 8, 24, 32, 128, 192)),
 )
 QUICK = Effort(
     segment_bytes=(ODD_SEGMENT, 4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
@@ -83,8 +76,6 @@ QUICK = Effort(
     small_repeats=9,
     rounds=12,
     phases=2,
-    planner_segments=(8 * KiB, 32 * KiB, 512 * KiB),
-    planner_bytes=(2 * MiB, 24 * MiB, 128 * MiB),
 )
 
 
@@ -93,8 +84,7 @@ class TimedCopy:
     """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``.
 
     ``gbps`` is the rate with ``in_flight`` transfers queued one after another, ``alone_gbps`` that
-    of a single one on an idle stream. ``submit_us`` is the time of ``GpuEngine.submit`` for
-    ``auto``, and of the bare call for a path by itself.
+    of a single one on an idle stream. ``submit_us`` is the time of the call that queues it.
     """
 
     direction: str
@@ -114,18 +104,6 @@ class TimedCopy:
 
 
 @dataclass(frozen=True)
-class OneCopy:
-    """One pinned copy, timed as paths are: queued ``in_flight`` times, and alone."""
-
-    direction: str
-    num_bytes: int
-    gbps: float
-    alone_gbps: float
-    ceiling_gbps: float
-    in_flight: int
-
-
-@dataclass(frozen=True)
 class SlowdownRow:
     """A load beside copies of one path; ``chosen`` names the planner's choice."""
 
@@ -138,19 +116,6 @@ class SlowdownRow:
     chosen: str = ""
 
 
-@dataclass(frozen=True)
-class PlannerCell:
-    """The planner's choice against the best path, where calibration did not measure."""
-
-    direction: str
-    segment_bytes: int
-    num_bytes: int
-    chosen: str
-    best: str
-    times_best: float
-    host_slots: str = "run"
-
-
 @dataclass
 class BenchResult:
     """All sections of one run."""
@@ -159,19 +124,10 @@ class BenchResult:
     designs: dict[str, str] = field(default_factory=dict)
     """What the paths are that are not ours, in words."""
     ceiling: dict[str, float] = field(default_factory=dict)
-    one_copy: list[OneCopy] = field(default_factory=list)
     rows: list[TimedCopy] = field(default_factory=list)
     small: list[TimedCopy] = field(default_factory=list)
-    submit: list[dict[str, Any]] = field(default_factory=list)
     both_ways: dict[str, dict[str, float]] = field(default_factory=dict)
     slowdown: list[SlowdownRow] = field(default_factory=list)
-    planner: list[PlannerCell] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
-        close = [cell.times_best <= 1.05 for cell in self.planner]
-        data["planner_within_5_percent"] = sum(close) / len(close) if close else None
-        return data
 
 
 SEGMENTS = 64
@@ -180,9 +136,6 @@ LARGE = 64 * MiB
 IN_FLIGHT_BYTES = 256 * MiB
 """Large transfers are queued one after another up to this much, as an engine with several in
 flight does; one alone is timed too."""
-
-SCATTERED_SEGMENTS = (8 * KiB, 32 * KiB)
-"""Segment sizes at which the planner's choice is looked at with scattered host slots too."""
 
 PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if not path.needs_kernels)
 HEED_RUNS = tuple(path.name for path in COPY_PATHS if path.needs_kernels)
@@ -263,11 +216,8 @@ class CopyBenchmark:
         result.ceiling = {way.value: median(gbps) for way, gbps in seen.items()}
         if only_large:
             return result
-        result.one_copy = list(self._one_copy())
         result.small = list(self._small())
-        result.submit = list(self._submit())
         result.both_ways = self._both_ways()
-        result.planner = list(self._planner())
         result.slowdown = list(self._slowdown())
         return result
 
@@ -303,17 +253,6 @@ class CopyBenchmark:
                         job, self.effort.repeats, only=HEED_RUNS, host_slots="scattered"
                     )
 
-    def _one_copy(self) -> Iterator[OneCopy]:
-        """The ceiling's copy at every size that paths are timed at, in the same two ways."""
-        for direction in Direction:
-            ceiling = self.rig.ceiling(direction)
-            for num_bytes in self.effort.large_bytes:
-                self.progress(f"{direction.value}, one copy of {_mib(num_bytes)}")
-                in_flight = max(1, IN_FLIGHT_BYTES // num_bytes)
-                gbps = self.rig.ceiling(direction, num_bytes, in_flight=in_flight)
-                alone = self.rig.ceiling(direction, num_bytes)
-                yield OneCopy(direction.value, num_bytes, gbps, alone, ceiling, in_flight)
-
     def _small(self) -> Iterator[TimedCopy]:
         for direction in Direction:
             for segment_bytes in (4 * KiB, 16 * KiB, 64 * KiB):
@@ -325,20 +264,6 @@ class CopyBenchmark:
                     job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
                     yield from self._time_all(job, self.effort.small_repeats)
 
-    def _submit(self) -> Iterator[dict[str, object]]:
-        self.progress("host time of submit")
-        for direction in Direction:
-            for num_blocks in (1, 4, 16, 64):
-                job = self.rig.job(direction, 16 * KiB, SEGMENTS, num_blocks)
-                for path in (*self.ours.paths, AUTO_PATH):
-                    yield {
-                        "direction": direction.value,
-                        "num_blocks": num_blocks,
-                        "segments_per_block": SEGMENTS,
-                        "path": path,
-                        "submit_us": 1e6 * self._time_submit(job, path),
-                    }
-
     def _both_ways(self) -> dict[str, dict[str, float]]:
         """Both directions at once, each from a thread of its own, as the engine does."""
         self.progress("both directions at once")
@@ -346,25 +271,6 @@ class CopyBenchmark:
         plain = [self.rig.plain_call(job.direction, job.num_bytes) for job in jobs]
         chosen = [self.rig.call(self.paths[self._choice(job)], job) for job in jobs]
         return {"ceiling": self._time_both(jobs, plain), AUTO_PATH: self._time_both(jobs, chosen)}
-
-    def _planner(self) -> Iterator[PlannerCell]:
-        for direction in Direction:
-            for segment_bytes in self.effort.planner_segments:
-                for num_bytes in self.effort.planner_bytes:
-                    segments = min(SEGMENTS, num_bytes // segment_bytes)
-                    if not segments:
-                        continue
-                    self.progress(
-                        f"planner, {direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}"
-                    )
-                    blocks = num_bytes // (segments * segment_bytes)
-                    job = self.rig.job(direction, segment_bytes, segments, blocks)
-                    yield self._check_choice(job, segment_bytes)
-                    if segment_bytes in SCATTERED_SEGMENTS and blocks > 1:
-                        job = self.rig.job(
-                            direction, segment_bytes, segments, blocks, scattered=True
-                        )
-                        yield self._check_choice(job, segment_bytes, host_slots="scattered")
 
     def _slowdown(self) -> Iterator[SlowdownRow]:
         # Imported here: it needs torch, whose absence has been reported before.
@@ -438,7 +344,6 @@ class CopyBenchmark:
         if "ceiling" in timed:
             ceiling = self.rig.num_bytes / timed["ceiling"].seconds / GB
         gbps = job.num_bytes / seconds / GB
-        submit = self._time_submit(job, AUTO_PATH, 9) if name == AUTO_PATH else alone.submit_seconds
         return TimedCopy(
             direction=job.direction.value,
             segment_bytes=int(job.layout.sizes[0]),
@@ -448,7 +353,7 @@ class CopyBenchmark:
             gbps=gbps,
             fraction_of_ceiling=gbps / ceiling,
             seconds=alone.seconds,
-            submit_us=1e6 * submit,
+            submit_us=1e6 * alone.submit_seconds,
             chosen=chosen,
             host_slots=host_slots,
             ceiling_gbps=ceiling,
@@ -459,74 +364,6 @@ class CopyBenchmark:
     def _choice(self, job: CopyJob, *, busy: bool = False) -> str:
         num_blocks, num_runs = len(job.device_blocks), count_runs(job)
         return self.planner.choose(job.direction, job.layout, num_blocks, busy, num_runs)
-
-    def _check_choice(
-        self, job: CopyJob, segment_bytes: int, *, host_slots: str = "run"
-    ) -> PlannerCell:
-        """Time every path that has a chance; twice in turn, so that a hiccup hits no one alone."""
-        estimates = self.planner.estimates(
-            job.direction, job.layout, len(job.device_blocks), False, count_runs(job)
-        )
-        chosen = self._choice(job)
-        repeats = self.effort.small_repeats if job.num_bytes <= 8 * MiB else self.effort.repeats
-        hopeful = dict.fromkeys([chosen, *(estimate.path for estimate in estimates)])
-        if segment_bytes >= 128 * KiB:
-            hopeful["dma"] = None
-        seconds: dict[str, float] = {}
-        for _ in range(2):
-            for path in hopeful:
-                call = self.rig.call(self.ours.paths[path], job)
-                (timing,) = self.rig.time_in_turn([call], job.direction, repeats=repeats)
-                seconds[path] = min(timing.seconds, seconds.get(path, timing.seconds))
-        best = min(seconds, key=lambda path: seconds[path])
-        return PlannerCell(
-            job.direction.value,
-            segment_bytes,
-            job.num_bytes,
-            chosen,
-            best,
-            seconds[chosen] / seconds[best],
-            host_slots,
-        )
-
-    def _time_submit(self, job: CopyJob, path: str, repeats: int = 25) -> float:
-        """Median time that ``GpuEngine.submit`` holds its caller, after five to warm up."""
-        tiers = (DEVICE, HOST) if job.direction is Direction.STORE else (HOST, DEVICE)
-        ids = (job.device_blocks, job.host_slots)
-        ids = ids if job.direction is Direction.STORE else ids[::-1]
-        taken = []
-        with self._engine(job, path) as engine:
-            for number in range(5 + repeats):
-                transfer = Transfer(TransferId(number), *tiers, *ids)
-                began = time.perf_counter()
-                engine.submit(transfer)
-                taken.append(time.perf_counter() - began)
-                engine.drain(10.0)
-        return median(taken[5:])
-
-    @contextmanager
-    def _engine(self, job: CopyJob, path: str) -> Iterator[GpuEngine]:
-        compute = self.driver.create_stream(Priority.LOW)
-        # An engine closes its paths; these are still needed.
-        paths: Mapping[str, CopyPath] = {
-            name: _Borrowed(path) for name, path in self.ours.paths.items()
-        }
-        pinned = Planner(self.planner.profile, paths, pinned=path if path in paths else None)
-        engine = GpuEngine(
-            self.driver,
-            [job.layout],
-            host_base=self.rig.host,
-            host_pitch=job.host_pitch,
-            num_slots=self.rig.host_bytes // job.host_pitch,
-            compute_stream=lambda: compute,
-            planner=self.planner if path == AUTO_PATH else pinned,
-            paths=paths,
-        )
-        try:
-            yield engine
-        finally:
-            engine.close()
-            self.driver.destroy_stream(compute)
 
     def _time_both(
         self, jobs: Sequence[CopyJob], calls: Sequence[Call], repeats: int = 6
@@ -556,23 +393,6 @@ class CopyBenchmark:
         for thread in threads:
             thread.join()
         return found
-
-
-class _Borrowed(CopyPath):
-    """A path that another object owns: ``close`` leaves it open."""
-
-    def __init__(self, path: CopyPath) -> None:
-        self._path = path
-
-    @classmethod
-    def open(cls, means: Means) -> _Borrowed:
-        raise NotImplementedError
-
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
-        self._path.enqueue(job, stream, ready)
-
-    def is_quick(self, job: CopyJob) -> bool:
-        return self._path.is_quick(job)
 
 
 def _kib(num_bytes: int) -> str:
@@ -622,7 +442,7 @@ def main() -> int:
         help="only large transfers, in segments of these sizes",
     )
     parser.add_argument("--device", type=int, default=0, help="which GPU")
-    for kind in ("json", "report", "plot"):
+    for kind in ("json", "report"):
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the {kind}")
     args = parser.parse_args()
     missing = [name for name in ("torch", "triton") if find_spec(name) is None]
@@ -647,7 +467,7 @@ def main() -> int:
             published=args.published,
             only_large=args.segments is not None,
         )
-        data = found.to_json()
+        data = asdict(found)
     finally:
         driver.close()
     print(report(data))
@@ -655,8 +475,6 @@ def main() -> int:
         args.json.write_text(json.dumps(data, indent=1) + "\n")
     if args.report is not None:
         args.report.write_text(report(data))
-    if args.plot is not None:
-        args.plot.write_text(plot(data))
     return 0
 
 

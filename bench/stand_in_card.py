@@ -67,8 +67,6 @@ class StandInLibcuda:
             "cuModuleLoadData": lambda out, image: _put(out, 0xB0),
             "cuModuleGetFunction": lambda out, module, name: _put(out, 0xF0),
             "cuDeviceGetAttribute": lambda out, *_: _put(out, 9),
-            "cuStreamWaitValue32_v2": lambda *_: 0,
-            "cuStreamWriteValue32_v2": self._write_value,
         }
         # Any call into C will do: ctypes lets go of the interpreter around it.
         self._let_go: Any = ctypes.CDLL(None).getppid
@@ -124,10 +122,6 @@ class StandInLibcuda:
 
     def _wait(self, stream: int, event: int, _: int) -> int:
         self._streams[stream] = max(self._streams.get(stream, 0.0), self._events[event])
-        return 0
-
-    def _write_value(self, stream: int, address: int, value: int, _: int) -> int:
-        ctypes.c_uint32.from_address(address).value = value  # sooner than a card would: nobody asks
         return 0
 
     def _asked(self, end: float) -> int:

@@ -14,11 +14,15 @@ engine without a connector lives beside each of them on the card. Measured, per 
   ttft    time to first token of a long prompt: cold, from the GPU's own cache, and from host memory
           after that cache was dropped; the floor is the GPU's own hit + the KV's bytes over the
           link's speed, one large pinned copy in the same process
-  bytes   kvferry's only: digests of every layer of every block before it left the GPU and after it
-          came back, the whole KV cache overwritten in between; a control must find wrong ones
+  bytes   kvferry's and LMCache's only: digests of every layer of every block before it left the
+          GPU and after it came back, the whole KV cache overwritten in between; a control must find
+          wrong ones
   over    conversations that need several times the device cache: requests/s, p95 to first token
 
 The second shape has smaller pages; there only ttft and bytes are measured.
+
+LMCache (LMCacheConnectorV1, in vLLM's process) moves wrong bytes under vLLM 0.26 as it is shipped
+(its issue 4463): ``bytes`` shows it, and its times count only where no block is wrong.
 
 --quick does a little of each to see that it runs; its figures mean nothing. Needs a CUDA GPU and a
 vLLM that kvferry supports; exits with 77 without.
@@ -37,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from connectors.case import Case, Measurer
-from connectors.engine import CONNECTORS, KV_HEADS, GiB
+from connectors.engine import CONNECTORS, KV_HEADS, ONLY_IF_NAMED, GiB
 from connectors.loads import Load
 from connectors.order import Amount, Part, Run, read_case
 from connectors.tables import report
@@ -84,8 +88,8 @@ def parse() -> argparse.Namespace:
         "--connector",
         action="append",
         choices=[name for name in CONNECTORS if name != "none"],
-        help="only this one beside none (may be repeated); idle, which does nothing, is run only "
-        "if it is named",
+        help="only this one beside none (may be repeated); idle, which does nothing, and LMCache "
+        "are run only if they are named",
     )
     parser.add_argument(
         "--section", action="append", choices=SECTIONS, help="only this one (may be repeated)"
@@ -133,7 +137,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
         if args.json:
             args.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
-    wanted = args.connector or [name for name in CONNECTORS if name not in ("none", "idle")]
+    wanted = args.connector or [name for name in CONNECTORS if name not in ONLY_IF_NAMED]
     sections = tuple(args.section or SECTIONS)
     run = Run(
         [sys.executable, str(Path(__file__).resolve())], data, keep=keep, seconds=args.seconds

@@ -5,14 +5,10 @@
 A model shaped like Qwen2.5-7B with dummy weights, FlashAttention, CUDA graphs; and the same with
 smaller pages. One engine per shape, in which the overlap is switched on and off in turn:
 
-  copies  a load of a whole prompt with nothing beside it: in one go, and in parts that land layer
-          after layer
   first   time to first token of a long prompt from host memory, the engine otherwise idle, beside
           a hit in the GPU's own cache and the copy's own time; and when what happened
   bytes   digests of every layer of every block before it left the GPU and after it came back with
           the overlap on, the whole KV cache overwritten in between; a control must find wrong ones
-  beside  time between the tokens of others that decode while one such hit after the other comes
-          in, by how long a step may be held up; ``none`` is without hits. The first shape only
 
 --quick does a little of each to see that it runs; --cpu does it with a tiny model and no GPU. Their
 figures mean nothing. Needs a CUDA GPU (or --cpu) and a vLLM that kvferry supports; exits with 77
@@ -25,6 +21,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77
 MiB = 1 << 20
-SECTIONS = ("copies", "first", "bytes", "beside")
+SECTIONS = ("first", "bytes")
 
 Result = dict[str, Any]
 
@@ -51,9 +48,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the tables here")
     parser.add_argument("--shape", action="append", choices=list(KV_HEADS), help="only this one")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
-    parser.add_argument("--mode", action="append", help="of first (off, auto); auto/8: 8 parts")
+    parser.add_argument("--mode", action="append", help="of first (off, auto)")
     parser.add_argument("--rounds", type=int, default=4, help="of first (4)")
-    parser.add_argument("--beside-rounds", type=int, default=3, help="of beside (3)")
     parser.add_argument("--quick", action="store_true", help="a little of everything")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
@@ -73,10 +69,9 @@ def main() -> int:
     facts = provenance("bench/vllm_overlap.py", needs_gpu=not args.cpu)
     data: Result = {"provenance": facts, "shapes": {}}
     failed = False
-    for number, shape in enumerate(args.shape or KV_HEADS):
-        sections = [s for s in args.section or SECTIONS if number == 0 or s != "beside"]
+    for shape in args.shape or KV_HEADS:
         try:
-            data["shapes"][shape] = measure(args, shape, sections)
+            data["shapes"][shape] = measure(args, shape, args.section or SECTIONS)
         except ChildError as error:
             failed = True
             print(f"== {shape}: {error}", flush=True)
@@ -89,7 +84,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def measure(args: argparse.Namespace, shape: str, sections: list[str]) -> Result:
+def measure(args: argparse.Namespace, shape: str, sections: Sequence[str]) -> Result:
     case = case_of(args, shape)
     command = [sys.executable, str(Path(__file__).resolve()), "--case", json.dumps(case.as_dict())]
     child = Child(command, environment())
@@ -99,22 +94,12 @@ def measure(args: argparse.Namespace, shape: str, sections: list[str]) -> Result
         found["host"] = child.ask("warm")
         found |= child.ask("fill")
         few = args.quick or args.cpu
-        if "copies" in sections:
-            paths = ["auto"] if args.cpu else ["auto", "staged", "kernel"]
-            about = {"rounds": 3 if few else 6, "paths": paths, "parts": [0, 2, 4]}
-            found["copies"] = child.ask("copies", about)
         if "first" in sections:
             modes = args.mode or ["off", "auto"]
             rounds = range(1 if few else args.rounds)
             found["first"] = [child.ask("first", {"modes": modes}) for _ in rounds]
         if "bytes" in sections and not args.cpu:
             found["bytes"] = child.ask("bytes", "auto")
-        if "beside" in sections:
-            found["beside"] = {}
-            for number in range(1 if few else args.beside_rounds):
-                modes = ["none", "off", "auto"]
-                for mode in modes[:: -1 if number % 2 else 1]:
-                    found["beside"].setdefault(mode, []).append(child.ask("beside", mode))
         return found
     finally:
         child.end()
@@ -130,12 +115,11 @@ def case_of(args: argparse.Namespace, shape: str) -> OverlapCase:
         device_bytes=int(4 * GiB * share),
         prompt_tokens=16000,
         num_prompts=2 if args.quick else 6,
-        answer_tokens=60 if args.quick else 400,
     )
     if args.cpu:
         size = int(3 * MiB)
         case = replace(case, pool_bytes=8 * MiB, device_bytes=size, prompt_tokens=960)
-        return replace(case, num_prompts=2, answer_tokens=12)
+        return replace(case, num_prompts=2)
     return case
 
 
@@ -144,16 +128,10 @@ def report(data: Result) -> str:
     lines += [f"{name}: {value}  " for name, value in data["provenance"].items()]
     for shape, found in data["shapes"].items():
         lines += ["", f"## {shape}", ""]
-        if "copies" in found:
-            lines += ["GB/s of a load of 16,000 tokens, nothing beside it:", ""]
-            rows = [[name, f"{median(v):.1f}"] for name, v in found["copies"].items()]
-            lines += [table(["load", "GB/s"], rows), ""]
         if "first" in found:
             lines += [*first_tokens(found), ""]
         if "bytes" in found:
             lines += [f"Bytes with the overlap: {json.dumps(found['bytes'])}", ""]
-        if "beside" in found:
-            lines += [*between_tokens(found["beside"]), ""]
     return "\n".join(lines)
 
 
@@ -175,17 +153,6 @@ def first_tokens(found: Result) -> list[str]:
     wrong = sum(one["wrong_answers"] for one in rounds)
     heads = ["first token, ms", "median", "p90", "copy", "when (ms after the request)"]
     return [table(heads, rows), "", f"Answers that differ: {wrong}"]
-
-
-def between_tokens(beside: Result) -> list[str]:
-    rows = []
-    for mode, rounds in beside.items():
-        gaps = [gap for one in rounds for gap in one["gaps_ms"]]
-        hits = [ms for one in rounds for ms in one["hit_ms"]]
-        shares = [f"{quantile(gaps, share):.2f}" for share in (0.5, 0.9, 0.99, 0.999)]
-        rows.append([mode, *shares, f"{max(gaps):.1f}", f"{median(hits):.1f}", f"{len(hits)}"])
-    heads = ["overlap", "p50", "p90", "p99", "p99.9", "max", "first token of hits, ms", "hits"]
-    return ["Milliseconds between tokens of eight others:", "", table(heads, rows)]
 
 
 if __name__ == "__main__":

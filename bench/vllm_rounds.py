@@ -11,6 +11,7 @@ memory, side by side on the card, round by round in turn:
   bound   28 prompts of 16,000 tokens that live in host memory, answers of 4 tokens, 4 at a time, 3
           GiB on the device, pages of 32 KiB: loads are what everybody waits for
 
+--other adds the kvferry of another checkout (one from before a change, say).
 --also '{"max_loading_blocks": 1755}' adds a kvferry with other settings. --cpu does it with a tiny
 model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
 """
@@ -31,7 +32,7 @@ from typing import Any
 
 from _tables import table
 from connectors.child import Child, ChildError
-from connectors.engine import GiB
+from connectors.engine import GiB, variables
 from connectors.loads import Load
 from connectors.order import environment
 from connectors.rounds_case import RoundsCase, RoundsMeasurer
@@ -42,6 +43,8 @@ MiB = 1 << 20
 SECTIONS = ("first", "bound")
 NUM_CLIENTS = 4
 """Of ``bound``."""
+
+OTHER = "kvferry (other)"
 
 Result = dict[str, Any]
 
@@ -55,7 +58,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--rounds", type=int, default=3, help="of each section (3)")
     parser.add_argument("--also", action="append", default=[], metavar="JSON", help="see above")
-    parser.add_argument("--alone", action="store_true", help="kvferry without its peer")
+    parser.add_argument("--alone", action="store_true", help="kvferry without its peers")
+    parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
+    parser.add_argument("--lmcache", action="store_true", help="LMCacheConnectorV1 as a peer, too")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -106,7 +111,12 @@ def measure(
     env = environment()
     command = [sys.executable, str(Path(__file__).resolve()), "--case"]
     children = {
-        name: Child([*command, json.dumps(case.as_dict())], env)
+        name: Child(
+            [*command, json.dumps(case.as_dict())],
+            env
+            | variables(case.connector, case.pool_bytes)
+            | (before_all(args.other) if name == OTHER else {}),
+        )
         for name, case in cases(args, section).items()
     }
     try:
@@ -119,6 +129,12 @@ def measure(
     finally:
         for child in children.values():
             child.end()
+
+
+def before_all(source: Path) -> dict[str, str]:
+    """An environment in which kvferry is imported from ``source``."""
+    path = [str(source.resolve()), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def first_rounds(
@@ -177,8 +193,11 @@ def cases(args: argparse.Namespace, section: str) -> dict[str, RoundsCase]:
     found = {"kvferry": case}
     for text in args.also:
         found[f"kvferry {text}"] = replace(case, settings=json.loads(text))
-    if not args.alone:
-        found["OffloadingConnector"] = replace(case, connector="OffloadingConnector")
+    if args.other:
+        found[OTHER] = case
+    peers = [] if args.alone else ["OffloadingConnector"]
+    for name in [*peers, *(["LMCacheConnectorV1"] if args.lmcache else [])]:
+        found[name] = replace(case, connector=name)
     return found
 
 

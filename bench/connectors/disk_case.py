@@ -12,7 +12,6 @@ from connectors.engine import Engine, Shape, shape_of
 from connectors.first_tokens import ANSWER, others
 from connectors.loads import Load, new_tokens, run_load
 from connectors.measuring import Measuring
-from kvferry.core.identity import adopt
 
 GROWN_AFTER = 30.0
 _WRITTEN_AFTER = 60.0
@@ -157,6 +156,8 @@ class DiskMeasurer(Measuring):
     def _await_disk(self, prompt: list[int]) -> int:
         """Serve others, as a server does, until every block of this prompt is on disk."""
         serving, end = self._serving(), time.monotonic() + _WRITTEN_AFTER
+        from kvferry.core.identity import adopt  # not there in an older checkout
+
         keys = adopt(serving.engine._namespace, self.engine.hashes(prompt))
         (disk, *_) = serving.scheduler.lower.tiers
         while (there := int(disk.pool.cached(keys).sum())) < len(keys):

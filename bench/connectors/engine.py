@@ -12,14 +12,30 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvferry.transfer.planner import profile as profile_files
-
 GiB = 1 << 30
 
-CONNECTORS = ("none", "idle", "OffloadingConnector", "SimpleCPUOffloadConnector", "kvferry")
+_IS_OLD = find_spec("kvferry.transfer") is None
+"""Another checkout, from before kvferry had its packages."""
+_CONNECTOR = "kvferry.vllm.connector" if _IS_OLD else "kvferry.connectors.vllm.connector"
+_PROFILES = (
+    "kvferry.device.planning.profile_files" if _IS_OLD else "kvferry.transfer.planner.profile"
+)
+
+CONNECTORS = (
+    "none",
+    "idle",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "LMCacheConnectorV1",
+    "kvferry",
+)
+ONLY_IF_NAMED = ("none", "idle", "LMCacheConnectorV1")
+"""No rivals, or not part of vLLM."""
 
 KV_HEADS = {"qwen7b": 4, "qwen7b-1kv": 1}
 """Shapes: Qwen2.5-7B, and the same with one KV head. A layer's page is 32 KiB and 8 KiB."""
@@ -101,7 +117,7 @@ def transfer_config(
     if connector == "kvferry":
         return config | {
             "kv_connector": "KvferryConnector",
-            "kv_connector_module_path": "kvferry.connectors.vllm.connector",
+            "kv_connector_module_path": _CONNECTOR,
             "kv_connector_extra_config": {"host": pool_bytes, **(settings or {})},
         }
     if connector == "idle":
@@ -109,9 +125,25 @@ def transfer_config(
             "kv_connector": "IdleConnector",
             "kv_connector_module_path": "connectors.idle",
         }
+    if connector == "LMCacheConnectorV1":
+        return config | {"kv_connector": connector}
     return config | {
         "kv_connector": connector,
         "kv_connector_extra_config": {"cpu_bytes_to_use": pool_bytes},
+    }
+
+
+def variables(connector: str, pool_bytes: int) -> dict[str, str]:
+    """What a connector's process is told by its environment."""
+    if connector != "LMCacheConnectorV1":
+        return {}
+    return {
+        "LMCACHE_CHUNK_SIZE": "256",
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{pool_bytes / GiB:g}",
+        "LMCACHE_TRACK_USAGE": "false",
+        "PYTHONHASHSEED": "0",  # its keys are hashes
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it did not finish with the other one (LMCache 0.5.3)
     }
 
 
@@ -144,7 +176,7 @@ class Engine:
         from vllm import LLM
 
         # Not by XDG_CACHE_HOME: vLLM's compile cache is keyed by that, too.
-        profile_files.cache_directory = lambda: Path(os.environ[PROFILES])
+        import_module(_PROFILES).cache_directory = lambda: Path(os.environ[PROFILES])  # type: ignore[attr-defined]
         folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
         began = time.perf_counter()
         usual: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from connectors.case import Case
 from connectors.child import Child, ChildError
-from connectors.engine import PROFILES
+from connectors.engine import PROFILES, variables
 from connectors.loads import Load
 
 PEER_ROUNDS = 1
@@ -199,7 +199,8 @@ class Run:
 
     def _seat(self, case: Case, only_starts: bool) -> Seat:
         text = json.dumps(asdict(case))
-        child = Child([*self._command, "--case", text], self._environment)
+        told = variables(case.connector, case.pool_bytes)
+        child = Child([*self._command, "--case", text], self._environment | told)
         return Seat(child, {"case": asdict(case), "only_starts": only_starts}, only_starts)
 
     def _enter(self, seat: Seat) -> None:
@@ -233,7 +234,7 @@ class Run:
         self._measure_rest(seat, amount)
 
     def _measure_rest(self, seat: Seat, amount: Amount) -> None:
-        if "bytes" in amount.sections and seat.connector == "kvferry":
+        if "bytes" in amount.sections and seat.connector in ("kvferry", "LMCacheConnectorV1"):
             seat.note("bytes")
         for number in range(amount.over_rounds if "over" in amount.sections else 0):
             seat.note_round("over", number)

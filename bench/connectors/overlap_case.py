@@ -13,14 +13,9 @@ from typing import Any
 from connectors.case import warm_up
 from connectors.disk_case import CPU_OPTIONS, GROWN_AFTER, TinyShape
 from connectors.engine import Engine, Live, shape_of
-from connectors.first_tokens import ANSWER, GB, others
+from connectors.first_tokens import ANSWER, others
 from connectors.loads import new_tokens
 from connectors.measuring import Measuring
-
-DECODERS, DECODER_TOKENS = 8, 1000
-"""Who decodes while others' hits are loaded: so many, with prompts so long."""
-REST_SECONDS = 0.05
-"""Between one such hit and the next."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,6 @@ class OverlapCase:
     device_bytes: int
     prompt_tokens: int
     num_prompts: int
-    answer_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,7 +36,7 @@ class OverlapCase:
 class OverlapMeasurer(Measuring):
     """Owns the engine of this process; each method is an order's answer."""
 
-    ORDERS = ("start", "warm", "copies", "fill", "first", "bytes", "beside")
+    ORDERS = ("start", "warm", "fill", "first", "bytes")
 
     def __init__(self, case: OverlapCase) -> None:
         self._case = case
@@ -68,36 +62,6 @@ class OverlapMeasurer(Measuring):
         while not self.engine.has_grown and time.monotonic() < end:
             time.sleep(0.1)
         return self.engine.host_memory()
-
-    # -- the copy alone ---------------------------------------------------------------------------
-
-    def copies(self, about: dict[str, Any]) -> dict[str, list[float]]:
-        """Loads of a whole prompt with nothing beside: GB/s in one go and in parts, in turn."""
-        from kvferry.transfer.layout import LayerParts
-
-        self.engine.forget(others(1))
-        copier = _worker()._memory.engine
-        jobs = copier.__dict__.get("_jobs")
-        num_blocks = self._case.prompt_tokens // self.engine.shape.block_tokens
-        found: dict[str, list[float]] = {}
-        planner = copier.__dict__.get("_planner")
-        for round_ in range(about["rounds"]):
-            for path in about["paths"]:
-                if planner is not None:
-                    copier._planner = _planner_of(path, planner)
-                for parts in about["parts"]:
-                    if parts and planner is not None:
-                        jobs.cuts = tuple(LayerParts.of(each, parts) for each in jobs.layouts)
-                    seconds = _timed_load(copier, num_blocks, in_parts=parts > 0)
-                    speed = num_blocks * self.engine.shape.block_bytes / seconds / GB
-                    name = f"{path}, {'whole' if not parts else f'{parts} parts'}"
-                    if round_:  # the first of each compiles, and makes tables
-                        found.setdefault(name, []).append(speed)
-        if planner is not None:
-            copier._planner = planner
-            jobs.cuts = tuple(map(LayerParts.of, jobs.layouts))
-        self.engine.poison()
-        return found
 
     # -- first tokens -----------------------------------------------------------------------------
 
@@ -142,87 +106,22 @@ class OverlapMeasurer(Measuring):
         with overlap(self.engine, mode):
             return check_bytes(self.engine, self._case)  # type: ignore[arg-type]
 
-    # -- those who decode meanwhile ---------------------------------------------------------------
-
-    def beside(self, mode: str) -> dict[str, Any]:
-        """Decode with hits coming in one after the other; ``none`` is without any."""
-        rng = random.Random(time.perf_counter_ns())
-        engine, answer = self.engine, self._case.answer_tokens
-        lives = [engine.add(new_tokens(rng, DECODER_TOKENS), answer) for _ in range(DECODERS)]
-        while not all(len(live.tokens) > 2 for live in lives):
-            engine.step()
-        counts, at = [len(live.tokens) for live in lives], [time.perf_counter()] * len(lives)
-        gaps: list[float] = []
-        hits: list[Live] = []
-        rests_until = time.perf_counter() + REST_SECONDS
-        with overlap(engine, mode if mode != "none" else "off"):
-            while any(not live.done for live in lives):
-                now = time.perf_counter()
-                is_free = not hits or bool(hits[-1].done)
-                if mode != "none" and is_free and now >= rests_until:
-                    hits.append(engine.add(self._prompts[len(hits) % len(self._prompts)], 2))
-                engine.step()
-                now = time.perf_counter()
-                if hits and hits[-1].done and rests_until < hits[-1].done:
-                    rests_until = now + REST_SECONDS
-                for number, live in enumerate(lives):
-                    new = len(live.tokens) - counts[number]
-                    if new:
-                        gaps += [1e3 * (now - at[number]) / new] * new
-                        counts[number], at[number] = len(live.tokens), now
-            while hits and not hits[-1].done:
-                engine.step()
-        done = [hit for hit in hits if hit.cached_tokens > self._case.prompt_tokens // 2]
-        return {"gaps_ms": gaps, "hit_ms": [_ttft(hit) for hit in done], "hits": len(hits)}
-
 
 # -- switching, and looking on --------------------------------------------------------------------
 
 
 @contextmanager
 def overlap(engine: Engine, mode: str) -> Iterator[None]:
-    """``off`` or ``auto``, then a number of parts and a path to copy by: ``auto/8@kernel``."""
+    """With ``overlap_loads`` as the mode says."""
     from kvferry.cache.policies.load_or_compute import Overlapping
 
     served = _serving(engine)._overlap
     kept = served._policy, served._is_off
-    words, _, path = mode.partition("@")
-    policy, _, parts = words.partition("/")
-    served._policy, served._is_off = Overlapping(policy), policy == "off"
-    restore = _cut_into(int(parts)) if parts else None
-    copier: Any = _worker()._memory.engine
-    planner = vars(copier).get("_planner")
-    if path and planner is not None:
-        copier._planner = _planner_of(path, planner)
+    served._policy, served._is_off = Overlapping(mode), mode == "off"
     try:
         yield
     finally:
         served._policy, served._is_off = kept
-        if path and planner is not None:
-            copier._planner = planner
-        if restore is not None:
-            restore()
-
-
-def _cut_into(num_parts: int) -> Callable[[], None]:
-    """Have loads land in so many parts; returns how to undo that."""
-    from kvferry.connectors.common.overlap import LayerwiseLoads
-    from kvferry.transfer.layout import LayerParts
-
-    worker = _worker()
-    copier, kept = worker._memory.engine, worker.layerwise
-    jobs = copier._jobs
-    layout = jobs.layouts[0]
-    parts = LayerParts.of(layout, num_parts)
-    whole, jobs.cuts = jobs.cuts, (parts,)
-    layers = list(worker._cache.layers)
-    worker.layerwise = LayerwiseLoads(copier, layers, layout, land=worker._drain, parts=parts)
-    worker.layerwise._calls = {mode: set(names) for mode, names in kept._calls.items()}
-
-    def restore() -> None:
-        jobs.cuts, worker.layerwise = whole, kept
-
-    return restore
 
 
 class Marks:
@@ -290,26 +189,6 @@ def _serving(engine: Engine) -> Any:
 def _load_seconds(engine: Engine) -> float:
     stats = _serving(engine).scheduler.stats()
     return float(stats.seconds_moved.get(("host", "device"), 0.0))
-
-
-def _planner_of(path: str, planner: Any) -> Any:
-    from kvferry.settings.copy_paths import BY_NAME
-    from kvferry.transfer.planner.choose import Planner
-
-    return planner if path == "auto" else Planner(planner.profile, BY_NAME, pinned=path)
-
-
-def _timed_load(copier: Any, num_blocks: int, *, in_parts: bool) -> float:
-    """Seconds on the device's clock of one load of the first blocks and slots."""
-    import numpy as np
-
-    from kvferry.types import DEVICE, HOST, Transfer
-
-    numbers = np.arange(1, num_blocks + 1)
-    copier.submit(Transfer(1 << 40, HOST, DEVICE, numbers, numbers, in_parts=in_parts))  # type: ignore[arg-type]
-    (receipt,) = copier.drain()
-    assert not receipt.reason, receipt.reason
-    return float(receipt.seconds)
 
 
 def _ttft(live: Live) -> float:

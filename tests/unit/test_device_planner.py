@@ -91,11 +91,10 @@ def test_a_pinned_path_overrules_and_says_so() -> None:
         Planner(builtin_profile(), ["dma"], pinned="staged")
 
 
-@pytest.mark.parametrize("name", ["copy-h200.json", "copy-h200-again.json"])
-def test_by_the_timings_of_a_card_each_choice_is_within_a_twentieth_of_the_best(name: str) -> None:
+def test_by_the_timings_of_a_card_each_choice_is_within_a_twentieth_of_the_best() -> None:
     """Calibrated by one part of a published run, held against all of it."""
     timed: dict[tuple[Any, ...], dict[str, float]] = {}
-    data = json.loads((BENCHMARKS / name).read_text())
+    data = json.loads((BENCHMARKS / "copy-h200.json").read_text())
     for row in (*data["rows"], *data["small"]):
         if row["path"] in BY_NAME:
             what = [row[key] for key in ("direction", "segment_bytes", "num_blocks", "host_slots")]

@@ -95,12 +95,17 @@ def find_overlap(
     order = np.argsort(bases, kind="stable")
     reach = np.maximum.accumulate(ends[order])
     for cluster in np.split(order, np.flatnonzero(bases[order][1:] >= reach[:-1]) + 1):
-        starts = (bases[cluster, None] + strides[cluster, None] * np.arange(num_blocks)).ravel()
-        ends = starts + np.repeat(sizes[cluster], num_blocks)
+        first_ends, steps = bases[cluster] + sizes[cluster], strides[cluster]
+        count, step = num_blocks, int(steps[0])
+        if step > 0 and (steps == step).all():
+            # Only how far two blocks are apart matters, and far ones do not meet.
+            count = min(count, int(first_ends.max() - bases[cluster].min()) // step + 2)
+        starts = (bases[cluster, None] + steps[:, None] * np.arange(count)).ravel()
+        ends = starts + np.repeat(sizes[cluster], count)
         in_order = np.argsort(starts, kind="stable")
         hits = np.flatnonzero(ends[in_order][:-1] > starts[in_order][1:])
         if hits.size:
-            places, blocks = np.divmod(in_order[hits[0] : hits[0] + 2], num_blocks)
+            places, blocks = np.divmod(in_order[hits[0] : hits[0] + 2], count)
             one, other = cluster[places].tolist()
             first, second = blocks.tolist()
             words = f"segment {one} of block {first} overlaps segment {other} of block {second}"

@@ -1,1 +1,0 @@
-"""What the index benchmark compares with."""
