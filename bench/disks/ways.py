@@ -25,6 +25,7 @@ from kvferry.core.quantities import GiB, MiB
 from kvferry.hostmem.slots import Bytes, PrivateMemory, populate
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.disk.protocol import DriveSetup
+from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName
 
@@ -124,7 +125,8 @@ class Tier:
         rng = np.random.default_rng(7)
         self._keys = Keys(rng.integers(0, 1 << 63, (blocks.num_blocks, 4), dtype=np.uint64))
         size = blocks.num_bytes + blocks.num_blocks * 4096 + 64 * MiB
-        setup = DriveSetup(str(folder), blocks.block_bytes, size, os.getpid(), key=key)
+        identity = StoreIdentity(bytes(32), blocks.block_bytes, is_sealed=key is not None)
+        setup = DriveSetup(str(folder), identity, DiskBound(size), os.getpid(), key)
         setup = replace(setup, **options)  # type: ignore[arg-type]
         self._tier = DiskTier(TierName("disk"), [setup])
         self._next = 0

@@ -18,8 +18,8 @@ from tests.fakes.sides import Sides
 
 from kvferry.connectors.common import ranks
 from kvferry.connectors.common.ranks import DiskResets
-from kvferry.tiers.disk.protocol import StoreAt
 from kvferry.tiers.disk.quota import StoreLock
+from kvferry.tiers.disk.superblock import StoreAt
 
 Make = Callable[..., Sides]
 
@@ -199,7 +199,7 @@ def test_a_directory_that_is_not_open_cannot_be_reset(
     sides = live(disk_start_deadline=0.2)
     assert not sides.side.reset()
     assert "it is not open, and cannot be reset" in caplog.text
-    held.release()
+    held.close()
     pool = scheduler_of(sides).lower.tiers[0].pool
     assert pool is not None
 

@@ -8,7 +8,6 @@ by chance.
 from __future__ import annotations
 
 import atexit
-import os
 import secrets
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.fakes import mooncake_store, remote, s3_servers
 from tests.fakes.crafted_keys import key, keys
+from tests.fakes.disk_life import setups
 from tests.fakes.drives import Weather
 from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 from tests.fakes.paired import Paired
@@ -35,7 +35,6 @@ from kvferry.core.keys import Key, Keys
 from kvferry.errors import ClosedError, InputError, TransferError
 from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
-from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.remote.bucket import BucketClient
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake
@@ -165,24 +164,18 @@ def on_disk(
     """One thread each way and one block a call, so that a test can say which blocks wait."""
     weather = Weather()
     folder = tempfile.mkdtemp(prefix="kvferry-test-")
-    setups = [
-        DriveSetup(
-            os.path.join(folder, str(stripe)),
-            block_bytes,
-            SMALL_STORE,
-            os.getpid(),
-            stripe=stripe,
-            num_stripes=num_drives,
-            key=secret,
-            num_threads=1,
-            job_bytes=1,
-            commit_seconds=0.02,
-            check_seconds=0.02,
-        )
-        for stripe in range(num_drives)
-    ]
+    told = setups(
+        Path(folder),
+        num_drives,
+        block_bytes=block_bytes,
+        size=SMALL_STORE,
+        key=secret,
+        num_threads=1,
+        job_bytes=1,
+        check_seconds=0.02,
+    )
     try:
-        tier = DiskTier(TierName("disk"), setups, weather.launch)
+        tier = DiskTier(TierName("disk"), told, weather.launch)
     except InputError:
         shutil.rmtree(folder)
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.fakes.crafted_keys import keys
 from kvferry.cache.slots import as_slots
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.disk.protocol import DriveSetup
+from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity
 from kvferry.tiers.disk.tier import DiskTier, Launch, start_drive
 from kvferry.types import TierName
 
@@ -24,18 +26,29 @@ STORE_BYTES = 4 << 20
 Rows = np.ndarray[Any, Any]
 
 
-def setups(folder: Path, num_drives: int = 1, **options: Any) -> list[DriveSetup]:
+def setups(
+    folder: Path,
+    num_drives: int = 1,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    size: int = STORE_BYTES,
+    keep_free: int = 0,
+    key: bytes | None = None,
+    **options: Any,
+) -> list[DriveSetup]:
+    """``options`` are of :class:`DriveSetup`, where its defaults are too slow for tests."""
     told: dict[str, Any] = {
-        "block_bytes": BLOCK_BYTES,
-        "size": STORE_BYTES,
-        "pid": os.getpid(),
         "num_threads": 2,
         "commit_seconds": 0.02,
         "check_seconds": 0.05,
         **options,
     }
+    name = StoreIdentity(bytes(32), block_bytes, is_sealed=key is not None, num_stripes=num_drives)
+    bound = DiskBound(size, keep_free)
     return [
-        DriveSetup(str(folder / f"drive-{at}"), stripe=at, num_stripes=num_drives, **told)
+        DriveSetup(
+            str(folder / f"drive-{at}"), replace(name, stripe=at), bound, os.getpid(), key, **told
+        )
         for at in range(num_drives)
     ]
 

@@ -16,8 +16,9 @@ from tests.fakes.crafted_keys import key
 from kvferry.core.keys import Key
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.disk.block_file import BlockFile
 from kvferry.tiers.disk.drive import DriveServer
+from kvferry.tiers.disk.files import SECTOR
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import Stripes
 from kvferry.tiers.ipc.child import EngineLink, serve_engine
@@ -45,7 +46,7 @@ class Weather:
     def launch(self, setup: DriveSetup) -> ThreadDrive:
         if self.is_over:
             raise ConfigError("no drive is started any more")
-        opened = partial(WeatheredFile, weather=self, stripe=setup.stripe)
+        opened = partial(WeatheredFile, weather=self, stripe=setup.identity.stripe)
         self.drives.append(ThreadDrive(setup, opened))
         return self.drives[-1]
 
@@ -168,7 +169,7 @@ class ThreadDrive(ChildProcess):
         store = self.server._store
         for file in (store.index._table.file, store.index._state):
             file.close()
-        store._lock.release()
+        store._lock.close()
         self.kill()
 
     def wait(self, timeout: float) -> bool:

@@ -19,8 +19,9 @@ from tests.unit.test_ferry_tiers import fill as fill_ferry
 
 from kvferry.core.quantities import MiB
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.quota import DiskBound, allocated_bytes
+from kvferry.tiers.disk.quota import allocated_bytes
 from kvferry.tiers.disk.store import Store, list_stores
+from kvferry.tiers.disk.superblock import DiskBound
 
 __all__ = ["attach"]  # a fixture
 

@@ -341,7 +341,7 @@ def test_a_drive_that_is_slow_to_let_go_is_waited_for(tmp_path: Path) -> None:
         opening.join(1.0)
         assert opening.is_alive(), "it was refused"
     finally:
-        lock.release()
+        lock.close()
     opening.join()
     with lives[0] as life:
         assert sorted(life.tier.recovered()[1].tolist()) == list(range(20))

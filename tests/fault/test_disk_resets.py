@@ -19,9 +19,9 @@ from tests.unit.test_ferry_tiers import fill as fill_ferry
 import kvferry
 from kvferry.tiers.disk import state
 from kvferry.tiers.disk.files import DiskFile
-from kvferry.tiers.disk.protocol import StoreAt
 from kvferry.tiers.disk.state import find_apart, is_here, reset_apart, reset_stores
 from kvferry.tiers.disk.store import Store, list_stores, reading
+from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import Reset, TierName
 

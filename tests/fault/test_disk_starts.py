@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.fakes.disk_life import LONG, DiskLife, setups, wait_until
+from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fault.test_disk_processes import pids
 from tests.fault.test_disk_resets import attach_disk, stored
 from tests.unit.test_disk_store import BOUND, fill, identity, placed
@@ -22,8 +22,9 @@ from tests.unit.test_ferry_tiers import fill as fill_ferry
 from kvferry.core.quantities import MiB
 from kvferry.errors import ConfigError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.quota import DiskBound, StoreLock
+from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.disk.store import Store, list_stores, purge_store
+from kvferry.tiers.disk.superblock import DiskBound
 from kvferry.tiers.disk.tier import start_drive
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.types import TierName
@@ -78,6 +79,7 @@ def test_closing_waits_for_no_drive_that_never_opened(tmp_path: Path) -> None:
         return child
 
     life = DiskLife(tmp_path, hanging, start_deadline=0.05)
+    wait_until(lambda: bool(pids(life)))
     (pid,) = pids(life)
     start = time.monotonic()
     assert life.tier.close() == ()
@@ -131,10 +133,8 @@ def test_a_store_that_another_server_changed_meanwhile_stays_offline(tmp_path: P
         os.rename(folder, moved)
         os.kill(pids(life)[0], signal.SIGKILL)
         life.wait_ailing()
-        smaller = setups(tmp_path, size=3 << 20)[0]
         with DiskLife(tmp_path / "other", size=3 << 20) as other:
             assert other.tier.num_places != life.tier.num_places
-        del smaller
         shutil.copytree(tmp_path / "other" / "drive-0", folder)
         wait_until(lambda: "another store" in life.tier.ailment)
         assert not life.do(Way.WRITE, [0], life.fresh(1)).ok.any()

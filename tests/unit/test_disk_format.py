@@ -51,8 +51,6 @@ def test_the_superblock_is_as_written() -> None:
     identity = StoreIdentity(
         namespace=bytes(range(32)),
         block_bytes=70001,
-        pitch=73728,
-        proof_bytes=28,
         is_sealed=True,
         rank=3,
         num_ranks=5,

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.hostmem.slots import PrivateMemory
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile
-from kvferry.tiers.disk.files import runs
+from kvferry.tiers.disk.block_file import BlockFile
+from kvferry.tiers.disk.files import SECTOR, runs
 from kvferry.tiers.disk.protocol import DriveSetup
+from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity
 from kvferry.tiers.disk.tier import Stripes
 
 
@@ -45,7 +46,8 @@ def test_every_place_is_on_one_drive_and_no_two_are_the_same(
 
 
 def test_a_setup_arrives_as_it_was_and_never_shows_its_key() -> None:
-    setup = DriveSetup("/x", 5, 6, 7, namespace=os.urandom(32), key=os.urandom(32), label="é")
+    identity = StoreIdentity(os.urandom(32), 5, label="é")
+    setup = DriveSetup("/x", identity, DiskBound(6), 7, key=os.urandom(32))
     assert pickle.loads(pickle.dumps(setup)) == setup
     assert repr(setup.key)[2:-1] not in repr(setup)
 

@@ -24,7 +24,6 @@ from kvferry.errors import StoreError, StoreInUseError
 from kvferry.tiers.disk import files as allocation
 from kvferry.tiers.disk import quota as room
 from kvferry.tiers.disk.quota import (
-    DiskBound,
     StoreLock,
     allocated_bytes,
     apparent_bytes,
@@ -38,6 +37,7 @@ from kvferry.tiers.disk.store import (
     reading,
 )
 from kvferry.tiers.disk.superblock import (
+    DiskBound,
     StoreIdentity,
     Superblock,
     SuperblockError,
@@ -52,8 +52,6 @@ def identity(name: int = 1, **changes: Any) -> StoreIdentity:
     made = StoreIdentity(
         namespace=bytes([name]) * 32,
         block_bytes=PITCH - 100,
-        pitch=PITCH,
-        proof_bytes=16,
         family=b"one server",
         label="a model",
     )
@@ -182,7 +180,7 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({"namespace": b"\1" * 31 + b"\2"}, "has namespace"),
         ({"block_bytes": PITCH}, "has block_bytes"),
-        ({"proof_bytes": 28, "is_sealed": True}, "holds unencrypted blocks"),
+        ({"is_sealed": True}, "holds unencrypted blocks"),
     ],
 )
 def test_what_does_not_agree_is_refused_and_left_alone(
@@ -196,29 +194,29 @@ def test_what_does_not_agree_is_refused_and_left_alone(
         assert store.index.num_blocks == 1
 
 
-def test_a_store_whose_superblock_nobody_can_read_is_set_aside(tmp_path: Path) -> None:
+def test_a_store_whose_superblock_cannot_be_believed_begins_anew(tmp_path: Path) -> None:
     with Store.open(tmp_path, identity(), BOUND) as store:
         fill(store, [1])
-        folder = store.folder
-    path = folder / "superblock"
-    good = path.read_bytes()
-    bad = bytearray(good)
+    path = store.folder / "superblock"
+    bad = bytearray(path.read_bytes())
     bad[100] ^= 1
     path.write_bytes(bad)
-    assert read_superblock(folder) is not None  # from its second copy
+    with Store.open(tmp_path, identity(), BOUND) as store:  # from its second copy
+        assert placed(store) == [1]
     bad[600] ^= 1
     path.write_bytes(bad)
     with pytest.raises(SuperblockError, match="damaged"):
-        read_superblock(folder)
+        read_superblock(store.folder)
     with pytest.raises(StoreError, match="no room"):
         Store.open(tmp_path, identity(), replace(BOUND, size=1))
-    aside = folder.with_name(f"{folder.name}.aside-1")
-    assert (aside / "superblock").read_bytes() == bad
-    # It is a store that nobody uses: it counts, and goes when its bytes are needed.
+    assert path.read_bytes() == bad
     with Store.open(tmp_path, identity(), BOUND) as store:
-        assert store.index.num_blocks == 0
-        assert not aside.exists()
-        assert str(aside) in store.notes[0]
+        assert placed(store) == []
+        assert "begins anew" in store.notes[0]
+        assert (store.index.report.bad_pages, store.index.report.torn_pages) == (0, 0)
+        fill(store, [2])
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert placed(store) == [2]
 
 
 def test_a_store_of_another_format_is_refused_counted_and_left_alone(tmp_path: Path) -> None:
@@ -240,7 +238,7 @@ def test_a_store_of_another_format_is_refused_counted_and_left_alone(tmp_path: P
     holding = StoreLock.take(folder)  # as a server of that kvferry does
     with pytest.raises(StoreError, match="other stores there hold"):
         Store.open(tmp_path, identity(2, family=b"2"), BOUND)
-    holding.release()
+    holding.close()
     assert "is gone" in purge_store(folder)
     Store.open(tmp_path, identity(), BOUND).close()
 

@@ -16,9 +16,8 @@ from tests.integration.vllm.engine import BLOCK_TOKENS, LONG, Engine, make_promp
 from tests.integration.vllm.server import Server
 from tests.integration.vllm.test_parallel import run_two_ranks
 
-from kvferry.tiers.disk.quota import DiskBound
 from kvferry.tiers.disk.store import Store
-from kvferry.tiers.disk.superblock import read_superblock
+from kvferry.tiers.disk.superblock import DiskBound, read_superblock
 from kvferry.types import DEVICE
 
 LENGTHS = (300, 200, 100)

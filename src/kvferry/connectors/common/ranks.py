@@ -16,8 +16,8 @@ from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
-from kvferry.tiers.disk.protocol import StoreAt
 from kvferry.tiers.disk.state import find_apart, reset_apart
+from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import Health, Rank, TierName

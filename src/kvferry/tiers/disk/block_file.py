@@ -25,18 +25,11 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError, install
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
-from kvferry.tiers.disk.files import open_file
-from kvferry.tiers.disk.protocol import Flags
-from kvferry.tiers.ipc.messages import Numbers, Words
-
-SECTOR = 4096
+from kvferry.tiers.disk.files import SECTOR, open_file
+from kvferry.tiers.disk.superblock import HASH_BYTES, SEAL_BYTES
+from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
 _Call = Callable[[int, list[memoryview], int], int]
-
-
-def pitch_of(block_bytes: int) -> int:
-    """Return the bytes from one place to the next: whole sectors, as O_DIRECT needs them."""
-    return -(-block_bytes // SECTOR) * SECTOR
 
 
 class BlockFile:
@@ -135,7 +128,7 @@ class Buffer:
 class Digests:
     """Proofs by xxh3-128: they find every fault of a drive, but no forgery."""
 
-    proof_bytes = 16
+    proof_bytes = HASH_BYTES
     is_sealed = False
 
     def __init__(self, block_bytes: int, store: bytes) -> None:
@@ -169,7 +162,7 @@ class Digests:
 class Seals:
     """Proofs by AES-256-GCM under a key of the store's own; methods as those of Digests."""
 
-    proof_bytes = NONCE_BYTES + TAG_BYTES
+    proof_bytes = SEAL_BYTES
     is_sealed = True
 
     def __init__(self, block_bytes: int, store: bytes, key: bytes) -> None:

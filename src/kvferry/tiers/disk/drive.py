@@ -14,29 +14,23 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk import io_workers, state, superblock
-from kvferry.tiers.disk.block_file import (
-    BlockFile,
-    key_check,
-    open_prover,
-)
+from kvferry.tiers.disk import io_workers, state
+from kvferry.tiers.disk.block_file import BlockFile, open_prover
 from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue
 from kvferry.tiers.disk.protocol import (
     Count,
     DriveSetup,
     ReadyMessage,
-    StoreAt,
     all_failed,
     put_blocks,
 )
-from kvferry.tiers.disk.quota import DiskBound, identity_of
 from kvferry.tiers.disk.store import Store
+from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.ipc import child, messages
 from kvferry.tiers.ipc.memory import HEARTBEAT, MAX_THREADS
 from kvferry.tiers.ipc.messages import Channel, FrameKind, OrderMessage, frame
@@ -84,7 +78,7 @@ class DriveServer:
     def _open(self, setup: DriveSetup) -> None:
         store = self._store = _open_patiently(setup, self._channel)
         pitch = store.superblock.identity.pitch
-        prover = open_prover(setup.block_bytes, store.store_id, setup.key)
+        prover = open_prover(setup.identity.block_bytes, store.store_id, setup.key)
         file = self._file = self._open_file(str(store.blocks_path), pitch, direct=setup.direct)
         blocks_per_job = max(1, setup.job_bytes // pitch)
         queue = self._queue = IoQueue(
@@ -97,7 +91,7 @@ class DriveServer:
             file,
             lambda reason: self._channel.send(messages.pack_text(FrameKind.AILS, reason)),
             path=setup.path,
-            keep_free=setup.keep_free,
+            keep_free=setup.bound.keep_free,
             check_seconds=setup.check_seconds,
         )
         tracker = self._tracker = io_workers.WriteTracker(
@@ -238,18 +232,13 @@ def open_store(setup: DriveSetup) -> Store:
     """Open the store that a drive is told to serve. Raises StoreError."""
     if setup.before is not None and os.stat(setup.path).st_dev != setup.before.device:
         raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
-    key, size = setup.key, superblock.NAMESPACE_BYTES
-    identity = identity_of(setup)
-    families = {setup.families[at : at + size] for at in range(0, len(setup.families), size)}
-    bound = DiskBound(
-        setup.size, setup.keep_free, setup.num_ranks_here, setup.for_others, frozenset(families)
-    )
     return Store.open(
         Path(setup.path),
-        identity,
-        bound,
-        key_check=None if key is None else partial(key_check, key),
+        setup.identity,
+        setup.bound,
+        key=setup.key,
         before=setup.before,
+        is_kept=setup.is_kept,
         on_behalf_of=setup.pid,
     )
 

@@ -21,7 +21,12 @@ import numpy.typing as npt
 
 from kvferry.errors import StoreError
 
+SECTOR = 4096
+"""What O_DIRECT needs addresses, offsets and lengths to be multiples of."""
+
 SECTOR_BYTES = 512
+"""What a power cut leaves whole, old or new."""
+
 DIGEST_BYTES = 16
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -107,6 +112,16 @@ class DiskFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def create_file(path: Path, num_bytes: int) -> None:
+    """Make a small file of zeros, in place of what it held; on the medium on return."""
+    fd = open_file(str(path), os.O_RDWR | os.O_CREAT)
+    try:
+        os.pwrite(fd, bytes(num_bytes), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_whole(file: DiskFile, offset: int, data: bytes | bytearray | memoryview) -> None:

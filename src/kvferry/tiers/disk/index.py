@@ -38,9 +38,9 @@ from kvferry.errors import StoreError
 from kvferry.tiers.disk.files import DIGEST_BYTES, DiskFile, read_whole, runs, write_whole
 from kvferry.tiers.disk.state import FILE_NAME as STATE_NAME
 from kvferry.tiers.disk.state import NOT_KEPT, raise_reset, read_reset, write_reset
+from kvferry.tiers.ipc.messages import Flags
 from kvferry.types import SlotArray
 
-Flags = npt.NDArray[np.bool_]
 Pages = npt.NDArray[Any]
 Proofs = npt.NDArray[np.uint8]
 Records = npt.NDArray[Any]

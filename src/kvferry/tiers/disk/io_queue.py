@@ -30,9 +30,9 @@ from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile
-from kvferry.tiers.disk.protocol import Flags
-from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage
+from kvferry.tiers.disk.block_file import BlockFile
+from kvferry.tiers.disk.files import SECTOR
+from kvferry.tiers.ipc.messages import Flags, Numbers, OrderMessage, ResultMessage
 
 MAX_ERRORS = 16
 """So many calls to the drive in a row must fail before it ails."""

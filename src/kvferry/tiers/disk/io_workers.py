@@ -24,9 +24,9 @@ from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
 from kvferry.tiers.disk.files import runs
 from kvferry.tiers.disk.index import DiskIndex
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
-from kvferry.tiers.disk.protocol import Count, Flags
+from kvferry.tiers.disk.protocol import Count
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
-from kvferry.tiers.ipc.messages import Numbers, Words
+from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
 
 @dataclass(frozen=True, eq=False)

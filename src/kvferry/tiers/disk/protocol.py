@@ -10,17 +10,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Keys
+from kvferry.tiers.disk.superblock import DiskBound, StoreAt, StoreIdentity
 from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.tiers.ipc.messages import Numbers, ResultMessage, Words
 from kvferry.types import SlotArray
-
-Flags = npt.NDArray[np.bool_]
 
 COMMIT_SECONDS = 0.5
 """The longest a written block waits before the commit that makes it durable begins."""
@@ -33,69 +31,6 @@ Linux 6.18, 2026-11-16.)
 """
 
 _MICRO = 1e-6
-
-
-class StoreAt(NamedTuple):
-    """One store on this or another host: its folder, and the id that was drawn for it."""
-
-    folder: str
-    store_id: bytes
-
-
-@dataclass(frozen=True)
-class StoreBefore:
-    """The store that an engine had open. A process that is started again must find the same.
-
-    It makes no directory anew, least of all below a mount that is gone, and changes no size.
-    ``reset_number`` is the last one that the engine knows to be persisted; unless ``is_kept``, what
-    is stored under it is for no other engine.
-    """
-
-    device: int
-    store_id: bytes
-    num_places: int
-    reset_number: int
-    is_kept: bool = True
-
-
-@dataclass(frozen=True)
-class DriveSetup:
-    """One store on one drive, and how to work on it. ``key`` is never shown."""
-
-    path: str
-    """The directory the user named; the store lies below it."""
-    block_bytes: int
-    size: int
-    """What all stores of this host under ``path`` may take."""
-    pid: int
-    """The engine's, which the store's lock names."""
-    namespace: bytes = bytes(32)
-    family: bytes = b""
-    families: bytes = b""
-    """Of all engines of this server here, one after the other; empty: there is one."""
-    label: str = ""
-    rank: int = 0
-    num_ranks: int = 1
-    num_ranks_here: int = 1
-    stripe: int = 0
-    num_stripes: int = 1
-    keep_free: int = 0
-    for_others: float = 0.0
-    key: bytes | None = field(default=None, repr=False)
-    direct: bool = True
-    deadline: float = 10.0
-    num_threads: int = NUM_THREADS
-    num_write_threads: int | None = None
-    """As many as read, if None."""
-    job_bytes: int = JOB_BYTES
-    commit_seconds: float = COMMIT_SECONDS
-    check_seconds: float = 1.0
-    generation: int = 0
-    """Orders count from here; the blocks that recovery finds belong to it."""
-    refill: float = 0.0
-    """Bytes a second that the store's part of a day's budget gets back; 0: there is no bound."""
-    before: StoreBefore | None = None
-    """What an earlier process served for this engine; None at the first start."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +47,40 @@ class ReadyMessage:
     num_recovered: int
     report: str
     spent: int = 0
+
+
+@dataclass(frozen=True)
+class DriveSetup:
+    """One store on one drive, and how to work on it. ``key`` is never shown."""
+
+    path: str
+    """The directory the user named; the store lies below it."""
+    identity: StoreIdentity
+    bound: DiskBound
+    pid: int
+    """The engine's, which the store's lock names."""
+    key: bytes | None = field(default=None, repr=False)
+    direct: bool = True
+    deadline: float = 10.0
+    num_threads: int = NUM_THREADS
+    num_write_threads: int | None = None
+    """As many as read, if None."""
+    job_bytes: int = JOB_BYTES
+    commit_seconds: float = COMMIT_SECONDS
+    check_seconds: float = 1.0
+    generation: int = 0
+    """Orders count from here; the blocks that recovery finds belong to it."""
+    refill: float = 0.0
+    """Bytes a second that the store's part of a day's budget gets back; 0: there is no bound."""
+    before: ReadyMessage | None = None
+    """What an earlier process served for this engine; None at the first start.
+
+    A process that is started again must find the same store. It makes no directory anew, least of
+    all below a mount that is gone, and changes no size. The reset number is the last one that the
+    engine knows to be persisted.
+    """
+    is_kept: bool = True
+    """Whether what is stored under that number is for other engines too."""
 
 
 class Count(IntEnum):

@@ -20,23 +20,23 @@ import fcntl
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import format_size
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
-from kvferry.tiers.disk.block_file import Digests, Seals, pitch_of
 from kvferry.tiers.disk.files import discard, open_file, open_folder, require_plain, sync_folder
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
 from kvferry.tiers.disk.index import MAX_PLACES, Shape
-from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.superblock import (
     FOLDER,
+    DiskBound,
     StoreIdentity,
     Superblock,
     read_superblock,
@@ -50,23 +50,23 @@ RECENT_SECONDS = 7 * 86400.0
 """A store used since then counts as about to be used again."""
 
 _REMOVED = ".kvferry-removed-"
-_NAMES = re.compile(FOLDER.pattern + r"(?:\.aside-[0-9]+)?")
 _TIMED = (LOCK_NAME, INDEX_NAME)
 _LOCK_BYTES = 1024
 _MAX_COMMAND = 200
+_SAID = ("host", "command", "since")
 _TRIES, _PAUSE_SECONDS = 6, 0.02
 _SMALL_FILES = 3 * 4096  # superblock, lock and state
 
 
-class StoreLock:
-    """The right to a folder's store, until ``release`` or the end of the process.
+class StoreLock(Closing):
+    """The right to a folder's store, until ``close`` or the end of the process.
 
     The folder itself is locked: a lock file can be deleted. The file ``lock`` says who has it.
     """
 
-    def __init__(self, folder: Path, fd: int, file: int) -> None:
+    def __init__(self, folder: Path, fd: int) -> None:
         self.folder = folder
-        self._fds = [fd, *([file] if file >= 0 else [])]
+        self.fd = fd
 
     @classmethod
     def take(cls, folder: Path, *, on_behalf_of: int | None = None) -> StoreLock:
@@ -84,10 +84,10 @@ class StoreLock:
             error.is_ending = not _is_held_by_another(folder, on_behalf_of or os.getpid())
             raise error
         try:
-            require_plain(folder, lock._fds[0])
+            require_plain(folder, lock.fd)
             lock._sign(on_behalf_of or os.getpid())
         except BaseException:
-            lock.release()
+            lock.close()
             raise
         return lock
 
@@ -102,10 +102,13 @@ class StoreLock:
 
     def _write(self, words: bytes) -> None:
         """Write in place, in the bytes that the file has. It is locked all the same without."""
-        for file in self._fds[1:]:
-            with contextlib.suppress(OSError):  # the drive may be gone, or full
+        with contextlib.suppress(OSError, StoreError):  # the drive may be gone, or full
+            file = open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT, self.fd)
+            try:
                 os.pwrite(file, words[:_LOCK_BYTES].ljust(_LOCK_BYTES), 0)
                 os.utime(file)
+            finally:
+                os.close(file)
 
     @classmethod
     def try_once(cls, folder: Path) -> StoreLock | None:
@@ -113,34 +116,39 @@ class StoreLock:
         for turn in range(_TRIES):
             if turn:
                 time.sleep(_PAUSE_SECONDS)  # another process may only be looking
-            fds = [open_folder(folder)]
+            fd = open_folder(folder)
             try:
-                fcntl.flock(fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(OSError):  # no room for the file
-                    path = folder / LOCK_NAME
-                    fds.append(open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT, fds[0], shown=path))
-                    fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)  # for older servers
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A store that was removed between the two calls left us the lock of nothing.
-                if os.path.samestat(os.fstat(fds[0]), os.lstat(folder)):
-                    return cls(folder, fds[0], fds[1] if len(fds) > 1 else -1)
+                if os.path.samestat(os.fstat(fd), os.lstat(folder)):
+                    return cls(folder, fd)
             except (BlockingIOError, FileNotFoundError):
                 pass
             except BaseException:
-                _close(fds)
+                os.close(fd)
                 raise
-            _close(fds)
+            os.close(fd)
         return None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let the store go. Safe to call twice."""
-        self._write(b"")
-        fds, self._fds = self._fds, []
-        _close(fds)
+        if self.fd >= 0:
+            self._write(b"")
+            os.close(self.fd)
+            self.fd = -1
 
 
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+def _lock_words(folder: Path) -> dict[str, Any]:
+    """What the process that has the store open says of itself; empty if that cannot be read."""
+    try:
+        fd = open_file(str(folder / LOCK_NAME), os.O_RDONLY)
+        try:
+            words = json.loads(os.pread(fd, _LOCK_BYTES, 0))
+        finally:
+            os.close(fd)
+        return {"pid": int(words["pid"]), **{each: str(words[each]) for each in _SAID}}
+    except (OSError, StoreError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def holder(folder: Path) -> str:
@@ -148,38 +156,36 @@ def holder(folder: Path) -> str:
 
     The kernel is asked first: what a killed process wrote is not believed.
     """
-    fds: list[int] = []
     try:
-        fds.append(open_folder(folder))
-        with contextlib.suppress(OSError):
-            fds.append(open_file(LOCK_NAME, os.O_RDONLY, fds[0]))
-        for fd in fds:
-            # Shared, and released at once: a process that opens the store right now tries again.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        try:
-            words = json.loads(os.pread(fds[1], _LOCK_BYTES, 0))
-            process = f"process {int(words['pid'])} on {words['host']}"
-            return f"{process} ({words['command']}) since {words['since']} UTC"
-        except (ValueError, KeyError, TypeError, IndexError):
-            return "another process"
+        fd = open_folder(folder)
     except (OSError, StoreError):
         return ""
+    try:
+        # Shared, and released at once: a process that opens the store right now tries again.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        if not (words := _lock_words(folder)):
+            return "another process"
+        process = f"process {words['pid']} on {words['host']}"
+        return f"{process} ({words['command']}) since {words['since']} UTC"
+    except OSError:
+        return ""
     finally:
-        _close(fds)
+        os.close(fd)
 
 
 def _is_held_by_another(folder: Path, pid: int) -> bool:
     """Whether an engine of this host that still runs, other than ``pid``, has the store open."""
-    try:
-        words = json.loads((folder / LOCK_NAME).read_bytes()[:_LOCK_BYTES])
-        other = int(words["pid"])
-        state = Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0]
-        is_it = words["command"] == _command(other)  # and no later process of that number
-        return other != pid and words["host"] == socket.gethostname() and state != "Z" and is_it
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    words = _lock_words(folder)
+    if not words or words["pid"] == pid or words["host"] != socket.gethostname():
         return False
+    try:
+        state = Path(f"/proc/{words['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    # And no later process of that number.
+    return state != "Z" and words["command"] == _command(words["pid"])
 
 
 def _command(pid: int) -> str:
@@ -224,8 +230,6 @@ class StoreFolder:
             superblock = read_superblock(path)
             if superblock is None:
                 trouble = "it was never finished"
-            elif not FOLDER.fullmatch(path.name):
-                trouble = "it was set aside"
         except (StoreError, OSError) as error:
             trouble = str(error)
         last_used = 0.0
@@ -243,7 +247,7 @@ def stores_under(root: Path) -> list[StoreFolder]:
         return []
     except OSError as error:
         raise StoreError(f"{root} cannot be read: {error.strerror or error}") from error
-    return [StoreFolder.of(root / name) for name in names if _NAMES.fullmatch(name)]
+    return [StoreFolder.of(root / name) for name in names if FOLDER.fullmatch(name)]
 
 
 def apparent_bytes(folder: Path) -> int:
@@ -285,18 +289,12 @@ def remove_store(path: Path) -> None:
         raise StoreInUseError(
             f"{path} is open in {holder(path) or 'another process'}; stop that one first"
         )
-    try:
-        fd = open_folder(path)
-        try:
-            require_plain(path, fd)
-        finally:
-            os.close(fd)
+    with lock:
+        require_plain(path, lock.fd)
         gone = path.parent / f"{_REMOVED}{secrets.token_hex(8)}"
         os.rename(path, gone)  # from here on it is no store, whatever happens
         sync_folder(path.parent)
         _delete(gone)
-    finally:
-        lock.release()
 
 
 def _delete(folder: Path) -> None:
@@ -311,55 +309,6 @@ def _delete(folder: Path) -> None:
         os.rmdir(folder)
     finally:
         os.close(fd)
-
-
-def set_aside(lock: StoreLock) -> Path:
-    """Rename a damaged store, so that another can take its place; return its new path.
-
-    It counts as an idle store: it is removed when its bytes are needed.
-    """
-    path = lock.folder
-    for number in range(1, 1000):
-        aside = path.with_name(f"{path.name}.aside-{number}")
-        if not os.path.lexists(aside):
-            os.rename(path, aside)
-            sync_folder(path.parent)
-            return aside
-    raise StoreError(f"{path} cannot be read, and cannot be set aside; remove it by hand")
-
-
-@dataclass(frozen=True)
-class DiskBound:
-    """What stores may take under one directory.
-
-    ``size`` bounds all of this host's stores there, of all servers; ``keep_free`` stays free on the
-    file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share left
-    to recently used idle stores. ``families`` are those of all engines of this server here, whose
-    ranks share it too.
-    """
-
-    size: int
-    keep_free: int = 0
-    num_ranks_here: int = 1
-    for_others: float = 0.0
-    families: frozenset[bytes] = frozenset()
-
-
-def identity_of(setup: DriveSetup) -> StoreIdentity:
-    """Return the identity of the store that a drive is told to serve."""
-    return StoreIdentity(
-        namespace=setup.namespace,
-        block_bytes=setup.block_bytes,
-        pitch=pitch_of(setup.block_bytes),
-        proof_bytes=(Digests if setup.key is None else Seals).proof_bytes,
-        is_sealed=setup.key is not None,
-        rank=setup.rank,
-        num_ranks=setup.num_ranks,
-        stripe=setup.stripe,
-        num_stripes=setup.num_stripes,
-        family=setup.family,
-        label=setup.label,
-    )
 
 
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:

@@ -25,8 +25,7 @@ from typing import Any
 
 from kvferry.errors import StoreError
 from kvferry.tiers.disk.files import DIGEST_BYTES, SECTOR_BYTES, DiskFile, read_whole, write_whole
-from kvferry.tiers.disk.protocol import StoreAt
-from kvferry.tiers.disk.superblock import read_superblock
+from kvferry.tiers.disk.superblock import StoreAt, read_superblock
 from kvferry.tiers.ipc.process import run_module
 
 log = logging.getLogger(__name__)

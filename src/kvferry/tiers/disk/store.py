@@ -26,25 +26,22 @@ from kvferry.errors import StoreError
 from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover
-from kvferry.tiers.disk.files import DiskFile, allocate, open_file, runs, sync_folder, write_whole
+from kvferry.tiers.disk.files import DiskFile, allocate, create_file, runs, sync_folder
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
 from kvferry.tiers.disk.index import (
     DiskIndex,
-    Flags,
     PageTable,
     Proofs,
     RecoveryReport,
     Shape,
 )
-from kvferry.tiers.disk.protocol import StoreBefore
-from kvferry.tiers.disk.quota import DiskBound, StoreFolder, StoreLock
-from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
+from kvferry.tiers.disk.protocol import ReadyMessage
+from kvferry.tiers.disk.quota import StoreFolder, StoreLock
+from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity, Superblock
+from kvferry.tiers.ipc.messages import Flags
 from kvferry.types import SlotArray
 
 log = logging.getLogger(__name__)
-
-KeyCheck = Callable[[bytes], bytes]
-"""From a store's id to what the key in use gives for it, which reveals nothing of the key."""
 
 _CHECKED_AT_ONCE = 1024
 _BUFFER_BYTES = 32 << 20
@@ -75,8 +72,9 @@ class Store(Closing):
         identity: StoreIdentity,
         bound: DiskBound,
         *,
-        key_check: KeyCheck | None = None,
-        before: StoreBefore | None = None,
+        key: bytes | None = None,
+        before: ReadyMessage | None = None,
+        is_kept: bool = True,
         on_behalf_of: int | None = None,
     ) -> Store:
         """Open the store of ``identity`` under ``root``: a new one at the size of its share.
@@ -88,114 +86,70 @@ class Store(Closing):
 
         Raises StoreError, with what to do; StoreInUseError if another process has it.
         """
+        folder = root / identity.folder_name
+        notes: list[str] = []
         try:
             with ExitStack() as undo:
-                if before is not None and (root / identity.folder_name).exists():
-                    lock, superblock, notes = _claim(
-                        root, identity, key_check, on_behalf_of, is_known=True
-                    )
-                    undo.callback(lock.release)
-                    size = _Sizing(lock.folder, _require_unchanged(lock.folder, superblock, before))
-                    index = size.open_index(before.reset_number, is_kept=before.is_kept)
+                if before is not None and folder.exists():
+                    lock = undo.enter_context(StoreLock.take(folder, on_behalf_of=on_behalf_of))
+                    superblock = _require_unchanged(folder, _superblock(folder), before)
+                    _require_same(folder, superblock, identity, key)
+                    index = _open_index(folder, superblock, before.reset_number, is_kept)
                 else:
-                    lock, size, index, notes = cls._claim_share(
-                        root, identity, bound, key_check, before, on_behalf_of, undo
-                    )
+                    if before is None:
+                        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    with quota.alone_in(root):
+                        with suppress(FileExistsError):
+                            folder.mkdir(mode=0o700)
+                        lock = undo.enter_context(StoreLock.take(folder, on_behalf_of=on_behalf_of))
+                        found = _superblock(folder, notes)
+                        if found is not None:
+                            _require_same(folder, found, identity, key)
+                        share = quota.SpaceQuota(root, identity, bound, _shrink)
+                        num_places = share.claim(0 if found is None else found.num_places)
+                        notes += share.notes
+                        superblock = _sized(folder, found, identity, num_places, key, before, notes)
+                        # While it shrinks others would count its old size.
+                        index = _shortened(folder, superblock)
                 undo.pop_all()
-            store = cls(lock, size.superblock, index)
-            store.notes += notes
-            log.info("%s: %d places; %s", lock.folder, store.num_places, index.report)
-            return store
         except OSError as error:
             raise StoreError(
                 f"{root}: the store cannot be opened: {error.strerror or error}; see that the "
                 "directory is there, is writable for this user and has room"
             ) from error
-
-    @staticmethod
-    def _claim_share(
-        root: Path,
-        identity: StoreIdentity,
-        bound: DiskBound,
-        key_check: KeyCheck | None,
-        before: StoreBefore | None,
-        on_behalf_of: int | None,
-        undo: ExitStack,
-    ) -> tuple[StoreLock, _Sizing, DiskIndex, list[str]]:
-        """Lock the store and bring it to its size; one that is not there is made."""
-        if before is None:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with quota.alone_in(root):
-            with suppress(FileExistsError):
-                (root / identity.folder_name).mkdir(mode=0o700)
-            lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
-            undo.callback(lock.release)
-            share = quota.SpaceQuota(root, identity, bound, _shrink)
-            num_places = share.claim(superblock.num_places if superblock is not None else 0)
-            if before is not None:
-                if num_places < before.num_places:
-                    raise StoreError(f"{root} has no room for {before.num_places} blocks any more")
-                num_places = before.num_places
-            if superblock is None:
-                superblock = Superblock(identity, num_places)
-                if key_check is not None:
-                    check = key_check(superblock.store_id)
-                    superblock = replace(superblock, key_check=check)
-                size = _Sizing(lock.folder, superblock)
-                size.create(before.reset_number if before is not None else 0)
-            else:
-                size = _Sizing(lock.folder, superblock).grown_to(num_places)
-            # While it shrinks others would count its old size; else they need not wait for this.
-            index = size.shorten() if size.is_smaller else None
-        if index is None:
-            index = size.open_index()
-        return lock, size, index, [*notes, *size.notes, *share.notes]
+        store = cls(lock, replace(superblock, identity=identity), index)
+        store.notes = notes
+        log.info("%s: %d places; %s", folder, store.num_places, index.report)
+        return store
 
     def close(self) -> None:
         """Commit, then let the store go. Safe to call twice. StoreError if the commit failed."""
         try:
             self.index.close()
         finally:
-            self._lock.release()
+            self._lock.close()
 
 
-def _claim(
-    root: Path,
-    identity: StoreIdentity,
-    key_check: KeyCheck | None,
-    on_behalf_of: int | None,
-    *,
-    is_known: bool = False,
-) -> tuple[StoreLock, Superblock | None, list[str]]:
-    """Return the folder, locked, and its superblock; a damaged store is set aside."""
-    folder = root / identity.folder_name
-    with ExitStack() as undo:
-        lock = StoreLock.take(folder, on_behalf_of=on_behalf_of)
-        undo.callback(lock.release)
-        try:
-            superblock = sb.read_superblock(folder)
-        except sb.SuperblockError as error:
-            if error.version or is_known:
-                raise StoreError(f"{error}; remove it: kvferry disk purge {folder}") from error
-            aside = quota.set_aside(lock)
-            folder.mkdir(mode=0o700)
-            note = f"{error}; the store was set aside as {aside.name}, and an empty one made"
-        else:
-            if superblock is not None:
-                _require_same(folder, superblock, identity, key_check)
-                superblock = replace(superblock, identity=identity)  # the label may be another
-            undo.pop_all()
-            return lock, superblock, []
-    log.warning("%s", note)
-    again, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
-    return again, superblock, [note, *notes]
+def _superblock(folder: Path, notes: list[str] | None = None) -> Superblock | None:
+    """Return the superblock; None if there is none, or a damaged one: then the store begins anew.
+
+    One of another format is refused and left as it is; so is a damaged one without ``notes``.
+    """
+    try:
+        return sb.read_superblock(folder)
+    except sb.SuperblockError as error:
+        if error.version or notes is None:
+            raise StoreError(f"{error}; remove it: kvferry disk purge {folder}") from error
+        notes.append(f"{error}; the store begins anew, empty")
+        log.warning("%s", notes[-1])
+        return None
 
 
 def _require_unchanged(
-    folder: Path, superblock: Superblock | None, before: StoreBefore
+    folder: Path, superblock: Superblock | None, before: ReadyMessage
 ) -> Superblock:
     """Refuse a store that is not as the engine knows it: another process was there meanwhile."""
-    if superblock is None or superblock.store_id != before.store_id:
+    if superblock is None or superblock.store_id != before.store.store_id:
         raise StoreError(f"{folder} is another store than the one this engine had open")
     if superblock.num_places != before.num_places:
         raise StoreError(
@@ -206,16 +160,16 @@ def _require_unchanged(
 
 
 def _require_same(
-    folder: Path, superblock: Superblock, identity: StoreIdentity, key_check: KeyCheck | None
+    folder: Path, superblock: Superblock, identity: StoreIdentity, key: bytes | None
 ) -> None:
     """Refuse a store that is not ours to read, and leave it as it is."""
     its = superblock.identity
     remedy = f"give another directory (disk), or remove it: kvferry disk purge {folder}"
     if its.is_sealed != identity.is_sealed:
         holds = "encrypted" if its.is_sealed else "unencrypted"
-        key = "no key was given" if its.is_sealed else "a key was given"
-        raise StoreError(f"{folder} holds {holds} blocks, and {key} (disk_key_file); {remedy}")
-    for what in ("namespace", "block_bytes", "pitch", "proof_bytes"):
+        given = "no key was given" if its.is_sealed else "a key was given"
+        raise StoreError(f"{folder} holds {holds} blocks, and {given} (disk_key_file); {remedy}")
+    for what in ("namespace", "block_bytes"):
         has, wanted = getattr(its, what), getattr(identity, what)
         if has != wanted:
             if isinstance(has, bytes):
@@ -223,115 +177,120 @@ def _require_same(
             raise StoreError(f"{folder} has {what} {has}, this server {wanted}; {remedy}")
     if its.folder_name != identity.folder_name:
         raise StoreError(f"{folder} was {its.folder_name} once, and was moved here; {remedy}")
-    if key_check is not None and key_check(superblock.store_id) != superblock.key_check:
+    if key is not None and key_check(key, superblock.store_id) != superblock.key_check:
         raise StoreError(
             f"{folder} was encrypted with another key than the one given (disk_key_file); give "
             f"that one, {remedy}"
         )
 
 
-class _Sizing:
-    """Brings a store's files to the size of its superblock. A crash in between loses nothing.
+# -- sizes: a crash in between loses nothing ------------------------------------------------------
+#
+#   grow      files longer │ superblock │ index may name the new places
+#   shrink    index no longer names the last places, synced │ superblock │ files shorter
 
-    ::
 
-        grow      files longer │ superblock │ index may name the new places
-        shrink    index no longer names the last places, synced │ superblock │ files shorter
-    """
+def _lengths(superblock: Superblock) -> dict[str, int]:
+    """How long the files must be."""
+    return {
+        INDEX_NAME: Shape(superblock.identity.proof_bytes).file_bytes(superblock.num_places),
+        quota.BLOCKS_NAME: superblock.num_places * superblock.identity.pitch,
+    }
 
-    def __init__(self, folder: Path, superblock: Superblock) -> None:
-        self.superblock = superblock
-        self.notes: list[str] = []
-        self._folder = folder
-        identity, num_places = superblock.identity, superblock.num_places
-        self._lengths = {
-            INDEX_NAME: Shape(identity.proof_bytes).file_bytes(num_places),
-            quota.BLOCKS_NAME: num_places * identity.pitch,
-        }
 
-    @property
-    def is_smaller(self) -> bool:
-        """Whether a file is longer than it must be."""
-        return any(self._length(name) > self._lengths[name] for name in self._lengths)
+def _length(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:
+        return 0
 
-    def create(self, reset_number: int) -> None:
-        """Make the files of a new store; the superblock is the last."""
-        with contextlib.closing(_created(self._folder / state.FILE_NAME)) as file:
-            write_whole(file, 0, bytes(state.FILE_BYTES))
+
+def _sized(
+    folder: Path,
+    found: Superblock | None,
+    identity: StoreIdentity,
+    num_places: int,
+    key: bytes | None,
+    before: ReadyMessage | None,
+    notes: list[str],
+) -> Superblock:
+    """Bring the store to so many places at least, or make it; return its superblock."""
+    if before is not None:
+        if num_places < before.num_places:
+            raise StoreError(f"{folder.parent} has no room for {before.num_places} blocks any more")
+        num_places = before.num_places
+    if found is None:
+        superblock = Superblock(identity, num_places)
+        if key is not None:
+            superblock = replace(superblock, key_check=key_check(key, superblock.store_id))
+        with suppress(FileNotFoundError):
+            os.unlink(folder / INDEX_NAME)  # that of a store whose superblock was damaged
+        _make_state(folder, before.reset_number if before is not None else 0)
+        _lengthen(folder, superblock, notes)
+        create_file(folder / sb.FILE_NAME, sb.FILE_BYTES)
+        superblock.write(folder)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+        return superblock
+    if _length(folder / state.FILE_NAME) < state.FILE_BYTES:
+        # What was reset is not known any more, so nothing of it may count.
+        _make_state(folder, None)
+    superblock = replace(found, identity=identity, num_places=num_places)
+    try:
+        _lengthen(folder, superblock, notes)
+    except OSError as error:
+        notes.append(f"{folder} does not grow: {error.strerror or error}")
+        superblock = replace(superblock, num_places=found.num_places)
+        _lengthen(folder, superblock, notes)
+    if num_places >= found.num_places:
+        superblock.write(folder)
+    return superblock
+
+
+def _make_state(folder: Path, reset_number: int | None) -> None:
+    create_file(folder / state.FILE_NAME, state.FILE_BYTES)
+    if reset_number is not None:
+        with contextlib.closing(DiskFile(folder / state.FILE_NAME)) as file:
             state.write_reset(file, reset_number)
-        self._lengthen()
-        sync_folder(self._folder)
-        self.superblock.create(self._folder)
-        sync_folder(self._folder.parent)
 
-    def grown_to(self, num_places: int) -> _Sizing:
-        """Return the store's sizing with so many places, or as it is where there is no room."""
-        size = _Sizing(self._folder, replace(self.superblock, num_places=num_places))
-        if num_places < self.superblock.num_places:
-            return size
-        if self._length(state.FILE_NAME) < state.FILE_BYTES:
-            # What was reset is not known any more, so nothing of it may count.
-            with contextlib.closing(_created(self._folder / state.FILE_NAME)) as file:
-                write_whole(file, 0, bytes(state.FILE_BYTES))
-        try:
-            size._lengthen()
-        except OSError as error:
-            self.notes.append(f"{self._folder} does not grow: {error.strerror or error}")
-            size = self
-            size._lengthen()
-        size.superblock.write(self._folder)
-        return size
 
-    def _lengthen(self) -> None:
-        """Make every file at least as long as it must be."""
-        short = {name: n for name, n in self._lengths.items() if self._length(name) < n}
-        whole = [allocate(self._folder / name, length) for name, length in short.items()]
-        if not all(whole):
-            self.notes.append(
-                f"{self._folder}: the file system cannot reserve space; files grow as they fill"
+def _lengthen(folder: Path, superblock: Superblock, notes: list[str]) -> None:
+    """Make every file at least as long as it must be."""
+    for name, length in _lengths(superblock).items():
+        if _length(folder / name) < length and not allocate(folder / name, length):
+            notes.append(
+                f"{folder}: the file system cannot reserve space for {name}; it grows as it fills"
             )
 
-    def open_index(self, reset_number: int | None = None, *, is_kept: bool = True) -> DiskIndex:
-        """Open the index for the new number of places."""
-        mine, proof_bytes = self.superblock, self.superblock.identity.proof_bytes
-        return DiskIndex.open(
-            self._folder, mine.store_id, mine.num_places, proof_bytes, reset_number, is_kept
-        )
 
-    def shorten(self) -> DiskIndex:
-        """Cut files that are too long, once the index no longer names what is cut."""
-        index = self.open_index()
-        try:
-            self.superblock.write(self._folder)
-            for name, length in self._lengths.items():
-                if self._length(name) > length:
-                    allocate(self._folder / name, length)
-        except BaseException:
-            index.close()
-            raise
-        return index
-
-    def _length(self, name: str) -> int:
-        try:
-            return os.lstat(self._folder / name).st_size
-        except FileNotFoundError:
-            return 0
+def _open_index(
+    folder: Path, superblock: Superblock, reset_number: int | None = None, is_kept: bool = True
+) -> DiskIndex:
+    proof_bytes = superblock.identity.proof_bytes
+    return DiskIndex.open(
+        folder, superblock.store_id, superblock.num_places, proof_bytes, reset_number, is_kept
+    )
 
 
-def _created(path: Path) -> DiskFile:
-    os.close(open_file(str(path), os.O_RDWR | os.O_CREAT))
-    return DiskFile(path)
+def _shortened(folder: Path, superblock: Superblock) -> DiskIndex:
+    """Cut files that are too long, once the index no longer names what is cut."""
+    index = _open_index(folder, superblock)
+    try:
+        superblock.write(folder)
+        for name, length in _lengths(superblock).items():
+            if _length(folder / name) > length:
+                allocate(folder / name, length)
+    except BaseException:
+        index.close()
+        raise
+    return index
 
 
 def _shrink(other: StoreFolder, num_places: int) -> None:
     """Make an idle store smaller."""
     assert other.superblock is not None
-    lock = StoreLock.take(other.path)
-    try:
-        size = _Sizing(other.path, replace(other.superblock, num_places=num_places))
-        size.shorten().close()
-    finally:
-        lock.release()
+    with StoreLock.take(other.path):
+        _shortened(other.path, replace(other.superblock, num_places=num_places)).close()
     log.info("%s: made smaller, to %d places", other.path, num_places)
 
 
@@ -392,12 +351,8 @@ def _count_blocks(folder: StoreFolder) -> int | None:
 def reading(path: Path) -> Iterator[StoreContent]:
     """Give a store's content, and keep it locked. StoreInUseError if a process has it open."""
     _require_store(path)
-    lock = StoreLock.take(path)
-    try:
-        with _content(path) as content:
-            yield content
-    finally:
-        lock.release()
+    with StoreLock.take(path), _content(path) as content:
+        yield content
 
 
 def verify_store(

@@ -8,7 +8,6 @@ first that is whole counts.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import struct
@@ -16,16 +15,15 @@ import time
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvferry.errors import InputError, StoreError
+from kvferry.errors import StoreError
 from kvferry.tiers.disk.files import (
     DIGEST_BYTES,
+    SECTOR,
     SECTOR_BYTES,
     DiskFile,
-    open_file,
     read_whole,
-    sync_folder,
     write_whole,
 )
 
@@ -40,6 +38,9 @@ FORMAT_VERSION = 3
 MAGIC = b"KVFERRY\0"
 STORE_ID_BYTES = 16
 CHECK_BYTES = 16
+HASH_BYTES, SEAL_BYTES = 16, 28
+"""The proof of a block without and with a key: see ``block_file``."""
+
 _HEAD = struct.Struct("<8sI4x")
 _FIELDS = struct.Struct(
     f"<{STORE_ID_BYTES}s{NAMESPACE_BYTES}s{NAMESPACE_BYTES}sQQQIIIIII{CHECK_BYTES}sQBxH4x"
@@ -52,6 +53,13 @@ _NAMES = (
 _FIELDS_AT, _LABEL_AT = DIGEST_BYTES + _HEAD.size, 192
 
 
+class StoreAt(NamedTuple):
+    """One store on this or another host: its folder, and the id that was drawn for it."""
+
+    folder: str
+    store_id: bytes
+
+
 @dataclass(frozen=True)
 class StoreIdentity:
     """What must agree for a store to be read: whose blocks, how large, which part of them.
@@ -62,8 +70,6 @@ class StoreIdentity:
 
     namespace: bytes
     block_bytes: int
-    pitch: int
-    proof_bytes: int
     is_sealed: bool = False
     rank: int = 0
     num_ranks: int = 1
@@ -72,23 +78,14 @@ class StoreIdentity:
     family: bytes = b""
     label: str = ""
 
-    def __post_init__(self) -> None:
-        if len(self.namespace) != NAMESPACE_BYTES or len(self.family) > NAMESPACE_BYTES:
-            raise InputError(
-                f"a store's namespace has {NAMESPACE_BYTES} bytes and its family at most as many, "
-                f"got {len(self.namespace)} and {len(self.family)}"
-            )
-        if not 0 < self.block_bytes <= self.pitch or self.pitch % 4096:
-            raise InputError(
-                f"blocks of {self.block_bytes} bytes cannot lie {self.pitch} bytes apart: a place "
-                "is a multiple of 4096 bytes and holds a block"
-            )
-        for what, number, of in (
-            ("rank", self.rank, self.num_ranks),
-            ("directory", self.stripe, self.num_stripes),
-        ):
-            if not 0 <= number < of < 1 << 31:
-                raise InputError(f"there is no {what} {number} of {of}")
+    @property
+    def pitch(self) -> int:
+        """Bytes from one place to the next: whole sectors, as O_DIRECT needs them."""
+        return pitch_of(self.block_bytes)
+
+    @property
+    def proof_bytes(self) -> int:
+        return SEAL_BYTES if self.is_sealed else HASH_BYTES
 
     @property
     def folder_name(self) -> str:
@@ -97,6 +94,28 @@ class StoreIdentity:
             f"kvferry-{self.namespace.hex()[:16]}-r{self.rank}of{self.num_ranks}"
             f"-d{self.stripe}of{self.num_stripes}"
         )
+
+
+@dataclass(frozen=True)
+class DiskBound:
+    """What stores may take under one directory.
+
+    ``size`` bounds all of this host's stores there, of all servers; ``keep_free`` stays free on the
+    file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share left
+    to recently used idle stores. ``families`` are those of all engines of this server here, whose
+    ranks share it too.
+    """
+
+    size: int
+    keep_free: int = 0
+    num_ranks_here: int = 1
+    for_others: float = 0.0
+    families: frozenset[bytes] = frozenset()
+
+
+def pitch_of(block_bytes: int) -> int:
+    """Return the bytes from one place to the next for blocks of this size."""
+    return -(-block_bytes // SECTOR) * SECTOR
 
 
 class SuperblockError(StoreError):
@@ -122,8 +141,10 @@ class Superblock:
         sector = bytearray(SECTOR_BYTES)
         # As much of the label as there is room for, in whole characters.
         label = self.identity.label.encode()[:MAX_LABEL_BYTES].decode(errors="ignore").encode()
-        values: dict[str, Any] = {**vars(self), **vars(self.identity)}
-        values |= {"family_bytes": len(self.identity.family), "label_bytes": len(label)}
+        mine = self.identity
+        values: dict[str, Any] = {**vars(self), **vars(mine)}
+        values |= {"pitch": mine.pitch, "proof_bytes": mine.proof_bytes}
+        values |= {"family_bytes": len(mine.family), "label_bytes": len(label)}
         _HEAD.pack_into(sector, DIGEST_BYTES, MAGIC, FORMAT_VERSION)
         _FIELDS.pack_into(sector, _FIELDS_AT, *(values[name] for name in _NAMES))
         sector[_LABEL_AT : _LABEL_AT + len(label)] = label
@@ -144,39 +165,19 @@ class Superblock:
         values = dict(zip(_NAMES, _FIELDS.unpack_from(sector, _FIELDS_AT), strict=True))
         values["family"] = values["family"][: values["family_bytes"]]
         values["is_sealed"] = bool(values["is_sealed"])
-        try:
-            values["label"] = sector[_LABEL_AT : _LABEL_AT + values["label_bytes"]].decode()
-            identity = StoreIdentity(
-                **{each.name: values[each.name] for each in fields(StoreIdentity)}
-            )
-        except ValueError as error:  # whole, but nothing that we would have written
-            raise SuperblockError(f"it makes no sense: {error}") from error
+        values["label"] = sector[_LABEL_AT : _LABEL_AT + values["label_bytes"]].decode()
+        identity = StoreIdentity(**{each.name: values[each.name] for each in fields(StoreIdentity)})
         mine = {name: values[name] for name in ("num_places", "store_id", "key_check", "created")}
         return cls(identity, **mine)
 
     def write(self, folder: Path) -> None:
         """Make this the store's superblock, in the bytes of its file; on the medium on return."""
-        path = folder / FILE_NAME
-        with contextlib.closing(DiskFile(path)) as file:
+        with contextlib.closing(DiskFile(folder / FILE_NAME)) as file:
             sector = self.pack()
             if read_whole(file, 0, 2 * SECTOR_BYTES) != sector * 2:
                 for at in (0, SECTOR_BYTES):
                     write_whole(file, at, sector)
                     file.sync()
-
-    def create(self, folder: Path) -> None:
-        """Make this the superblock of a store that has none, at once or not at all."""
-        data = (self.pack() * 2).ljust(FILE_BYTES, b"\0")
-        temporary = f"{FILE_NAME}.new"
-        fd = open_file(str(folder / temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            if os.write(fd, data) != len(data):
-                raise OSError(f"{folder / temporary} could not be written whole")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(folder / temporary, folder / FILE_NAME)
-        sync_folder(folder)
 
 
 def read_superblock(folder: Path) -> Superblock | None:

@@ -36,23 +36,28 @@ from kvferry.tiers.contract import (
     check_batch,
     check_size,
 )
-from kvferry.tiers.disk.block_file import open_prover, pitch_of
+from kvferry.tiers.disk.block_file import open_prover
 from kvferry.tiers.disk.protocol import (
     DiskFigures,
     DriveSetup,
-    Flags,
     ReadyMessage,
-    StoreAt,
-    StoreBefore,
     add_up,
     all_failed,
     figures_of,
     take_blocks,
 )
-from kvferry.tiers.disk.quota import identity_of, most_places
+from kvferry.tiers.disk.quota import most_places
+from kvferry.tiers.disk.superblock import DiskBound, StoreAt, StoreIdentity
 from kvferry.tiers.ipc import messages
 from kvferry.tiers.ipc.memory import HEARTBEAT
-from kvferry.tiers.ipc.messages import FrameKind, Numbers, OrderMessage, ResultMessage, Words
+from kvferry.tiers.ipc.messages import (
+    Flags,
+    FrameKind,
+    Numbers,
+    OrderMessage,
+    ResultMessage,
+    Words,
+)
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.types import NO_SLOTS, Reset, TierName
 
@@ -166,7 +171,7 @@ class DriveClient:
         self._is_closing = False
         self._is_given_up = False
         self._thread = threading.Thread(
-            target=self._run, name=f"kvferry-disk-{setup.stripe}", daemon=True
+            target=self._run, name=f"kvferry-disk-{setup.identity.stripe}", daemon=True
         )
         self._thread.start()
 
@@ -267,17 +272,14 @@ class DriveClient:
 
     def _live(self) -> None:
         """One life of the process, from its start until it is gone and its orders have failed."""
-        before, ready = None, self.ready
-        if ready is not None:
-            before = StoreBefore(
-                ready.device,
-                ready.store.store_id,
-                ready.num_places,
-                self._persisted,
-                self._is_kept,
-            )
+        before = self.ready
+        if before is not None:
+            before = replace(before, reset_number=self._persisted)
+        setup = replace(
+            self._setup, generation=self._forgotten, before=before, is_kept=self._is_kept
+        )
         try:
-            child = self._launch(replace(self._setup, generation=self._forgotten, before=before))
+            child = self._launch(setup)
         except Exception as error:  # whatever it is, the engine waits for an answer
             self._refuse(_words(error))
             return
@@ -427,13 +429,13 @@ class DiskTier:
         most_places: int = 1,
     ) -> None:
         """Open a store for each setup, all at once; go on without after ``start_deadline``."""
-        block_bytes = setups[0].block_bytes
-        check_size(name, len(setups), block_bytes)
         self.name = name
-        self.block_bytes = block_bytes
+        self.block_bytes = setups[0].identity.block_bytes
+        check_size(name, len(setups), self.block_bytes)
         self.num_places: int | None = most_places * len(setups)
         self.stripes = Stripes(len(setups), 0, 1)
         """How places lie on the drives; without places until one is open."""
+        self._pitch = setups[0].identity.pitch
         self._changed = threading.Condition()  # guards all below, and the drive clients
         self._batches: dict[BatchId, _InFlightBatch] = {}
         self._orders: dict[int, tuple[_InFlightBatch, Numbers]] = {}
@@ -482,8 +484,7 @@ class DiskTier:
         if not ready:
             return False
         places_each = min(message.num_places for message in ready)
-        pitch = pitch_of(self.block_bytes)
-        self.stripes = Stripes.lay_out(len(self._drives), places_each, pitch)
+        self.stripes = Stripes.lay_out(len(self._drives), places_each, self._pitch)
         self.num_places = self.stripes.num_places
         # A drive that was away when the others were reset holds stale blocks: it is reset now.
         self.reset_number = max(self.reset_number, *(message.reset_number for message in ready))
@@ -685,39 +686,45 @@ def open_disk(setup: TierSetup) -> DiskTier:
             "disk: the namespace of the blocks is missing (TierSetup.namespace); blocks on disk "
             "outlive the process that wrote them"
         )
-    count = len(settings.directories)
-    refill = day_budget(settings.write_per_day)[1] if settings.write_per_day else 0.0
-    setups = [
-        DriveSetup(
-            path,
-            setup.block_bytes,
-            settings.size // count,
-            os.getpid(),
-            namespace=setup.namespace,
-            family=setup.family,
-            families=b"".join(setup.families),
-            label=setup.label,
-            rank=setup.rank,
-            num_ranks=setup.num_ranks,
-            num_ranks_here=setup.num_ranks_here,
-            stripe=stripe,
-            num_stripes=count,
-            keep_free=settings.keep_free,
-            for_others=settings.for_others,
-            key=settings.read_key(),
-            direct=settings.direct != "never",
-            deadline=settings.deadline,
-            refill=refill / (count * setup.num_ranks),
-        )
-        for stripe, path in enumerate(settings.directories)
-    ]
-    most = most_places(setups[0].size // setup.num_ranks_here, identity_of(setups[0]))
+    count, key = len(settings.directories), settings.read_key()
+    bound = DiskBound(
+        settings.size // count,
+        settings.keep_free,
+        setup.num_ranks_here,
+        settings.for_others,
+        frozenset(setup.families),
+    )
+    identity = StoreIdentity(
+        namespace=setup.namespace,
+        block_bytes=setup.block_bytes,
+        is_sealed=key is not None,
+        rank=setup.rank,
+        num_ranks=setup.num_ranks,
+        num_stripes=count,
+        family=setup.family,
+        label=setup.label,
+    )
+    most = most_places(bound.size // setup.num_ranks_here, identity)
     if most < 1:
         raise ConfigError(
             f"disk_size: {format_size(settings.size)} over {count} directories and "
             f"{setup.num_ranks_here} ranks has no room for a block of "
             f"{format_size(setup.block_bytes)}; raise it"
         )
-    open_prover(setup.block_bytes, bytes(16), setups[0].key)  # says which package is missing
+    open_prover(setup.block_bytes, bytes(16), key)  # says which package is missing
+    refill = day_budget(settings.write_per_day)[1] if settings.write_per_day else 0.0
+    setups = [
+        DriveSetup(
+            path,
+            replace(identity, stripe=stripe),
+            bound,
+            os.getpid(),
+            key,
+            direct=settings.direct != "never",
+            deadline=settings.deadline,
+            refill=refill / (count * setup.num_ranks),
+        )
+        for stripe, path in enumerate(settings.directories)
+    ]
     deadline = settings.start_deadline
     return DiskTier(setup.name, setups, start_deadline=deadline, most_places=most)

@@ -203,6 +203,7 @@ def _is_readable(fd: int) -> bool:
 _SAYS = struct.Struct("<I")
 _WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
+Flags = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 
@@ -230,7 +231,7 @@ class ResultMessage:
     """The result of an order: ``ok`` and ``reasons`` by position in the order."""
 
     id: int
-    ok: npt.NDArray[np.bool_]
+    ok: Flags
     reasons: Mapping[int, str]
     num_bytes: int
     seconds: float
