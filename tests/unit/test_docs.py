@@ -212,15 +212,15 @@ def test_the_reference_lists_every_method_of_a_ferry() -> None:
     assert set(listed) == {name for name in dir(Ferry) if not name.startswith("_")}
 
 
-OTHERS = re.compile(r"(<!-- the other settings -->\n)(?:\nAll other .*\n)?")
+OTHERS = re.compile(r"(<!-- the other settings -->\n)(?:\nAll other .*\n\n.*\n)?")
 
 
 def with_other_settings(page: str) -> str:
     """The page on vLLM with the settings that it says nothing of its own about."""
     rest = OTHERS.sub("", page)
     names = [f"`{each.name}`" for each in describe() if f"`{each.name}`" not in rest]
-    words = "All other [settings](SETTINGS.md) mean the same as everywhere: "
-    return OTHERS.sub(lambda found: f"{found[1]}\n{words}{', '.join(names)}.\n", page)
+    words = "All other [settings](SETTINGS.md) mean the same as everywhere:"
+    return OTHERS.sub(lambda found: f"{found[1]}\n{words}\n\n{', '.join(names)}.\n", page)
 
 
 def test_the_vllm_page_names_every_setting() -> None:

@@ -65,8 +65,3 @@ def test_what_is_allowed(check, text):
 def test_a_line_is_named(check):
     (found,) = check(f"# Title\n\n```\ncode\n```\n\nFine.\n\n{LONG}\n")
     assert found.startswith("page.md:9: 26 words")
-
-
-def test_every_page_with_an_allowance_exists():
-    allowed = runpy.run_path(str(ROOT / "tools" / "check_prose.py"))["ALLOWED"]
-    assert [name for name in allowed if not (ROOT / name).exists()] == []
