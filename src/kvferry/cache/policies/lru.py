@@ -6,12 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.policies.contract import Arriving, Residents
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOTS, SlotArray
 
 _ABSENT = 0
 _START = 1 << 40  # positions grow from here, and shrink when slots are put back
 _PIECE = 1 << 16
-_FILLED = 1 << 20
 _LOOK = 256  # queue entries looked at together when most of them may be stale
 
 
@@ -36,11 +35,6 @@ class Lru:
         self._size = size
         self._mask = size - 1
         self._where = np.zeros(residents.num_slots, dtype=np.int64)
-        if residents.num_slots <= _FILLED:
-            # Filled here: a page that is first touched later costs a step of the scheduler. Of a
-            # large tier every tenant has one of these, and uses a little of it.
-            self._queue.fill(0)
-            self._where.fill(_ABSENT)
         self._head = _START
         self._tail = _START
 
@@ -49,14 +43,9 @@ class Lru:
         count = len(slots)
         if self._tail + count - self._head > self._size:
             self._compact()
-        tail = self._tail
-        self._tail = end = tail + count
-        first = tail & self._mask
-        if first + count <= self._size:
-            self._queue[first : first + count] = slots[::-1]
-        else:
-            self._write(tail, slots[::-1])
-        self._where[slots] = np.arange(end - 1, tail - 1, -1)
+        self._write(self._tail, slots[::-1])
+        self._where[slots] = np.arange(self._tail + count - 1, self._tail - 1, -1)
+        self._tail += count
 
     insert = use
 
@@ -99,9 +88,7 @@ class Lru:
             start = start + live.item(-1) + 1 if len(live) == count else end
             count -= len(live)
             found.append(slots.take(live))
-        if len(found) == 1:
-            return found[0], start
-        return np.concatenate([np.empty(0, dtype=np.int64), *found]), start
+        return np.concatenate((NO_SLOTS, *found)), start
 
     def _compact(self) -> None:
         # The queue is at least twice the slots, so half of it or more is stale by now:
@@ -130,4 +117,5 @@ class Lru:
         first = start & self._mask
         fits = self._size - first
         self._queue[first : first + len(slots)] = slots[:fits]
-        self._queue[: len(slots) - fits if len(slots) > fits else 0] = slots[fits:]
+        if len(slots) > fits:
+            self._queue[: len(slots) - fits] = slots[fits:]
