@@ -35,7 +35,7 @@ from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tickets import Awaited, BlockTables, Done, Hit, Tables, Ticket, Tickets
+from kvferry.tickets import BlockTables, Done, Hit, Tables, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState, SlotArray
 from kvferry.worker import Worker
@@ -57,6 +57,8 @@ _POLL_SECONDS = 0.02
 """Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
+_TIER_AWAIT_SECONDS = 2e-3
+"""The same in an event loop, where each look takes a turn of the loop."""
 _LATER = nullcontext()
 _INTERRUPTED = "an interrupt tore this ferry's bookkeeping; close it and attach again"
 _GONE = "the hit is gone: it was released, loaded, or too old"
@@ -99,12 +101,10 @@ class Ferry(Closing):
         self._has_tiers = bool(rank.tiers)
         self._pending: dict[Request, float] = {}
         """Requests with pending hits, and when each ends unless it is asked for again."""
-        self._tickets = Tickets()
-        self._awaited = Awaited(
-            self._tickets,
+        self._tickets = Tickets(
             weakly(self, Ferry._advance, ClosedError("this ferry was dropped")),
             rank.engine.wait_for_end,
-            has_tiers=self._has_tiers,
+            _TIER_AWAIT_SECONDS if self._has_tiers else _POLL_SECONDS,
         )
         self._promised: dict[Request, tuple[Ticket, int, int]] = {}
         """Loads of pending hits: the ticket, the blocks on the device before, those to come."""
@@ -118,7 +118,7 @@ class Ferry(Closing):
         self._parts = ExitStack()  # all of them are closed, even when one raises
         for part in (rank, self._scheduler, self._worker):
             self._parts.callback(part.close)
-        self._parts.callback(self._awaited.close)
+        self._parts.callback(self._tickets.close)
         self._dropped = close_if_dropped(
             self, "a kvferry.Ferry", self._parts.close, keep_alive=keep_alive
         )
@@ -276,7 +276,7 @@ class Ferry(Closing):
         if is_gone or request.state is not State.LOADING:
             self.release(hit)
             return self._tickets.send((), failure=_GONE)
-        ticket = self._tickets.begin()
+        ticket = self._tickets.send(None)
         self._promised[request] = (ticket, first, num_blocks)
         if ordered:
             self._send_promised(ordered)
@@ -447,7 +447,7 @@ class Ferry(Closing):
         """
         if type(ticket) is not Ticket:
             ticket = Ticket(integer(ticket, "ticket"))
-        return await self._awaited.wait(ticket)
+        return await self._tickets.ended(ticket)
 
     def _wait_for(self, find: Callable[[], T | None], timeout: float | None) -> T | None:
         """What ``find`` finds once a copy has ended; None after ``timeout`` seconds."""

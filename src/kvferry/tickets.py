@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvferry.core.quantities import Integers, integer, integers, written
-from kvferry.errors import ClosedError, InputError
+from kvferry.errors import InputError
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK, Ordered
 from kvferry.transfer.layout import GroupLayout
@@ -20,6 +19,7 @@ from kvferry.types import Landing, SlotArray, TransferId
 
 if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
     from asyncio import AbstractEventLoop, Future
+    from concurrent.futures import ThreadPoolExecutor
 
 
 class Ticket(int):
@@ -39,7 +39,7 @@ class Ticket(int):
         return self._wait(self).__await__()
 
 
-MOST_UNTOLD = 65_536
+_MOST_UNTOLD = 65_536
 """Ends kept until they are asked for, about 15 MB; beyond that the oldest are dropped."""
 
 
@@ -72,44 +72,48 @@ class Tickets:
     """Owns which tickets are in progress, and the ends that were not asked for yet.
 
     An end is told once: to all tasks that await its ticket, or else to the first caller that asks.
-    A task that comes later finds it in the ticket.
-    The newest ``most_untold`` ends are kept.
+    A task that comes later finds it in the ticket. The newest 65,536 ends are kept.
+
+    While a ticket is awaited, one thread watches the copies, and the loop's thread then learns what
+    ended: the ferry stays in that thread.
     """
 
-    def __init__(self, most_untold: int = MOST_UNTOLD) -> None:
-        self.wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
-        """How tickets that are given out from now on are awaited."""
-        self.futures: dict[Ticket, list[Future[Done]]] = {}
-        """Of the tasks that await a ticket, until each has its end."""
-        self._most_untold = most_untold
+    def __init__(
+        self, advance: Callable[[], None], wait_for_end: Callable[[float], None], look: float
+    ) -> None:
+        """``advance`` lets the ferry learn what ended.
+
+        ``wait_for_end`` waits for a copy's end, so many seconds at most. The ferry is served every
+        ``look`` seconds though no copy ends.
+        """
+        self._advance = advance
+        self._wait_for_end = wait_for_end
+        self._look_seconds = look
         self._numbers = itertools.count()
         self._underway: dict[Ticket, _Underway] = {}
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self._ended: dict[Ticket, Done] = {}
+        self._futures: dict[Ticket, list[Future[Done]]] = {}  # of tasks, until each has its end
+        self._watcher: ThreadPoolExecutor | None = None
+        self._looking: Future[None] | None = None
 
-    def send(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
+    def send(self, ordered: Sequence[Ordered] | None, note: str = "", failure: str = "") -> Ticket:
         """A ticket that ends with the last of these transfers; with ``note`` if all succeed.
 
-        Without any it ends at once, with the ``failure`` if there is one.
+        Without any it ends at once, with the ``failure`` if there is one. Of None, it ends by
+        :meth:`finish`.
         """
         ticket = Ticket(next(self._numbers))
-        ticket._wait = self.wait
-        self._underway[ticket] = _Underway(len(ordered) or 1, 0, note)
-        for part in ordered:
+        ticket._wait = self.ended
+        self._underway[ticket] = _Underway(len(ordered or ()) or 1, 0, note)
+        for part in ordered or ():
             self._moving[part.transfer] = (ticket, len(part.blocks))
-        if not ordered:
+        if not ordered and ordered is not None:
             self.finish(ticket, 0, failure)
         return ticket
 
-    def begin(self) -> Ticket:
-        """A ticket that ends by :meth:`finish`."""
-        ticket = Ticket(next(self._numbers))
-        ticket._wait = self.wait
-        self._underway[ticket] = _Underway(1, 0, "")
-        return ticket
-
     def add(self, ticket: Ticket, ordered: Ordered) -> None:
-        """A ticket that was begun also waits for this transfer."""
+        """A ticket also waits for this transfer."""
         self._underway[ticket].waiting += 1
         self._moving[ordered.transfer] = (ticket, 0)
 
@@ -138,14 +142,14 @@ class Tickets:
         done = Done(ticket, way.num_blocks, way.failure or way.note, not way.failure)
         ticket._end = (done.num_blocks, done.reason, done.ok)
         self._ended[ticket] = done
-        if len(self._ended) > self._most_untold:
+        if len(self._ended) > _MOST_UNTOLD:
             del self._ended[next(iter(self._ended))]
 
     def take_all(self) -> list[Done] | None:
         """The ends that were not told yet and that no task awaits, in their order; None of none."""
         ended, self._ended = self._ended, {}
-        if self.futures:
-            self._ended = {each: done for each, done in ended.items() if self.is_awaited(each)}
+        if self._futures:
+            self._ended = {each: done for each, done in ended.items() if self._is_awaited(each)}
             ended = {each: done for each, done in ended.items() if each not in self._ended}
         return list(ended.values()) or None
 
@@ -157,126 +161,55 @@ class Tickets:
         if done is None and ticket not in self._underway:
             raise InputError(
                 f"ticket {written(ticket)} is not in flight: it was never given out, its end was "
-                f"already told, or it was not asked for before {self._most_untold} others ended"
+                f"already told, or it was not asked for before {_MOST_UNTOLD} others ended"
             )
-        if done is not None and not (self.futures and self.is_awaited(ticket)):
+        if done is not None and not (self._futures and self._is_awaited(ticket)):
             del self._ended[ticket]
         return done
 
-    def told(self, ticket: Ticket) -> None:
-        """A task has the end of its ticket."""
-        self._ended.pop(ticket, None)
+    # -- in an event loop -----------------------------------------------------------------------
 
-    def is_awaited(self, ticket: Ticket) -> bool:
-        """Whether a task awaits this ticket; the tasks of a closed loop never run again."""
-        return any(not future.get_loop().is_closed() for future in self.futures.get(ticket, ()))
-
-
-# -- tickets in an event loop -------------------------------------------------------------------
-
-_LOOK_SECONDS, _TIER_LOOK_SECONDS = 0.02, 2e-3
-"""How often the ferry is served though no copy has ended: for its mailbox, and for lower tiers."""
-
-
-class Awaited:
-    """Sets the futures of tickets that are awaited. Owns one thread that watches the copies.
-
-    ::
-
-        event loop   await ticket ──> future            <── set by _tell, in the loop
-        the thread        watches the copy engine ──> something ended ──> _tell in the loop
-
-    The ferry stays in the loop's thread: the watching thread runs only while a ticket is awaited,
-    and only finds out whether anything ended. ``advance`` lets the ferry learn what ended; it is
-    called in the loop's thread. ``wait_for_end`` waits for a copy's end, so many seconds at most.
-    """
-
-    def __init__(
-        self,
-        tickets: Tickets,
-        advance: Callable[[], None],
-        wait_for_end: Callable[[float], None],
-        *,
-        has_tiers: bool,
-    ) -> None:
-        tickets.wait = self.wait
-        self._tickets = tickets
-        self._advance = advance
-        self._wait_for_end = wait_for_end
-        self._look_seconds = _TIER_LOOK_SECONDS if has_tiers else _LOOK_SECONDS
-        self._futures = tickets.futures
-        self._changed = threading.Condition()
-        self._loop: AbstractEventLoop | None = None  # set while a ticket is awaited
-        self._is_telling = False
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-
-    async def wait(self, ticket: Ticket) -> Done:
+    async def ended(self, ticket: Ticket) -> Done:
         """Return how a ticket ends. A cancelled caller leaves the copy, and its end, to others."""
         from asyncio import get_running_loop
 
         self._advance()
-        if (done := ticket.done or self._tickets.take(ticket)) is not None:
-            self._tickets.told(ticket)
-            return done
-        loop = get_running_loop()
-        future: Future[Done] = loop.create_future()
-        futures = self._futures.setdefault(ticket, [])
-        futures.append(future)
-        self._watch(loop)
-        try:
-            done = await future
-        finally:
-            futures.remove(future)
-            if not futures and self._futures.get(ticket) is futures:
-                del self._futures[ticket]
-        self._tickets.told(ticket)
+        done = ticket.done or self.take(ticket)
+        if done is None:
+            loop = get_running_loop()
+            future: Future[Done] = loop.create_future()
+            futures = self._futures.setdefault(ticket, [])
+            futures.append(future)
+            if self._looking is None or self._looking.get_loop() is not loop:
+                self._look(loop)
+            try:
+                done = await future
+            finally:
+                futures.remove(future)
+                if not futures and self._futures.get(ticket) is futures:
+                    del self._futures[ticket]
+        self._ended.pop(ticket, None)
         return done
 
     def close(self) -> None:
-        """Refuse all that still wait, and end the thread. Safe to call twice."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        pending = self._pending()
-        self._futures.clear()
-        for future in pending:
-            _call_in(future.get_loop(), _refuse, future)
+        """End the thread; the loop then learns that the ferry is closed. Safe to call twice."""
+        if self._watcher is not None:
+            self._watcher.shutdown()
 
-    def _pending(self) -> list[Future[Done]]:
-        return [each for futures in self._futures.values() for each in futures if not each.done()]
+    def _is_awaited(self, ticket: Ticket) -> bool:
+        """Whether a task awaits this ticket; the tasks of a closed loop never run again."""
+        return any(not future.get_loop().is_closed() for future in self._futures.get(ticket, ()))
 
-    def _watch(self, loop: AbstractEventLoop) -> None:
-        with self._changed:
-            if self._loop is not loop:
-                self._is_telling = False  # another loop may have dropped the call
-            self._loop = loop
-            self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="kvferry-await", daemon=True)
-            self._thread.start()
+    def _look(self, loop: AbstractEventLoop) -> None:
+        if self._watcher is None:
+            from concurrent.futures import ThreadPoolExecutor
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._is_closed or (self._loop is not None and not self._is_telling)
-                )
-                if self._is_closed:
-                    return
-                loop = self._loop
-            self._wait_for_end(self._look_seconds)
-            with self._changed:
-                self._is_telling = True
-            if not _call_in(loop, self._tell):
-                with self._changed:  # a loop that is closed has no task that waits
-                    self._is_telling = False
-                    if self._loop is loop:
-                        self._loop = None
+            self._watcher = ThreadPoolExecutor(1, "kvferry-await")
+        # Futures, not tasks: a caller may cancel all tasks of its loop.
+        self._looking = loop.run_in_executor(self._watcher, self._wait_for_end, self._look_seconds)
+        self._looking.add_done_callback(self._tell)
 
-    def _tell(self) -> None:
+    def _tell(self, looked: Future[None]) -> None:
         """In the event loop: learn what ended, and set the futures of those tickets."""
         failure: Exception | None = None
         try:
@@ -284,22 +217,20 @@ class Awaited:
         except Exception as error:  # the ferry is closed, or another thread's: all must learn of it
             failure = error
         for ticket in tuple(self._futures):
-            if self._tickets.is_awaited(ticket):
+            if self._is_awaited(ticket):
                 self._set(ticket, failure)
             else:
                 del self._futures[ticket]
-        with self._changed:
-            self._is_telling = False
-            if self._pending():
-                self._changed.notify_all()
-            else:  # the thread sleeps on: it would compete with the task that was just woken
-                self._loop = None
+        if looked is self._looking:  # no other loop has begun to look since
+            self._looking = None
+            if any(not each.done() for futures in self._futures.values() for each in futures):
+                self._look(looked.get_loop())
 
     def _set(self, ticket: Ticket, failure: Exception | None) -> None:
         done = ticket.done
         try:
             if done is None and failure is None:
-                done = self._tickets.take(ticket)
+                done = self.take(ticket)
         except InputError as error:  # a number, of an end that was told or dropped since
             failure = error
         for future in self._futures[ticket]:
@@ -309,22 +240,6 @@ class Awaited:
                 future.set_result(done)
             elif failure is not None:
                 future.set_exception(failure)
-
-
-def _refuse(future: Future[Done]) -> None:
-    if not future.done():
-        future.set_exception(ClosedError("the ferry was closed before this ended"))
-
-
-def _call_in(loop: AbstractEventLoop | None, call: Callable[..., None], *arguments: object) -> bool:
-    """Return whether the loop will make this call; a closed one will not."""
-    if loop is None:
-        return False
-    try:
-        loop.call_soon_threadsafe(call, *arguments)
-    except RuntimeError:
-        return False
-    return True
 
 
 # -- hits ---------------------------------------------------------------------------------------

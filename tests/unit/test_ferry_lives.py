@@ -370,7 +370,7 @@ def test_calls_that_are_refused_leave_nothing(ferry: kvferry.Ferry, call: str) -
 def test_ends_that_nobody_asks_for_are_bounded_and_the_newest_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.tickets.Tickets.__init__.__defaults__", (100,))
+    monkeypatch.setattr("kvferry.tickets._MOST_UNTOLD", 100)
     with attach() as ferry:
         keys = ferry.keys(range(TOKENS))
         ferry.wait(ferry.store(keys, [0]))
