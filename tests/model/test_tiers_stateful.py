@@ -9,41 +9,27 @@ left claimed, held, or waited for.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.model.serving import Serving
-from tests.model.stage import KINDS, Served, Setup
-from tests.model.weather import Weather, random_setup
+from tests.model.stage import Setup
+from tests.model.weather import ODDS, RARE, Weather, random_setup
 
 from kvferry.scheduler.tier import WriteMode
 
-picks = st.integers(0, 63)
-tiers = st.tuples(st.sampled_from([3, 12, 60, None]), st.sampled_from(WriteMode))
+chance = st.randoms(use_true_random=False)
 
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
-    kind = draw(st.sampled_from(sorted(KINDS)))
-    return Setup(
-        kind=kind,
-        hash_tokens=draw(st.sampled_from([4, 2])),
-        num_ranks=draw(st.integers(1, 3)),
-        num_slots=draw(st.sampled_from([16, 6, 40])),
-        num_blocks=draw(st.sampled_from([13, 20])),
-        tiers=tuple(draw(st.lists(tiers, max_size=2))),
-        joins_loads=draw(st.booleans()),
-        piece_slots=draw(st.sampled_from([0, 1, 2, 3])),
-        bounded=draw(st.booleans()),
-        store_mode=draw(st.sampled_from(["eager", "lazy"])),
-        stores_late=draw(st.booleans()),
-        store_threshold=draw(st.sampled_from([1, 2])),
-        load_policy=draw(st.sampled_from(["always", "auto"])),
-        longest=48,
-        num_stories=4,
-    )
+    rng = draw(chance)
+    num_slots, num_blocks = rng.choice([16, 6, 40]), rng.choice([13, 20])
+    setup = random_setup(rng)
+    return replace(setup, num_slots=num_slots, num_blocks=num_blocks, longest=48, num_stories=4)
 
 
 class TiersMachine(RuleBasedStateMachine):
@@ -61,46 +47,15 @@ class TiersMachine(RuleBasedStateMachine):
         assert self.serving is not None
         return self.serving
 
-    def _pick(self, pick: int, *states: str) -> Served | None:
-        there = [r for r in self.server.requests.values() if r.state in states]
-        return there[pick % len(there)] if there else None
+    @rule(rng=chance, what=st.sampled_from([name for name in ODDS if name not in RARE]))
+    def happen(self, rng: random.Random, what: str) -> None:
+        getattr(Weather(self.server, rng, bad=0.3, hung=self.hung), what)()
 
-    # -- an ordinary day --------------------------------------------------------------------------
-
-    @rule(story=st.integers(0, 3), prompt=st.integers(1, 48), answer=st.integers(1, 20))
-    def arrive(self, story: int, prompt: int, answer: int) -> None:
-        if len(self.server.requests) < 6:
-            self.server.arrive(story, prompt, answer)
-
-    @rule(pick=picks)
-    def admit(self, pick: int) -> None:
-        if request := self._pick(pick, "waiting"):
-            self.server.admit(request)
-
-    @rule(pick=picks, count=st.integers(1, 48))
-    def compute(self, pick: int, count: int) -> None:
-        if request := self._pick(pick, "running"):
-            self.server.compute(request, count)
-
-    @rule()
-    def dispatch(self) -> None:
-        self.server.dispatch()
-
-    @rule(
-        pick=picks,
-        at=picks,
-        outcome=st.sampled_from(["ok", "ok", "ok", "some", "some", "fail", "refuse"]),
-    )
-    def execute(self, pick: int, at: int, outcome: str) -> None:
-        busy = [r for r in self.server.ranks if r.todo and r.rank != self.hung]
-        if busy:
-            rank = busy[pick % len(busy)]
-            self.server.execute(rank, at % len(rank.todo), outcome)
-
-    @rule(skip=st.integers(0, 3), backwards=st.booleans())
-    def settle(self, skip: int, backwards: bool) -> None:
-        receipts = self.server.receipts[skip:]
-        self.server.settle(receipts[::-1] if backwards else receipts)
+    @rule(rng=chance, what=st.sampled_from(RARE), really=st.integers(0, 3))
+    def happen_seldom(self, rng: random.Random, what: str, really: int) -> None:
+        if not really:
+            getattr(Weather(self.server, rng, bad=0.3), what)()
+            self.hung = None if what == "restart" else self.hung
 
     @rule(count=st.integers(1, 3))
     def serve(self, count: int) -> None:
@@ -108,53 +63,8 @@ class TiersMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.server.step(hung=[] if self.hung is None else [self.hung])
 
-    # -- a bad one --------------------------------------------------------------------------------
-
-    @rule(pick=picks)
-    def abort(self, pick: int) -> None:
-        if request := self._pick(pick, "waiting", "loading", "running"):
-            self.server.abort(request)
-
-    @rule(pick=picks)
-    def preempt(self, pick: int) -> None:
-        if request := self._pick(pick, "loading", "running"):
-            self.server.preempt(request)
-
-    @rule(seconds=st.sampled_from([0.5, 3.5, 6.0, 20.0]))
-    def wait(self, seconds: float) -> None:
-        self.server.now += seconds
-        self.server.settle()
-
-    @rule(really=st.integers(0, 2))
-    def reset(self, really: int) -> None:
-        if not really:
-            self.server.reset()
-
-    @rule(
-        really=st.integers(0, 3), lost=st.sets(st.integers(0, 59), max_size=12), half=st.booleans()
-    )
-    def restart(self, really: int, lost: set[int], half: bool) -> None:
-        """The server dies and comes back; with ``half``, only some ranks lost those places."""
-        if not really:
-            calls = iter(range(1 << 30))
-            self.server.restart(lambda place: place in lost and not (half and next(calls) % 2))
-            self.hung = None
-
-    @precondition(lambda self: self.serving is not None and self.serving.tiers)
-    @rule(pick=picks, slots=st.lists(st.integers(0, 59), max_size=6))
-    def lose_bytes(self, pick: int, slots: list[int]) -> None:
-        self.server.lose_bytes(pick % len(self.server.tiers), slots)
-
-    @precondition(lambda self: self.serving is not None and self.serving.tiers)
-    @rule(pick=picks, at=picks)
-    def tier_goes(self, pick: int, at: int) -> None:
-        """A tier goes away on a rank, or comes back to it."""
-        tier, rank = pick % len(self.server.tiers), self.server.ranks[at % len(self.server.ranks)]
-        ails = rank.tiers[self.server.tiers[tier].name].ailment
-        self.server.tier_goes(tier, rank, "" if ails else "out of order")
-
     @precondition(lambda self: self.serving is not None and self.hung is None)
-    @rule(pick=picks, really=st.integers(0, 4))
+    @rule(pick=st.integers(0, 63), really=st.integers(0, 4))
     def hang(self, pick: int, really: int) -> None:
         """A rank stops doing anything, and nobody knows."""
         if not really:
@@ -168,8 +78,6 @@ class TiersMachine(RuleBasedStateMachine):
         rank, self.hung = self.server.ranks[self.hung], None
         if not returns:
             self.server.lose_rank(rank)
-
-    # -- what holds -------------------------------------------------------------------------------
 
     @invariant()
     def promises_are_kept(self) -> None:

@@ -1,35 +1,6 @@
 """The traps that published offloaders fell into, one test each, on a server that holds real bytes.
 
-A test that cannot fail proves nothing, so each guard was taken out once, in a copy of the source,
-and the test named here was seen to fail::
-
-    flight: commit though a rank failed            a_rank_that_fails_fails_the_transfer_for_all
-    flight: land at the first receipt              a_block_is_matchable_only_when_every_rank_has_it
-    flight: no deadlines                           a_rank_that_never_answers
-    pool: evict slots that are being read          evicted_between_match_and_load
-    pool: free a disowned slot at once             a_rank_that_writes_after_its_deadline
-    pool: free claimed slots at a reset            reset_with_a_store_in_flight
-    pool: reserve all or nothing                   a_store_batch_larger_than_the_free_space
-    pool: let a chain evict its own beginning      a_chain_does_not_evict_its_own_beginning
-    scheduler: release blocks at the deadline      a_rank_that_loads_after_its_deadline
-    scheduler: release blocks at preemption        preempted_with_a_load_in_flight
-    scheduler: keep the hit of an aborted request  aborted_between_match_and_allocation
-    scheduler: drop stores of finished requests    finished_before_its_stores_landed
-    scheduler: never join                          two_requests_that_want_the_same_block
-    scheduler: no bound on loads                   loads_that_would_hold_every_device_block
-    scheduler: the bound holds for one alone       an_engine_of_loads_alone_gets_on
-    scheduler: no epoch                            weights_updated_in_place
-    scheduler: nothing is outdated by a reset      weights_updated_while_old_blocks_are_loaded
-    scheduler: outdated for ever                   a_preempted_request_is_stored_anew
-    scheduler: lower tiers keep their blocks      reset_with_a_promotion_in_flight
-    outbox: send off cancelled loads               preempted_before_its_load_was_sent_off
-    storing: do not say which blocks to hold       preempted_with_a_store_in_flight
-    storing: leave the last block for later        the_last_blocks_of_a_finished_request
-    storing: go on behind a gap                    a_chain_does_not_evict_its_own_beginning
-    worth: always load                             a_load_slower_than_computing
-    identity: use hash()                           hash_seeds_that_differ_between_processes
-    cpu, mover: catch fewer exceptions             a_copy_thread_that_raises, a_tier_that_raises
-    worker: ignore unknown routes                  a_route_nobody_serves
+Each guard was taken out once, in a copy of the source, and one of these tests was seen to fail.
 """
 
 from __future__ import annotations
@@ -104,6 +75,14 @@ def loading(server: Serving, number: int, tokens: int = 40) -> Served:
     return request
 
 
+def computed(server: Serving, number: int = 0) -> Served:
+    """A request that has computed its prompt, which nothing had of it."""
+    request = server.arrive(number, 40, 4)
+    server.admit(request)
+    server.compute(request, 40)
+    return request
+
+
 def finish(server: Serving) -> None:
     server.check()
     server.quiesce()
@@ -119,14 +98,10 @@ def test_preempted_with_a_store_in_flight() -> None:
     The engine holds what is being stored until the receipt, whoever owned it before.
     """
     server = Serving(Setup(num_blocks=24, num_ranks=2, joins_loads=False))
-    request = server.arrive(0, 40, 4)
-    server.admit(request)
-    server.compute(request, 40)
+    request = computed(server)
     server.dispatch()
     server.preempt(request)
-    other = server.arrive(2, 40, 4)
-    server.admit(other)
-    server.compute(other, 40)  # takes every block it can get
+    computed(server, 2)  # takes every block it can get
     run(server)
     server.settle(list(server.receipts))
     server.check()  # what can be matched is what was computed
@@ -143,9 +118,7 @@ def test_preempted_with_a_load_in_flight() -> None:
     server.dispatch()
     run(server, server.ranks[0])
     server.preempt(request)
-    other = server.arrive(2, 40, 4)
-    server.admit(other)
-    server.compute(other, 40)
+    computed(server, 2)
     run(server, server.ranks[1])  # the second rank is late
     server.check()
     server.settle(list(server.receipts))
@@ -200,9 +173,7 @@ def test_aborted_with_a_load_in_flight() -> None:
     request = loading(server, 0)
     server.dispatch()
     server.abort(request)
-    other = server.arrive(2, 40, 4)
-    server.admit(other)
-    server.compute(other, 40)
+    computed(server, 2)
     run(server)
     server.check()
     server.settle(list(server.receipts))
@@ -348,9 +319,7 @@ def test_a_load_slower_than_computing() -> None:
 def test_reset_with_a_store_in_flight(moment: str) -> None:
     """A block that lands after the reset must not be matched; its slot must come back."""
     server = Serving(Setup(num_blocks=64, num_ranks=2))
-    request = server.arrive(0, 40, 4)
-    server.admit(request)
-    server.compute(request, 40)
+    request = computed(server)
     if moment != "ordered":
         server.dispatch()
     if moment in ("half done", "done"):
@@ -460,9 +429,7 @@ def test_a_waiting_request_stores_after_new_weights() -> None:
 def test_a_block_is_matchable_only_when_every_rank_has_it() -> None:
     """One rank is ready, the other still copies: half a block is a wrong answer."""
     server = Serving(Setup(num_blocks=64, num_slots=48, num_ranks=3, bounded=False))
-    request = server.arrive(0, 40, 4)
-    server.admit(request)
-    server.compute(request, 40)
+    computed(server)
     server.dispatch()
     for rank in server.ranks:
         assert server.pool.counts.cached == 0
@@ -476,9 +443,7 @@ def test_a_block_is_matchable_only_when_every_rank_has_it() -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_fails_fails_the_transfer_for_all(failing: int) -> None:
     server = Serving(Setup(num_blocks=64, num_slots=48, num_ranks=3, bounded=False))
-    request = server.arrive(0, 40, 4)
-    server.admit(request)
-    server.compute(request, 40)
+    computed(server)
     server.dispatch()
     for rank in server.ranks:
         run(server, rank, outcome="fail" if rank.rank == failing else "ok")
@@ -493,9 +458,7 @@ def test_a_rank_that_writes_after_its_deadline() -> None:
     A deadline ends the waiting, not the claim: the slot is not given out before the rank answers.
     """
     server = Serving(Setup(num_blocks=64, num_slots=10, num_ranks=2, bounded=False))
-    request = server.arrive(0, 40, 4)
-    server.admit(request)
-    server.compute(request, 40)
+    request = computed(server)
     server.dispatch()
     run(server, server.ranks[0])
     server.settle(list(server.receipts))
@@ -525,9 +488,7 @@ def test_a_rank_that_loads_after_its_deadline() -> None:
     server.settle(list(server.receipts))
     assert request.state == "running"  # told to compute instead of waiting
     server.abort(request)
-    other = server.arrive(2, 40, 4)
-    server.admit(other)
-    server.compute(other, 40)
+    computed(server, 2)
     run(server, server.ranks[1])
     server.check()
     server.settle(list(server.receipts))

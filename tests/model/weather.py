@@ -27,15 +27,24 @@ ODDS = {
     "tier_goes": 0.3,
     "restart": 0.05,
 }
+RARE = ("expire", "reset", "restart")
 
 
 class Weather:
     """Drives one server by a random source. Owns the odds; the server owns its state."""
 
-    def __init__(self, serving: Serving, rng: random.Random, *, bad: float = 0.02) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        rng: random.Random,
+        *,
+        bad: float = 0.02,
+        hung: int | None = None,
+    ) -> None:
         self.serving = serving
         self.rng = rng
         self.bad = bad
+        self.hung = hung
         self.counts: Counter[str] = Counter()
         self._names = list(ODDS)
         self._odds = list(ODDS.values())
@@ -75,7 +84,7 @@ class Weather:
         self.serving.dispatch()
 
     def execute(self) -> None:
-        busy = [rank for rank in self.serving.ranks if rank.todo]
+        busy = [rank for rank in self.serving.ranks if rank.todo and rank.rank != self.hung]
         if busy:
             rank = self.rng.choice(busy)
             outcome = "ok"

@@ -165,29 +165,6 @@ def test_requests_can_be_named_while_they_are_remembered():
     assert len(control.request_ids()) == 1024
 
 
-@pytest.mark.parametrize("action", ["lookup", "pin", "unpin", "prefetch", "drop", "hint"])
-def test_a_block_that_is_named_twice_is_refused_and_nothing_is_done(action):
-    """Seen red: a dropped slot was free twice, so two blocks would have had it."""
-    desk = Desk(slots=16)
-    desk.keep("a", story(1, 4), 16)
-    order = getattr(desk.scheduler.control, action)
-    with pytest.raises(InputError, match="a key is twice among these 6; a request's never repeat"):
-        order(story(1, 4) + story(1, 2), *([Hints(ended=True)] if action == "hint" else []))
-    desk.scheduler.check_integrity()
-    desk.plan()
-    assert desk.pool.match(story(1, 4)) == 4
-
-
-def test_a_chain_that_repeats_is_not_kept_and_does_no_harm():
-    """An engine's mistake: what it calls a request has a block twice."""
-    desk = Desk(slots=16)
-    desk.keep("a", story(1, 4), 16)
-    request = desk.scheduler.open("r", story(1, 4) + story(1, 2), Hints(pin_seconds=60))
-    request.end()
-    desk.scheduler.check_integrity()
-    assert desk.scheduler.stats().pool.pinned == 0
-
-
 def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
     """Seen red: `do_not_store` after the request was taken, and nothing came of it."""
     desk = Desk(slots=16)
@@ -214,21 +191,6 @@ def spilled(desk_slots: int, *chains: Keys) -> tuple[Desk, Pool]:
     return Desk(slots=desk_slots, tiers=[tier]), tier.pool
 
 
-def test_a_pin_holds_the_end_where_it_was_spilled_to():
-    """Seen red: only the first four were held, and the rest was refused on the host alone."""
-    chain = story(1, 12)
-    desk, disk = spilled(16, chain[4:])  # four may be held in the host
-    desk.keep("a", chain, 48)
-    told = desk.scheduler.control.pin(chain)
-    assert (told.blocks, told.held_blocks) == (12, 12)
-    for number in range(2, 8):
-        desk.keep(f"r{number}", story(number, 12), 48)
-        let_all_land(desk)
-    assert desk.scheduler.control.lookup(chain).lower_tokens == 32
-    assert desk.scheduler.control.unpin(chain).blocks == 12
-    assert disk.counts.pinned == 0
-
-
 def test_what_is_over_goes_first_on_a_tier_that_has_only_its_end():
     """Seen red: it was not told of what it has. And it spares what the host knows is shared."""
     shared, end, other = story(1, 2), story(2, 3), story(3, 3)
@@ -244,31 +206,6 @@ def test_what_is_over_goes_first_on_a_tier_that_has_only_its_end():
     desk.scheduler.control.hint(end, Hints(ended=True))
     assert disk.reserve(story(8, 2), chained=False) is not None
     assert not disk.cached(end).any()
-
-
-def test_a_drop_forgets_what_is_still_being_stored_and_a_pin_says_that_it_is():
-    """Seen red: nothing was dropped and nothing refused, and all of it was there afterwards."""
-    desk = Desk(slots=16)
-    control = desk.scheduler.control
-    desk.keep("a", story(1, 2), 8)
-    desk.store("b", story(1, 6), 24)
-    desk.scheduler.finish("b")
-    desk.plan()
-    told = control.pin(story(1, 6))
-    assert told.blocks == 2
-    assert told.refused == (
-        "4 blocks are still being copied, and this does not hold for them; say it again once they "
-        "have come",
-    )
-    assert control.drop(story(1, 6)).blocks == 6
-    assert desk.pool.counts.leased == 4, "a slow rank may still write there"
-    desk.store("c", story(1, 6), 24)  # elsewhere
-    desk.scheduler.finish("c")
-    desk.land()
-    assert desk.pool.match(story(1, 6)) == 0
-    desk.run()
-    assert desk.pool.match(story(1, 6)) == 6
-    desk.check_empty()
 
 
 def test_no_log_says_that_a_dropped_block_has_come_to_a_tier():

@@ -108,35 +108,6 @@ def test_a_priority_lasts_for_its_duration_and_covers_what_comes_before():
     assert kept(desk, 1) == {1: 0}
 
 
-def test_hints_reach_the_tier_below_where_the_host_has_it_no_longer():
-    disk = SlotTier(TierName("disk"), Pool(64), WriteMode.THROUGH)
-    desk = Desk(slots=8, tiers=[disk])  # two may be held in the host, sixteen below
-    say(desk, "a", 1, 6, pin_seconds=60)
-    desk.run()
-    request = desk.scheduler.open("again", story(1, 6), Hints(pin_seconds=60))
-    request.end()
-    assert desk.pool.counts.pinned == 2
-    assert disk.pool.counts.pinned == 6
-
-
-def test_a_keep_holds_below_what_only_the_tier_has():
-    """Seen red: where the host held all it has, nobody looked at the tier."""
-    disk = SlotTier(TierName("disk"), Pool(64))
-    chain = story(1, 12)
-    lease = disk.pool.reserve(chain[4:], chained=False)
-    assert lease is not None
-    lease.commit()
-    desk = Desk(slots=16, tiers=[disk], pin_share="50%")
-    desk.keep("a", chain[:6], 24)
-    request = desk.scheduler.open("b", chain, Hints(pin_seconds=60))
-    request.end()
-    assert desk.pool.counts.pinned == 6
-    assert disk.pool.counts.pinned == 8
-    entry = desk.scheduler.journal("b")
-    assert entry is not None
-    assert entry.refused == ()
-
-
 class Counted:
     """A chain that counts how often all of it is named."""
 

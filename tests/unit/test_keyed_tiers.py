@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.fakes.desk import LOAD, Desk, routes, story
+from tests.fakes.desk import Desk, routes, story
 from tests.unit.test_tiers import settle_down
 
-from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
@@ -24,46 +23,6 @@ def keyed(
 
 def slot_keys(desk: Desk, told: Keys) -> Keys:
     return desk.scheduler.matcher.slot_keys(0, told, range(len(told)))
-
-
-def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
-    """Another server has put it there: we only learn of it by asking."""
-    desk = Desk(tiers=[keyed()], slots=32)
-    told = story(1, 4)
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert desk.plan() == []
-    (question,) = desk.asked
-    assert (question.tier, Keys(question.keys)) == (STORE_NAME, slot_keys(desk, told))
-    assert desk.match("b", told).state is MatchState.WAIT
-    desk.say(slot_keys(desk, told))
-    assert desk.match("b", told).state is MatchState.WAIT
-    (move,) = desk.plan()
-    assert (move.src, move.dst, len(move), len(move.src_slots)) == (*UP, 4, 0)
-    assert move.keys is not None
-    assert Keys(move.keys) == slot_keys(desk, told)
-    desk.land()
-    assert desk.match("b", told).num_tokens == 16
-    desk.load("b", 16)
-    assert routes(desk.plan()) == [LOAD]
-    assert desk.land().loaded == ("b",)
-    assert desk.scheduler.stats().asked == {STORE_NAME: (4, 4)}
-    desk.scheduler.finish("b")
-    desk.check_empty()
-
-
-def test_answers_are_believed_for_a_while_only() -> None:
-    desk = Desk(tiers=[keyed(remember=10)])
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.say(Keys.empty())
-    desk.match("b", told)
-    desk.scheduler.finish("b")
-    desk.now = 9.0
-    assert desk.match("c", told).state is MatchState.MISS
-    desk.scheduler.finish("c")
-    desk.now = 10.5
-    assert desk.match("d", told).state is MatchState.WAIT
 
 
 def test_an_answer_believed_for_no_time_is_not_asked_for_for_ever() -> None:
@@ -96,24 +55,6 @@ def test_requests_of_one_step_share_a_question_and_later_ones_join_it() -> None:
         assert desk.match(request, told).num_tokens == 16
 
 
-def test_no_request_waits_for_an_answer_past_its_deadline() -> None:
-    desk = Desk(tiers=[keyed()], lookup_deadline=1)
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.now = 0.9
-    desk.scheduler.settle()
-    assert desk.match("b", told).state is MatchState.WAIT
-    desk.now = 1.1
-    desk.scheduler.settle()
-    assert desk.match("b", told).state is MatchState.MISS
-    assert desk.scheduler.num_in_flight == 0, "nothing is left of a question nobody answers"
-    desk.say(slot_keys(desk, told))  # too late
-    assert desk.match("b", told).state is MatchState.MISS
-    assert desk.scheduler.stats().stale_receipts == 1
-    assert not desk.scheduler.lower._asking
-
-
 def test_no_more_is_asked_than_could_be_brought_up() -> None:
     desk = Desk(tiers=[keyed()], slots=16)  # a quarter of the host: four slots
     desk.match("b", story(1, 100))
@@ -129,21 +70,6 @@ def test_what_the_host_or_a_nearer_tier_has_is_not_asked_for() -> None:
     desk.match("b", told)
     desk.plan()
     assert [Keys(question.keys) for question in desk.asked] == [slot_keys(desk, told)[2:]]
-
-
-def test_windows_are_asked_about_too() -> None:
-    window = reach.SlidingWindow(4, window=9)
-    desk = Desk(reach.FullAttention(4), window, tiers=[keyed()], slots=64)
-    told = story(1, 6)
-    desk.match("b", told)
-    desk.plan()
-    (question,) = desk.asked
-    assert len(question) == 12
-    desk.say(Keys(question.keys))
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert sum(map(len, desk.plan())) == 8  # six and the last two
-    desk.land()
-    assert desk.match("b", told).num_tokens == 24
 
 
 def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:

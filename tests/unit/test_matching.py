@@ -116,16 +116,6 @@ def test_a_hit_that_is_not_asked_for_any_more_is_let_go() -> None:
     assert desk.load("b", 16) == {}
 
 
-def test_an_engine_that_shares_no_blocks_loads_for_each() -> None:
-    desk = Desk(joins_loads=False)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    for request in ("b", "c"):
-        assert desk.match(request, told).state is MatchState.HIT
-        desk.load(request, 16, first_block=8 * (request == "c"))
-    assert sorted(desk.run().loaded) == ["b", "c"]
-
-
 def two_stories(**settings: object) -> Desk:
     desk = Desk(**settings)  # type: ignore[arg-type]
     desk.keep("s1", story(1, 4), 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
-from tests.fakes.desk import Desk, story
 
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import as_slots
@@ -13,7 +12,7 @@ from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
-from kvferry.types import MatchState, TierName
+from kvferry.types import TierName
 
 DISK = TierName("disk")
 
@@ -71,40 +70,10 @@ def test_many_blocks_are_restored_and_the_oldest_go_first() -> None:
     assert coldest[0] == keys([4095])[0], "but of what was written together, the end"
 
 
-def test_ranks_agree_on_what_all_have_at_the_same_place() -> None:
-    first = found((3, 0), (1, 5), (2, 4), (7, 7))
-    second = found((1, 5), (2, 3), (3, 0))  # 2 lies elsewhere, 7 is missing
-    kept, places = agreed([first, second], 8)
-    assert kept == keys([3, 1])
-    assert places.tolist() == [0, 5]
-    assert agreed([first, second, found()], 8)[1].tolist() == []
-
-
 @pytest.mark.parametrize("bad", [found((1, 8)), found((1, 2), (3, 2))])
 def test_what_cannot_be_is_refused_by_rank(bad: Recovered) -> None:
     with pytest.raises(InputError, match="rank 1 recovered"):
         agreed([found((1, 2)), bad], 8)
-
-
-def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
-    tier = SlotTier(DISK, Pool(6), WriteMode.THROUGH)
-    desk = Desk(tiers=[tier], slots=16)
-    told = story(1, 4)
-    chain = desk.scheduler.matcher.slot_keys(0, told, range(4))
-    assert tier.restore([(chain, as_slots([5, 0, 3, 2]))]) == 4
-    tier.check_integrity()
-    assert tier.pool.counts.cached == 4
-    assert desk.match("b", told).state is MatchState.WAIT
-    (move,) = desk.plan()
-    assert move.src_slots.tolist() == [5, 0, 3, 2]
-    desk.land()
-    assert desk.match("b", told).num_tokens == 16
-    desk.scheduler.finish("b")
-    desk.keep("c", story(2, 4), 16)  # needs two places more than are free
-    desk.run()
-    tier.check_integrity()
-    assert tier.pool.counts.cached == 6
-    desk.check_empty()
 
 
 def test_nothing_is_restored_over_what_is_there() -> None:

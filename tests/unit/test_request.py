@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,13 +12,10 @@ from tests.model import request_laws
 from tests.model.request_verbs import Blocks
 
 from kvferry.cache.pool import Pool
-from kvferry.cache.reach import FullAttention, SlidingWindow
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.scheduler import stores
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.transfers import BlockTable
 from kvferry.types import MatchState
 
 
@@ -37,28 +33,6 @@ def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
     (load,) = desk.plan()
     assert load.src_slots.tolist() == cached_slots(desk.pool, wanted).tolist()
     assert ordered.keys == wanted
-
-
-def test_one_that_joined_a_load_goes_on_when_that_loads_time_is_up() -> None:
-    """Seen red with what an overdue load reads still said to be loading."""
-    desk = Desk(load_deadline=30.0, match_deadline=3600.0)
-    told = story(1, 2)
-    desk.keep("a", told, 8)
-    first, second = desk.scheduler.open("1", told), desk.scheduler.open("2", told)
-    first.match()
-    first.load([[0, 1]])
-    desk.plan()
-    assert second.match().state is MatchState.WAIT
-    assert second.state is State.WAITING
-    desk.now = 31.0
-    settled = desk.scheduler.settle()
-    assert [failed.request_id for failed in settled.failed] == ["1"]
-    assert second.match().state is MatchState.MISS  # what a hung rank reads is not offered again
-    request_laws.check(desk.scheduler, [first, second])
-    desk.land()
-    for request in (first, second):
-        request.end()
-    request_laws.check_nothing_left(desk.scheduler)
 
 
 OVER: list[tuple[str, Callable[[Request], object]]] = [
@@ -82,35 +56,6 @@ def test_a_request_that_has_ended_is_refused(verb: str, call: Callable[[Request]
     assert request.leave(8) == ()
     assert request.load([[0, 1]]) == ()
     assert request.state is State.ENDED
-    request_laws.check_nothing_left(desk.scheduler)
-
-
-def test_requests_that_come_and_go_leave_nothing() -> None:
-    """Hits left alone, misses never told, calls refused, across resets: no record remains."""
-    desk = Desk(slots=8, match_deadline=5.0)
-    told = story(1, 2)
-    for number in range(200):
-        if number % 20 == 0:
-            desk.keep(f"writer {number}", told, 8)
-        request = desk.scheduler.open(f"r{number}", told if number % 2 else story(number, 2))
-        request.match()
-        with pytest.raises(InputError):
-            request.load([[0], [1]])
-        with pytest.raises(InputError):
-            request.match(computed_tokens=-1)
-        if not number % 2:
-            with pytest.raises(InputError):
-                request.store([[0]], 8)
-            with pytest.raises(InputError):
-                request.store([[0, -7]], 8)
-        if number % 7 == 0:
-            desk.scheduler.reset()
-        if number % 5 == 0:
-            desk.now += 6.0
-            desk.scheduler.settle()
-        request_laws.check(desk.scheduler, [request])
-        request.end()
-    desk.run()
     request_laws.check_nothing_left(desk.scheduler)
 
 
@@ -244,25 +189,3 @@ def test_a_store_is_worth_a_block_that_is_new() -> None:
     assert request.is_worth_storing(12)
     desk.run()
     request.end()
-
-
-def test_a_store_is_worth_less_often_where_what_is_left_can_be_stored_late() -> None:
-    scheduler = Scheduler(Pool(8), [FullAttention(4)], engine=NoBlocks())
-    request = scheduler.open("r", story(1, 2))
-    assert not request.is_worth_storing(stores.STORE_TOKENS - 1)
-    assert request.is_worth_storing(stores.STORE_TOKENS)
-    windowed = Scheduler(Pool(8), [SlidingWindow(4, window=8)], engine=NoBlocks())
-    assert windowed.open("r", story(1, 2)).is_worth_storing(4)  # it may lose a block any time
-
-
-class NoBlocks:
-    """An engine that evicts nothing and has nothing."""
-
-    evicts = False
-    num_free = 8
-    num_held = 0
-
-    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
-        raise AssertionError("not asked for here")
-
-    remains = tables

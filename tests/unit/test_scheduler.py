@@ -63,37 +63,6 @@ def snapshot(scheduler: ByName) -> tuple[object, ...]:
     )
 
 
-def test_a_block_goes_out_and_comes_back() -> None:
-    scheduler = scheduler_of(num_ranks=2)
-    chain = keys(range(3))
-    (held,) = scheduler.store("a", chain, [[5, 6, 7]], 12)
-    assert held.blocks.tolist() == [5, 6, 7]
-    plan = scheduler.plan()
-    (transfer,) = plan.transfers
-    assert (transfer.src, transfer.dst) == (DEVICE, HOST)
-    assert transfer.src_slots.tolist() == [5, 6, 7]
-    first, second = receipts(plan, 2)
-    assert scheduler.settle([first]).released == ()
-    assert scheduler.match("b", chain).state is MatchState.MISS, "one rank is not all"
-    (released,) = scheduler.settle([second]).released
-    assert released.blocks.tolist() == [5, 6, 7]
-
-    match = scheduler.match("b", chain, max_tokens=11)
-    assert (match.state, match.num_tokens, match.to_load) == (MatchState.HIT, 8, 8)
-    (held,) = scheduler.load("b", [[2, 1]])
-    assert held.blocks.tolist() == [2, 1]
-    assert scheduler.match("b", chain).state is MatchState.WAIT
-    plan = scheduler.plan()
-    (load,) = plan.transfers
-    assert (load.src, load.dst) == (HOST, DEVICE)
-    assert load.src_slots.tolist() == transfer.dst_slots[:2].tolist()
-    assert load.dst_slots.tolist() == [2, 1]
-    settled = scheduler.settle(receipts(plan, 2))
-    assert settled.loaded == ("b",)
-    assert settled.released[0].blocks.tolist() == [2, 1]
-    assert scheduler.pool.num_leases == 0
-
-
 def test_loads_go_before_stores() -> None:
     scheduler = scheduler_of()
     stored(scheduler, keys(range(2)))
