@@ -232,6 +232,7 @@ def test_a_server_killed_is_warm_until_it_was_told_to_forget(start, expect, llam
     assert engine.generate(prompts) == expected
     assert engine.stats.promoted_tokens == BLOCKS * BLOCK_TOKENS
     engine.check_idle()
+    engine.is_spoiled = True
     engine.llm.llm_engine.engine_core.shutdown()
     server = Server(llama, tmp_path / "second.log", ferry=settings)
     assert [server.tokens(prompt) for prompt in prompts] == expected
@@ -279,6 +280,7 @@ def test_ranks_find_what_all_of_them_have_and_nothing_of_another_number_of_ranks
     engine = start(llama, ferry=settings)
     assert engine.generate(prompts) == expected
     await_disk(engine, BLOCKS)
+    engine.is_spoiled = True
     engine.llm.llm_engine.engine_core.shutdown()
     (single,) = (tmp_path / "disk").glob("kvferry-*")
     result, log = run_two_ranks(tmp_path, llama, prompts, settings, again=False)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvferry.connectors.common.messages import EndedLoad
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import Ordered
 from kvferry.types import Landing, TransferId
+
+_transfer_of = attrgetter("transfer")
 
 
 class LoadInPieces:
@@ -67,9 +70,6 @@ class PromisedLoads:
         self.pieces: dict[Request, LoadInPieces] = {}
         self.ended: dict[str, EndedLoad] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.whole or self.pieces or self.ended)
-
     def promise(
         self,
         request: Request,
@@ -86,8 +86,7 @@ class PromisedLoads:
             self.pieces[request] = LoadInPieces(request, blocks, epoch)
             self.order(ordered)
         else:
-            transfers = tuple([piece.transfer for piece in ordered])
-            self.whole[request] = WholeLoad(transfers, blocks, is_early)
+            self.whole[request] = WholeLoad(tuple(map(_transfer_of, ordered)), blocks, is_early)
 
     def order(self, pieces: Iterable[Ordered]) -> None:
         """More pieces were ordered."""
@@ -110,13 +109,14 @@ class PromisedLoads:
 
         Loads that were cancelled since they were ordered are not among them.
         """
-        whole, self.whole = self.whole, {}
-        early = frozenset([request.id for request, load in whole.items() if load.is_early])
-        return {
-            request.id: load.transfers
-            for request, load in whole.items()
-            if request.loading.issuperset(load.transfers)
-        }, early
+        loads, early = {}, set()
+        for request, load in self.whole.items():
+            if request.loading.issuperset(load.transfers):
+                loads[request.id] = load.transfers
+                if load.is_early:
+                    early.add(request.id)
+        self.whole.clear()
+        return loads, frozenset(early)
 
     def take_ended(self) -> dict[str, EndedLoad]:
         """Loads that the ranks are to tell the engine of. Call it with every plan."""

@@ -302,10 +302,10 @@ class Serving:
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
         promises = self._promises
-        if not promises:
+        if not (promises.whole or promises.pieces or promises.ended):
             return StepOrders(plan, computes=computes, epoch=epoch)
         loads, early = promises.take_loads()
-        ended = promises.take_ended()
+        ended = promises.take_ended() if promises.pieces or promises.ended else {}
         return StepOrders(plan, loads, ended, computes=computes, epoch=epoch, early=early)
 
     def _only_decodes(self, step: Step) -> bool:
@@ -495,7 +495,9 @@ class Serving:
         scheduler = self.scheduler
         is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
-        return bool(is_moving or is_left or self._promises or self.reports.has_orders)
+        promises = self._promises
+        is_promised = promises.whole or promises.pieces or promises.ended
+        return bool(is_moving or is_left or is_promised or self.reports.has_orders)
 
     def frees_soon(self) -> bool:
         """Whether waiting for copies under way would give the engine a block.

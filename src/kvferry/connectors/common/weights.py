@@ -76,7 +76,8 @@ class Freshness:
         self.epoch: int | None = None
         self._entered: set[int] = set()
         self._stale: frozenset[int] = frozenset()
-        self._unreported: tuple[int, ...] = ()
+        self.unreported: tuple[int, ...] = ()
+        """Epochs found stale of which the scheduler side does not know."""
         self._first = self._known = first
         self.is_marked = False
         """Whether :meth:`look` has something to take."""
@@ -135,11 +136,6 @@ class Freshness:
         self._compare()
         return self._known is not None and self._known == self._first
 
-    def take_stale(self) -> tuple[int, ...]:
-        """Epochs found stale since the last call, of which the scheduler side does not know."""
-        unreported, self._unreported = self._unreported, ()
-        return unreported
-
     def _compare(self) -> None:
         if self._before_sleep is not None:  # not before a step needs the weights
             before, self._before_sleep = self._before_sleep, None
@@ -171,7 +167,7 @@ class Freshness:
     def _note_stale(self) -> None:
         assert self.epoch is not None
         self._stale = frozenset(self._entered)
-        self._unreported = (*self._unreported, self.epoch)
+        self.unreported = (*self.unreported, self.epoch)
 
 
 def _places(model: Any, device: Any) -> list[tuple[str, tuple[Any, str]]]:

@@ -51,6 +51,7 @@ from kvferry.types import (
     Question,
     Rank,
     Receipt,
+    TierName,
     Transfer,
     TransferId,
 )
@@ -64,8 +65,6 @@ _CHECK_SECONDS = 0.05
 _DISK_SECONDS = 1.0
 
 _STALE = "the model's weights have changed"
-
-_NO_NEWS = StepReceipts()
 
 _IDLE_SECONDS = 0.5e-3
 """How long a step without a forward may wait for a load. An engine with nothing to compute steps as
@@ -89,21 +88,22 @@ class KvCache:
 class WriteFence:
     """Owns writes to tiers that outlive the server, until the weights were checked for them."""
 
-    def __init__(self, config: Config) -> None:
-        self.names = frozenset(spec.name for spec in config.all_tiers if spec.outlives_us)
+    def __init__(self, names: frozenset[TierName]) -> None:
+        self._names = names
         self._held: list[Transfer] = []
         self._marked: list[Transfer] = []
         self._check_at = 0.0
         self.epoch = 0
         """The epoch of what is held: blocks of another one are stale."""
 
-    def __bool__(self) -> bool:
+    @property
+    def holds(self) -> bool:
         return bool(self._held or self._marked)
 
     def hold(self, transfers: list[Transfer]) -> list[Transfer]:
         """Keep those that write to a tier which outlives the server; returns the others."""
-        self._held += [transfer for transfer in transfers if transfer.dst in self.names]
-        return [transfer for transfer in transfers if transfer.dst not in self.names]
+        self._held += [transfer for transfer in transfers if transfer.dst in self._names]
+        return [transfer for transfer in transfers if transfer.dst not in self._names]
 
     def is_due(self) -> bool:
         """Whether it is time to check the weights for what is held."""
@@ -177,7 +177,8 @@ class WorkerSession:
         self.is_busy = True
         """Whether something of an earlier step is still to be seen to, or reported."""
         self._freshness = Freshness()
-        self._fence = WriteFence(config)
+        names = frozenset(TierName(str(spec.name)) for spec in config.all_tiers if spec.outlives_us)
+        self._fence = WriteFence(names) if names else None
         self._keeps = True  # what is stored in this epoch is for the next server, too
         self.layerwise: LayerwiseLoads | None = None
         """Where loads may be read before they have landed."""
@@ -199,7 +200,7 @@ class WorkerSession:
         self._cache = cache
         weights = self._find_weights(cache.device)
         contents, first = self._contents, None
-        if self._fence.names and weights is not None:
+        if self._fence is not None and weights is not None:
             contents = replace(contents, weights=weights.digests_of_all())
             first = weights.begin().result()
         self._freshness = Freshness(weights, first)
@@ -287,18 +288,20 @@ class WorkerSession:
             self.finished.fail(request_id, ended.blocks)
         self._ended.clear()
         # What this step ordered may be held already.
-        lost: list[Transfer | Question] = [*self._fence.take_all(), *orders.plan.transfers]
-        lost += orders.plan.questions
+        lost: list[Transfer | Question] = [*orders.plan.transfers, *orders.plan.questions]
+        if self._fence is not None:
+            lost += self._fence.take_all()
         self._refuse({order.id: order for order in lost}.values(), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
-        self._flush()
-        if self._fence:
+        if self._later.transfers:
+            self._flush()
+        if self._fence is not None:
             self._release_fence(orders.epoch)
+            self._fence.epoch = orders.epoch
         if orders.epoch != self._freshness.epoch:
             self._freshness.enter(orders.epoch)
-            self._fence.epoch = orders.epoch
             self._keeps = True
         plan = orders.plan
         if plan.transfers or plan.questions or plan.forget or orders.loads or orders.ended:
@@ -307,11 +310,12 @@ class WorkerSession:
             self._is_run_due = False
             if self._memory is not None and not self._is_grown:
                 self._memory.note_step()
-            if self._fence.is_due():
+            if self._fence is not None and self._fence.is_due():
                 self._check_fence()
         else:
-            self._flush()
-            if self._fence:
+            if self._later.transfers:
+                self._flush()
+            if self._fence is not None:
                 self._check_fence()
                 self._release_fence(orders.epoch)
         if orders.drain:
@@ -334,7 +338,8 @@ class WorkerSession:
         if orders.ended:
             self._ended |= orders.ended
             self._freshness.mark()  # what came of them must fit the weights as they are now
-        others = self._fence.hold(others)
+        if self._fence is not None:
+            others = self._fence.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
             others = []
@@ -342,7 +347,8 @@ class WorkerSession:
             self._execute(replace(plan, transfers=tuple(others)))
         if others and others[0].dst == DEVICE:  # a plan has loads first
             self._freshness.mark()
-            self._fence.note_mark()
+            if self._fence is not None:
+                self._fence.note_mark()
         self._later = Plan(plan.step, tuple(stores))
 
     def _await_loads(self, orders: StepOrders) -> None:
@@ -364,12 +370,12 @@ class WorkerSession:
         """The step's forward is queued: its blocks may be stored."""
         if self.layerwise is not None and self._computes:
             self.layerwise.end_forward()
-        self._flush()
+        if self._later.transfers:
+            self._flush()
 
     def _flush(self) -> None:
-        if self._later.transfers:
-            later, self._later = self._later, NO_PLAN
-            self._execute(later)
+        later, self._later = self._later, NO_PLAN
+        self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
         orders: list[Transfer | Question] = [*plan.transfers, *plan.questions]
@@ -388,12 +394,14 @@ class WorkerSession:
             self._refuse(orders, self.guard.reason)
 
     def _check_fence(self) -> None:
-        if self._fence:
+        if self._fence is not None and self._fence.holds:
             self._freshness.mark()
             self._fence.note_mark()
 
     def _release_fence(self, epoch: int | None = None) -> None:
         """Write what the fence holds, unless it may be of other weights."""
+        if self._fence is None:
+            return
         held = self._fence.epoch
         if epoch is not None and epoch != held:
             self._refuse(self._fence.take_all(), _STALE)
@@ -418,6 +426,8 @@ class WorkerSession:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
+        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended):
+            return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
         while self._loads or (self._moves and not self._receipts):
@@ -428,7 +438,8 @@ class WorkerSession:
 
     def _poll(self) -> None:
         try:
-            self._freshness.look()
+            if self._freshness.is_marked:
+                self._freshness.look()
             if self._worker is not None:
                 for receipt in self._worker.poll():
                     self._num_awaited -= 1
@@ -466,7 +477,8 @@ class WorkerSession:
 
     def _drain(self) -> None:
         """Finish the copies from and to the device."""
-        self._flush()
+        if self._later.transfers:
+            self._flush()
         if self._worker is not None:
             try:
                 for receipt in self._worker.drain_device():
@@ -506,28 +518,27 @@ class WorkerSession:
         """What the scheduler side does not know yet; None if that is nothing."""
         if not (self.is_busy or self._receipts):
             return None
-        news = StepReceipts(
-            receipts=tuple(self._receipts),
-            shapes=() if self._has_sent_shape else (self.shape,),
-            drained=(self.rank,) if self._drained else (),
-            stale=self._freshness.take_stale(),
-            health=tuple(self._health),
-            **self._memory_news(),
-        )
-        self._receipts, self._health, self._drained = [], [], False
+        freshness, fence = self._freshness, self._fence
+        news: dict[str, Any] = {
+            "receipts": tuple(self._receipts),
+            "shapes": () if self._has_sent_shape else (self.shape,),
+            "drained": (self.rank,) if self._drained else (),
+            "stale": freshness.unreported,
+            "health": tuple(self._health),
+        }
+        self._receipts, self._health, self._drained, freshness.unreported = [], [], False, ()
         if not self._has_sent_shape:
             self._has_sent_shape, self.shape = True, self.shape.without_blocks()
-        awaits = self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended
-        is_left = self._later.transfers or self._fence or not self._is_grown
-        self.is_busy = bool(awaits or is_left)
-        return news if news != _NO_NEWS else None
+        if self._memory is not None and (not self._is_grown or self.shape.tiers):
+            news |= self._memory_news(self._memory)
+        awaits = self._num_awaited or freshness.is_marked or self.shape.tiers or self._ended
+        is_left = self._later.transfers or not self._is_grown
+        self.is_busy = bool(awaits or is_left or (fence is not None and fence.holds))
+        return StepReceipts(**news) if any(news.values()) else None
 
-    def _memory_news(self) -> dict[str, Any]:
+    def _memory_news(self, memory: RankMemory) -> dict[str, Any]:
         """What has changed of usable slots, pinned bytes and drives."""
-        news: dict[str, Any] = {}
-        memory, rank = self._memory, self.rank
-        if memory is None:
-            return news
+        rank, news = self.rank, dict[str, Any]()
         if not self._is_grown and (num_ready := memory.ready_slots) != self._reported_ready:
             self._reported_ready = num_ready
             self._is_grown = num_ready == memory.host.num_slots
