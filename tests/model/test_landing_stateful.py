@@ -86,7 +86,6 @@ class Landing(RuleBasedStateMachine):
         self.device.landed[transfer_id] = None
         load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, is_early, transfers=(transfer_id,))
         self.under_way.append(load)
-        self.loads.ordered(load)
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
@@ -123,12 +122,12 @@ class Landing(RuleBasedStateMachine):
             self.device.landed[transfer_id] = len(self.parts) if landed is not None else None
             self.loads.ended(load)
 
+    @precondition(lambda self: self.under_way)
     @rule(computes=st.booleans())
     def tell(self, computes: bool) -> None:
-        load = self.loads.due(computes=computes)
-        if load is None:
+        load = self.under_way[0]
+        if not self.loads.may_tell(load, computes=computes):
             return
-        assert load is self.under_way[0]
         assert load.is_early
         assert not computes, "the requests of this step would wait for it"
         (transfer_id,) = load.transfers
@@ -162,10 +161,10 @@ class Landing(RuleBasedStateMachine):
         self.device.refuses = False
 
     def told_inside(self) -> None:
-        load = self.loads.due(computes=False)
-        if load is not None:
-            self.loads.tell(load)
-            self.told.append(load)
+        for load in self.under_way[:1]:
+            if self.loads.may_tell(load, computes=False):
+                self.loads.tell(load)
+                self.told.append(load)
 
     @rule(mode=st.sampled_from(MODES))
     def nothing_is_computed(self, mode: str) -> None:

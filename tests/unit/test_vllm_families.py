@@ -24,8 +24,8 @@ def test_the_table_of_models_is_up_to_date() -> None:
 def test_layers_that_keep_scratch_are_served_beside_those_that_do_not() -> None:
     (family,) = (each for each in FAMILIES if each.name.startswith("DeepSeek-V4.1"))
     support = family.answer(stand_in(tells=True), True)
-    assert support.layers.group_ids == (0,)
-    assert support.layers.replayed_tokens == 128
+    assert support.group_ids == (0,)
+    assert support.replayed_tokens == 128
 
 
 if __name__ == "__main__":

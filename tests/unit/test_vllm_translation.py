@@ -10,7 +10,7 @@ from kvferry.cache import reach
 from kvferry.config import Config
 from kvferry.connectors.vllm.engine import RequestKeys, VllmEngine
 from kvferry.connectors.vllm.kinds import Layers
-from kvferry.connectors.vllm.setup import Support, namespace_of, place_of, support_of, vain_settings
+from kvferry.connectors.vllm.setup import namespace_of, place_of, support_of, vain_settings
 from kvferry.core.identity import Namespace, adopt
 
 NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
@@ -138,14 +138,14 @@ def test_what_is_not_understood_is_named_and_left_alone(one, words):
 
 def test_scratch_is_left_out_and_says_where_a_hit_may_end():
     given = configs(RING, telling("MainSpec", "FullAttentionSpec", tokens_per_state=4), RING)
-    layers = support_of(*given, recomputes_requests=True).layers
+    layers = support_of(*given, recomputes_requests=True)
     assert layers.group_ids == (1,)
     assert layers.groups == (reach.FullAttention(16, stops=16),)
     assert not layers.goes_alone
     given[1].cache_hit_alignment_tokens = 64
     assert support_of(*given, recomputes_requests=True).groups[0].stops == 64
     replayed = telling("W", sliding_window=40, prefix_cacheable=False, prefix_replay_tokens=40)
-    layers = support_of(*configs(WHOLE, replayed), recomputes_requests=True).layers
+    layers = support_of(*configs(WHOLE, replayed), recomputes_requests=True)
     assert (layers.group_ids, layers.replayed_tokens) == ((0,), 40)
 
 
@@ -239,8 +239,8 @@ def server(role="kv_both", length=4096, algorithm="sha256", speculative=None):
     )
 
 
-SERVED = Support(Layers((reach.FullAttention(16),), (0,)))
-FEW_STATES = Support(Layers((reach.FullAttention(16), reach.RecurrentState(1056)), (0, 1)))
+SERVED = Layers((reach.FullAttention(16),), (0,))
+FEW_STATES = Layers((reach.FullAttention(16), reach.RecurrentState(1056)), (0, 1))
 DRAFTS = SimpleNamespace(use_eagle=lambda: True)
 STORE = {"remote": "mooncake://127.0.0.1:50051"}
 
@@ -260,7 +260,7 @@ STORE = {"remote": "mooncake://127.0.0.1:50051"}
         (server("kv_producer"), {}, SERVED, "0.32.0", "never loads, and no other server"),
         (server("kv_consumer"), {}, SERVED, "0.32.0", "no store to load from"),
         (server("kv_producer"), STORE, SERVED, "0.32.0", None),
-        (server(length=8), {}, Support(refusal="idle anyway"), "0.32.0", None),
+        (server(length=8), {}, Layers(refusal="idle anyway"), "0.32.0", None),
     ],
 )
 def test_a_tier_that_can_never_bring_a_hit_is_told_of(

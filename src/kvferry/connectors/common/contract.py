@@ -71,10 +71,7 @@ class EngineAdapter(EngineBlocks, Protocol):
         """Forget what was read from the engine in the step before."""
 
     def describe(self, request: Any, *, has_tenants: bool) -> tuple[EngineKeys, Hints | None, str]:
-        """A request's keys, the hints it came with, and why some were not understood.
-
-        Where the scheduler ``has_tenants`` the hints name the request's tenant.
-        """
+        """A request's keys; its hints, with its tenant where any are told apart; what is wrong."""
 
     def conversation(self, request: Any) -> str:
         """The name that its client gave the conversation; empty if it has none."""

@@ -122,7 +122,6 @@ class LayerwiseLoads:
             name: self._part_of[after] for name, after in itertools.pairwise(self._part_of)
         }
         self._last_part = max(self._part_of.values(), default=0)
-        self._ordered: list[AwaitedLoad] = []  # in the order in which they land
         self._told: dict[TransferId, None] = {}
         self._awaited: tuple[TransferId, ...] = ()  # of the forward pass that runs
         self._calls: dict[str, set[str]] = {}
@@ -134,30 +133,21 @@ class LayerwiseLoads:
 
     # -- telling --------------------------------------------------------------------------------
 
-    def ordered(self, load: AwaitedLoad) -> None:
-        """A load is under way; one that must land first is in line all the same."""
-        self._ordered.append(load)
-
     def ended(self, load: AwaitedLoad) -> None:
         """Its receipts are here."""
-        if load in self._ordered:
-            self._ordered.remove(load)
         for transfer_id in load.transfers:
             self._told.pop(transfer_id, None)
 
-    def due(self, *, computes: bool) -> AwaitedLoad | None:
-        """The load that the engine may be told of now: the one that lands next, if any.
+    def may_tell(self, load: AwaitedLoad, *, computes: bool) -> bool:
+        """Whether the engine may be told now of ``load``, the one that lands next.
 
         A request that ran with a later load would wait for all loads before it. In a step that
         ``computes``, other requests would wait for the load too.
         """
-        load = self._ordered[0] if self._ordered else None
-        if load is None or not load.is_early or load.is_told:
-            return None
-        if computes and not self.tells_beside_others:
-            return None
+        if not load.is_early or load.is_told or (computes and not self.tells_beside_others):
+            return False
         landed = self._engine.num_landed
-        return None if any(landed(each) is None for each in load.transfers) else load
+        return all(landed(each) is not None for each in load.transfers)
 
     def tell(self, load: AwaitedLoad) -> None:
         """The engine is told of it: from now on compute must be ordered behind it."""

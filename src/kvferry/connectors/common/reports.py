@@ -99,10 +99,9 @@ def log_line(figures: Figures) -> dict[str, int | float]:
         "kvferry_lookup_tokens": _sum(figures, names.LOOKUP_TOKENS),
         "kvferry_hit_tokens": _sum(figures, names.HIT_TOKENS),
     }
-    for verb, route in (("load", (HOST, DEVICE)), ("store", (DEVICE, HOST))):
+    for verb, past, *route in (("load", "loaded", HOST, DEVICE), ("store", "stored", DEVICE, HOST)):
         num_bytes = _sum(figures, names.MOVED_BYTES, *route)
         seconds = _sum(figures, names.MOVED_SECONDS, *route)
-        past = "loaded" if verb == "load" else "stored"
         line[f"kvferry_{past}_bytes"] = num_bytes
         line[f"kvferry_{verb}_gb_per_s"] = round(num_bytes / seconds / 1e9, 3) if seconds else 0.0
     line["kvferry_failed_transfers"] = _sum(figures, names.FAILED)
@@ -120,9 +119,8 @@ def _sum(figures: Figures, metric: Metric, *labels: str) -> float:
 def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple[float, int]]:
     """Values, and how often, that fill a histogram's buckets as counted and have the counted sum.
 
-    An engine's histogram takes one value at a time, and only how many fell into each bucket is
-    known. The real sum is between that of all lower bounds and that of all upper ones: so is this,
-    with every value at the same point of its bucket.
+    An engine's histogram takes one value at a time. These are all at the same point of their
+    buckets.
     """
     counts = {int(i): round(n) for i, n in parts.items() if i != _SUM and n > 0}
     total = parts.get(_SUM, 0.0)
@@ -161,7 +159,6 @@ class Reports:
 
         ``shape`` is the first rank's. Each engine on a host has a metrics port of its own.
         """
-        self._asked = asked
         self.orders = control
         self._count = count
         self.events = events
@@ -173,13 +170,13 @@ class Reports:
         self._reported: Figures = {}
         self._reported_at = 0.0
         self.mailbox = Mailbox()
-        self._control = self._control_api(setup, hash_tokens)
-        self.takes_orders = self._control is not None
+        api = self._control_api(setup, hash_tokens)
+        self.takes_orders = api is not None
         """Whether orders may name requests that have ended."""
         self._endpoint: Any = None
         if setup.config.metrics_port is not None:
-            self._serve(setup, shape)
-        elif self._control is not None:
+            self._serve(setup, shape, asked, api)
+        elif api is not None:
             log.warning("kvferry serves no control: it is served on metrics_port, which is none")
 
     def _control_api(self, setup: SessionSetup, hash_tokens: int) -> Any:
@@ -199,29 +196,30 @@ class Reports:
             local_only=config.control == "local",
         )
 
-    def _serve(self, setup: SessionSetup, shape: RankShape) -> None:
+    def _serve(
+        self, setup: SessionSetup, shape: RankShape, asked: AskedScheduler, control: Any
+    ) -> None:
         from kvferry.telemetry.endpoint import Endpoint
 
         config, choices = setup.config, shape.choices
-        given = config.metrics_port
-        assert given is not None
         num_sharing = setup.num_ranks if shape.is_shared else 1
         source = Source(
-            self._asked,
+            asked,
             self.mailbox,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
             why_path=lambda copy: why_path(copy, choices, num_sharing=num_sharing),
             disks=self._summed_disks,
         )
-        port = (DEFAULT_PORT if given is AUTO else given) + setup.engine_here
+        given: Any = DEFAULT_PORT if config.metrics_port is AUTO else config.metrics_port
+        port = given + setup.engine_here
         try:
             self._endpoint = Endpoint(
                 source,
                 host=config.metrics_host,
                 port=port,
                 last_port=port + _MORE_PORTS,
-                control=self._control,
+                control=control,
             )
         except Exception as error:
             log.warning("kvferry serves no metrics of its own: %s", error)
@@ -231,8 +229,6 @@ class Reports:
             log.warning(f"{words}, because port %d is taken", self._endpoint.url, port)
         else:
             logging.getLogger(setup.log_name).info(words, self._endpoint.url)
-
-    # -- what the session notes -----------------------------------------------------------------
 
     def note(self, report: StepReceipts) -> None:
         """What ranks say of their memory and drives."""
@@ -244,8 +240,6 @@ class Reports:
     def has_orders(self) -> bool:
         """Whether an order waits for a step of the engine."""
         return self.mailbox.has_orders or self.orders.is_busy
-
-    # -- figures --------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:

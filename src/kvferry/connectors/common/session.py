@@ -72,8 +72,6 @@ class SchedulerSession:
         self._drained: set[Rank] = set()
         self._reported_at = 0.0
 
-    # -- until it can serve -----------------------------------------------------------------------
-
     def bind(self, make_engine: Callable[[], EngineAdapter]) -> None:
         """The engine has its device blocks; the last call before serving begins counts."""
         self._make_engine = make_engine
@@ -85,20 +83,22 @@ class SchedulerSession:
         self._shapes |= {shape.rank: shape for shape in new}
         refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
         self.refusal = self.refusal or "; ".join(refusals)
-        if new and len(self._shapes) == self.setup.num_ranks:
-            seconds = self.setup.config.disk_deadline
-            self._resets = DiskResets(self._shapes.values(), seconds)
+        if new and self._has_met_all:
+            self._resets = DiskResets(self._shapes.values(), self.setup.config.disk_deadline)
             self.refusal = self.refusal or disagreement(self._shapes.values())
             self._begin()
             level = logging.INFO if self.serving is not None else logging.WARNING
             logging.getLogger(self.setup.log_name).log(level, self.banner())
 
+    @property
+    def _has_met_all(self) -> bool:
+        return len(self._shapes) == self.setup.num_ranks
+
     def _begin(self) -> None:
         """Serve, once the engine is bound and every rank was met."""
-        met_all = len(self._shapes) == self.setup.num_ranks
-        if self._make_engine is None or not met_all or self.guard.broken:
+        if self._make_engine is None or not self._has_met_all or self.serving is not None:
             return
-        if self.serving is not None or self.refusal:
+        if self.guard.broken or self.refusal:
             return
         try:
             self.serving = Serving(self.setup, self._shapes, self._make_engine())
@@ -118,19 +118,17 @@ class SchedulerSession:
         kinds = ", ".join(dict.fromkeys(type(group).__name__ for group in scheduler.groups))
         shared = "shared by" if shape.is_shared else "on each of"
         host = rounded_size(scheduler.pool.num_slots * shape.slot_bytes)
-        parts = [
+        words = (
             f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory "
             f"{shared} {self.setup.num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
             f"a block is {shape.layout}, stores {config.store_mode}, "
             f"copy path {config.copy_path}, loads {config.load_policy}, policy {config.policy}"
-        ]
+        )
         if config.all_tiers:
-            parts[0] += f"; below it, {config.tier_write}: {show_tiers(config.all_tiers)}"
-            restored = scheduler.stats().restored
-            parts += [
-                f"{count:,} blocks found on {name}" for name, count in restored.items() if count
-            ]
-        return ", ".join(parts)
+            words += f"; below it, {config.tier_write}: {show_tiers(config.all_tiers)}"
+            found = [(name, count) for name, count in scheduler.stats().restored.items() if count]
+            words += "".join(f", {count:,} blocks found on {name}" for name, count in found)
+        return words
 
     @property
     def idle_reason(self) -> str:
@@ -139,7 +137,7 @@ class SchedulerSession:
             return ""
         if self.refusal or self.guard.broken:
             return self.refusal or self.guard.reason
-        if len(self._shapes) < self.setup.num_ranks:
+        if not self._has_met_all:
             return f"{len(self._shapes)} of {self.setup.num_ranks} ranks were heard"
         return "the engine has not bound its block pool"
 
@@ -191,8 +189,8 @@ class SchedulerSession:
             except Exception as error:
                 self._trip("orders", error)
         ended, self._unkept = self._unkept, {}
-        is_stuck = self.former is not None and self.former.engine.num_held > 0
-        return StepOrders(ended=ended, computes=step.num_tokens > 0, drain=is_stuck)
+        holds = self.former is not None and self.former.engine.num_held > 0
+        return StepOrders(ended=ended, computes=step.num_tokens > 0, drain=holds)
 
     def take(self, report: StepReceipts) -> None:
         """The ranks' answers of one step."""
@@ -217,8 +215,8 @@ class SchedulerSession:
     def reset(self) -> bool:
         """Forget everything; returns whether blocks on disk stay forgotten whatever happens next.
 
-        The ranks hear of it with the next step in any case. Out of service too there may be blocks
-        on disk that the next life would find.
+        The ranks hear of it with the next step in any case. Blocks on disk count out of service,
+        too: the next life would find them.
         """
         self._reset()
         if self._resets is None:  # before the first step, in engines without a handshake

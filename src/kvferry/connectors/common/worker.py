@@ -170,7 +170,6 @@ class WorkerSession:
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
         self._ended: dict[str, EndedLoad] = {}  # to be reported once the weights are checked
         self._num_awaited = 0  # receipts
-        self._moves: set[TransferId] = set()  # of lower tiers and loads in pieces, under way
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.finished = FinishedLoads()
@@ -332,9 +331,6 @@ class WorkerSession:
             if transfer.id in self._loads:
                 self._loads[transfer.id].blocks += transfer.dst_slots.tolist()
             (stores if transfer.src == DEVICE else others).append(transfer)
-        if self.shape.tiers:
-            self._moves.update([order.id for order in others if order.id not in self._loads])
-            self._moves.update([question.id for question in plan.questions])
         if orders.ended:
             self._ended |= orders.ended
             self._freshness.mark()  # what came of them must fit the weights as they are now
@@ -355,9 +351,7 @@ class WorkerSession:
         for request_id, ids in orders.loads.items():
             load = AwaitedLoad(request_id, set(ids), orders.epoch, transfers=ids)
             self._loads.update(dict.fromkeys(ids, load))
-            if self.layerwise is not None:
-                load.is_early = request_id in orders.early
-                self.layerwise.ordered(load)
+            load.is_early = self.layerwise is not None and request_id in orders.early
         if self._memory is not None:
             # The forward of this step, that of a request whose load came first, or that of one
             # which may run before its own has landed, runs beside them: even if the model rests
@@ -430,7 +424,7 @@ class WorkerSession:
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
-        while self._loads or (self._moves and not self._receipts):
+        while self._loads or (self._num_awaited and not self._receipts):
             if self._computes or self.finished.arrived or time.monotonic() >= end:
                 return
             time.sleep(_NAP_SECONDS)
@@ -469,11 +463,12 @@ class WorkerSession:
 
     def _tell_early(self, layerwise: LayerwiseLoads) -> None:
         """Let a request run whose load cannot fail any more, though it has not landed yet."""
-        load = layerwise.due(computes=self._computes)
-        if load is None or not self._freshness.is_known or self._freshness.is_stale(load.epoch):
+        load, freshness = next(iter(self._loads.values())), self._freshness
+        if not layerwise.may_tell(load, computes=self._computes):
             return
-        layerwise.tell(load)
-        self.finished.arrived.add(load.request_id)
+        if freshness.is_known and not freshness.is_stale(load.epoch):
+            layerwise.tell(load)
+            self.finished.arrived.add(load.request_id)
 
     def _drain(self) -> None:
         """Finish the copies from and to the device."""
@@ -490,7 +485,6 @@ class WorkerSession:
     def _take(self, receipt: Receipt) -> None:
         load = self._loads.pop(receipt.transfer_id, None)
         if load is None:
-            self._moves.discard(receipt.transfer_id)
             self._receipts.append(receipt)
             return
         if not load.is_told and self._freshness.is_stale(load.epoch):

@@ -64,18 +64,18 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         config = setup.config_of(vllm_config)
         _log_to_vllm(config.log_level)
-        support = setup.support_of(
+        layers = setup.support_of(
             vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS
         )
         # One of the two, under a name that needs no question at every hook.
         self._session: SchedulerSession
         self._worker: WorkerSession
         self._is_scheduler = role == KVConnectorRole.SCHEDULER
-        self._by_request = not support.fails_by_block
-        self._group_ids = support.layers.group_ids
+        self._by_request = not layers.fails_by_block
+        self._group_ids = layers.group_ids
         if self._is_scheduler:
-            facts = setup.setup_of(vllm_config, kv_cache_config, config, support)
-            for words in setup.vain_settings(vllm_config, config, support, vllm.__version__):
+            facts = setup.setup_of(vllm_config, kv_cache_config, config, layers)
+            for words in setup.vain_settings(vllm_config, config, layers, vllm.__version__):
                 log.warning("kvferry: %s", words)
             self._namespace = setup.namespace_of(vllm_config, kv_cache_config, 1)
             self._session = SchedulerSession(facts)
@@ -89,7 +89,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 contents=setup.contents_of(vllm_config, kv_cache_config),
                 find_weights=weights_of_caller,
                 broadcast=_broadcast,
-                refusal=support.refusal,
+                refusal=layers.refusal,
             )
 
     @classmethod

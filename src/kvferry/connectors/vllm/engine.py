@@ -268,20 +268,10 @@ class VllmEngine:
                 numbers = [number for number in numbers if not self._was_released(number)]
             # Backwards: the end of a conversation is the first to be given away.
             self._pool.free_blocks(list(map(blocks.__getitem__, reversed(numbers))))
-            # Mostly each is held once. By hand else: a load has a thousand blocks, and subtracting
-            # counters takes twice as long.
-            counts = list(map(held.pop, numbers, repeat(0)))
-            if counts.count(1) == len(counts):
-                continue
-            held.update(
-                {number: count for number, count in zip(numbers, counts, strict=True) if count}
-            )
             for number in numbers:
-                count = held[number] - 1
+                count = held.pop(number) - 1  # not del, which a Counter does in Python
                 if count:
                     held[number] = count
-                else:
-                    held.pop(number)  # not del, which a Counter does in Python
 
     def _was_released(self, number: int) -> bool:
         """Whether a hold of this block was ended before its time; true once for each."""

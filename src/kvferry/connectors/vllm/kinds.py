@@ -63,6 +63,12 @@ class Layers:
     goes_alone: bool = True
     refusal: str = ""
 
+    @property
+    def fails_by_block(self) -> bool:
+        """Whether naming the blocks that were not loaded is enough for vLLM to compute them."""
+        is_one = len(self.groups) == 1 and self.goes_alone
+        return is_one and not isinstance(self.groups[0], reach.RecurrentState)
+
 
 def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
     """What ``kv_cache_config`` asks of kvferry, with KV spread over ``dcp_size`` ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import util
 from typing import Any
@@ -30,31 +30,13 @@ _INTERLEAVED = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 """How many neighbours among the tokens one of these ranks has."""
 
 
-@dataclass(frozen=True)
-class Support:
-    """Whether this model can be served, and what its groups are."""
-
-    layers: Layers = field(default_factory=Layers)
-    refusal: str = ""
-
-    @property
-    def groups(self) -> tuple[reach.Group, ...]:
-        return self.layers.groups
-
-    @property
-    def fails_by_block(self) -> bool:
-        """Whether naming the blocks that were not loaded is enough for vLLM to compute them."""
-        is_one = len(self.groups) == 1 and self.layers.goes_alone
-        return is_one and not isinstance(self.groups[0], reach.RecurrentState)
-
-
 def config_of(vllm_config: Any) -> Config:
     """Our settings: the connector's extra config, over the environment, over ``KVFERRY_CONFIG``."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config
     return Config.load(overrides=given, source="kv_connector_extra_config")
 
 
-def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: bool) -> Support:
+def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: bool) -> Layers:
     """The model's groups as kinds of reach, or why we leave it alone.
 
     ``recomputes_requests`` says that this vLLM can be told of a failed load by request. Without it,
@@ -63,11 +45,11 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
     """
     num_groups = len(kv_cache_config.kv_cache_groups)
     if not vllm_config.cache_config.enable_prefix_caching:
-        return Support(refusal="prefix caching is off, and blocks have no names without it")
+        return Layers(refusal="prefix caching is off, and blocks have no names without it")
     if not num_groups:
-        return Support(refusal="the model keeps no KV cache")
+        return Layers(refusal="the model keeps no KV cache")
     if num_groups > 1 and not recomputes_requests:
-        return Support(
+        return Layers(
             refusal=f"the model has {num_groups} groups of layers, and this vLLM cannot recover "
             "from a failed load with more than one"
         )
@@ -75,28 +57,25 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
     for name in _CONTEXT_SIZES:
         is_told = all(hasattr(spec, "dcp_sharded") for spec in specs)
         if _size(vllm_config, name) > 1 and not is_told:
-            return Support(
+            return Layers(
                 refusal=f"{name} is above 1, and this vLLM does not say which layers it divides"
             )
     layers = layers_of(kv_cache_config, _size(vllm_config, _CONTEXT_SIZES[0]))
-    if layers.refusal:
-        return Support(refusal=layers.refusal)
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
     for group in layers.groups:
         if isinstance(group, reach.RecurrentState) and group.block_tokens != hash_tokens:
-            return Support(
+            return Layers(
                 refusal=f"recurrent states are kept every {group.block_tokens} tokens, but vLLM "
                 f"names blocks of {hash_tokens}: a state may be written over after it was named"
             )
-    support = Support(layers)
-    if not support.fails_by_block and not recomputes_requests:
-        return Support(refusal="this vLLM cannot recover from a failed load of a recurrent state")
-    return support
+    if layers.groups and not layers.fails_by_block and not recomputes_requests:
+        return Layers(refusal="this vLLM cannot recover from a failed load of a recurrent state")
+    return layers
 
 
-def vain_settings(vllm_config: Any, config: Config, support: Support, version: str) -> list[str]:
+def vain_settings(vllm_config: Any, config: Config, layers: Layers, version: str) -> list[str]:
     """Why a tier of this server can never bring a hit, and what to change, each in a sentence."""
-    if support.refusal:
+    if layers.refusal:
         return []
     found = []
     lasting = [str(spec.name) for spec in config.all_tiers if spec.outlives_us]
@@ -111,7 +90,7 @@ def vain_settings(vllm_config: Any, config: Config, support: Support, version: s
             f"is on {' or '.join(lasting)}. Set PYTHONHASHSEED=0 on every server{other}"
         )
     longest = int(getattr(vllm_config.model_config, "max_model_len", 0) or 0)
-    step = hit_step(vllm_config, support)
+    step = hit_step(vllm_config, layers)
     if 0 < longest <= step:
         found.append(
             f"no request can be long enough for a hit: hits end every {step} tokens, and "
@@ -133,14 +112,12 @@ def vain_settings(vllm_config: Any, config: Config, support: Support, version: s
     return found
 
 
-def hit_step(vllm_config: Any, support: Support) -> int:
+def hit_step(vllm_config: Any, layers: Layers) -> int:
     """The length of the shortest hit."""
-    groups = support.groups
-    stops = [stop for group in groups for stop in (group.block_tokens, group.stop_tokens)]
+    stops = [stop for group in layers.groups for stop in (group.block_tokens, group.stop_tokens)]
     step = math.lcm(*stops)
     last = step if _uses_drafts(vllm_config) else 0
-    replayed = support.layers.replayed_tokens
-    return max(step, step * (replayed // step + 1)) + last
+    return step * (layers.replayed_tokens // step + 1) + last
 
 
 def _role(vllm_config: Any) -> str:
@@ -256,12 +233,12 @@ def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def setup_of(
-    vllm_config: Any, kv_cache_config: Any, config: Config, support: Support
+    vllm_config: Any, kv_cache_config: Any, config: Config, layers: Layers
 ) -> SessionSetup:
     """The scheduler side of one server; ConfigError for a policy that does not exist."""
     for policy in (config.policy, config.tier_policy):
         policy_named(policy)  # refused now, like any other setting, not once ranks are up
-    parallel, layers = vllm_config.parallel_config, support.layers
+    parallel = vllm_config.parallel_config
     uses_drafts = _uses_drafts(vllm_config)
     events = getattr(vllm_config, "kv_events_config", None)
     has_listeners = events is not None and bool(events.enable_kv_cache_events)
@@ -269,11 +246,11 @@ def setup_of(
     algorithm, role = _hash_algorithm(vllm_config), _role(vllm_config)
     setup = SessionSetup(
         config=config,
-        groups=support.groups,
+        groups=layers.groups,
         num_ranks=int(parallel.world_size),
         reported_tokens=layers.groups[0].block_tokens if layers.groups else 1,
-        refusal=support.refusal,
-        fails_by_block=support.fails_by_block,
+        refusal=layers.refusal,
+        fails_by_block=layers.fails_by_block,
         loads=role != "kv_producer",
         stores=role != "kv_consumer",
         uses_drafts=uses_drafts,
