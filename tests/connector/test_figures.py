@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
 from tests.fakes.desk import Desk, story
+from tests.fakes.ports import free_port
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
 from kvferry.connectors.common.reports import (
@@ -21,8 +23,10 @@ from kvferry.connectors.common.reports import (
     log_line,
 )
 from kvferry.hints import Hints
+from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Snapshot
+from kvferry.tools.top.scrape import fetch
 
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 PROMPT = 4 * BLOCK_TOKENS
@@ -111,3 +115,34 @@ def test_a_tenants_name_is_one_label_whatever_its_sender_puts_into_it(tenant):
     for key in told:
         name, *labels = key.split(SEPARATOR)
         assert len(labels) == len(EXPORTED[name].labels) + (name in BOUNDS)
+
+
+def test_a_question_from_another_thread_changes_nothing(make_sides):
+    """Seen red: a scrape counted misses, and went on with rests, beside the engine's thread."""
+    sides = make_sides(["layer0"], metrics_port=free_port())
+    serving = sides.side.serving
+    sides.side.match(request_of("a", hashes_of(1)), 0)
+    waiting = len(serving.scheduler.book.events)
+    assert waiting
+    source = serving.reports._endpoint._source  # the engine does not come by: it looks itself
+    assert source.snapshot().stats.queries == 0
+    assert source.recent() == []
+    assert source.explain("a") is None
+    assert len(serving.scheduler.book.events) == waiting
+    sides.side.close()
+    assert not len(serving.scheduler.book.events)
+    assert serving.scheduler.onlooker.stats().queries == 1
+
+
+@pytest.mark.parametrize("port", ["auto", None])
+def test_a_server_serves_its_metrics_on_a_free_port_unless_told_not_to(make_sides, caplog, port):
+    with caplog.at_level(logging.INFO):
+        made = [make_sides(["layer0"], metrics_port=port) for _ in range(2)]
+    first, second = [sides.side.serving.reports._endpoint for sides in made]
+    if port is None:
+        assert first is second is None
+        return
+    assert DEFAULT_PORT <= first.port < second.port
+    words = f"serves its metrics at {second.url}, because port {DEFAULT_PORT} is taken"
+    assert words in caplog.text
+    assert b"kvferry_lookups_total 0" in fetch(f"{second.url}metrics")

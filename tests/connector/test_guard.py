@@ -182,7 +182,7 @@ def test_it_does_not_come_back(busy):
 
 
 def test_a_start_that_fails_is_no_service(make_sides, monkeypatch):
-    break_it(monkeypatch, "tests.fakes.vllm_hooks.VllmEngine")
+    break_it(monkeypatch, "tests.fakes.sides.VllmEngine")
     sides = make_sides(["layer0"])
     assert sides.side.guard.reason == "start: RuntimeError: a mistake"
     assert_is_out_of_service(sides)

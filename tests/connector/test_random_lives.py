@@ -21,12 +21,11 @@ from typing import Any
 
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides
-from tests.fakes.vllm_parts import HAS_VLLM
 
 BUDGET = 700
 MOST_REQUESTS = 6
 POISON = -7.0
-NUM_LIVES = 40 if HAS_VLLM else 8
+NUM_LIVES = 40
 NAMES = [f"n{number}" for number in range(12)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.connector.test_restart import weights as weights  # a fixture
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, hashes_of, request_of
 
@@ -317,7 +318,7 @@ def test_kv_tensors_lose_their_memory_for_a_while(make, moves):
     sides.kv[0]["layer0"][:] = np.nan  # whatever comes now reads nothing of before
     if moves:
         tensors = rank._find_cache.args[0]
-        tensors["layer0"] = sides._parts.tensor(np.zeros_like(sides.kv[0]["layer0"]))
+        tensors["layer0"] = torch.from_numpy(np.zeros_like(sides.kv[0]["layer0"]))
     rank.restore()
     sides.answer(0)
     if moves:

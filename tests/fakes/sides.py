@@ -1,32 +1,37 @@
 """Both sides of the connector without an engine: the test is vLLM's scheduler and all its ranks.
 
-Where vLLM is installed its own block pool and its own sum over the ranks' answers are used;
-requests and configurations are stand-ins with the attributes that are read.
+vLLM's own block pool and its own sum over the ranks' answers are used; requests and configurations
+are stand-ins with the attributes that are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tests.fakes.vllm_hooks import VllmHooks
-from tests.fakes.vllm_parts import BLOCK_TOKENS as BLOCK_TOKENS
-from tests.fakes.vllm_parts import VllmParts, parts_here, step_of
-from tests.fakes.vllm_parts import request_of as request_of
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.config import Config
+from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.messages import StepOrders
 from kvferry.connectors.common.ranks import RankPlace
+from kvferry.connectors.common.session import SchedulerSession
 from kvferry.connectors.common.worker import WorkerSession
 from kvferry.connectors.vllm.control import weights_of_caller
+from kvferry.connectors.vllm.engine import VllmEngine
+from kvferry.connectors.vllm.engine import step_of as as_step
 from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.setup import contents_of, namespace_of, setup_of, support_of
 from kvferry.types import Rank
 
+BLOCK_TOKENS = 16
 NUM_BLOCKS = 32
 SPEC = type("FullAttentionSpec", (SimpleNamespace,), {})(block_size=BLOCK_TOKENS)
 _random = np.random.default_rng(7)
@@ -42,6 +47,69 @@ def hashes_of(tag: int, count: int = 4) -> list[bytes]:
     return [bytes([tag, number]) * 16 for number in range(count)]
 
 
+def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> Any:
+    tokens = len(block_hashes) * BLOCK_TOKENS + 1
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=list(block_hashes),
+        num_preemptions=0,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=computed,
+        num_output_tokens=0,
+        all_token_ids=list(range(tokens)),
+    )
+
+
+def step_of(
+    tables: Mapping[str, tuple[list[int], ...]],
+    scheduled: Mapping[str, int],
+    new: Sequence[str] = (),
+    preempted: Sequence[str] = (),
+) -> Any:
+    """What vLLM's scheduler says of a step."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=tables[name]) for name in new],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+        preempted_req_ids=set(preempted) or None,
+    )
+
+
+class VllmHooks(SchedulerSession):
+    """A session that takes what vLLM hands to its hooks."""
+
+    def __init__(self, setup: SessionSetup, namespace: Any) -> None:
+        super().__init__(setup)
+        self._namespace = namespace
+
+    def bind_manager(self, manager: Any) -> None:
+        groups, pool = self.setup.groups, manager.block_pool
+        self.bind(lambda: VllmEngine(groups, self._namespace, pool, manager))
+
+    def expect(self, request: Any) -> None:
+        if not getattr(request, "skip_reading_prefix_cache", False):
+            super().expect(request)
+
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        found = super().match(request, computed_tokens)
+        return found, bool(found)
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        tables = getattr(blocks, "get_block_ids", tuple)
+        super().allocated(request, tables, num_external_tokens)
+
+    def orders(self, step: Any) -> Any:
+        return super().orders(as_step(step))
+
+    def take(self, output: Any) -> None:
+        if output.kv_connector_worker_meta is not None:
+            super().take(output.kv_connector_worker_meta)
+
+
 class Sides:
     """One scheduler's side and as many ranks as there are lists of layers. Owns their tensors.
 
@@ -54,10 +122,8 @@ class Sides:
         host: Sequence[str] = (),
         has_listeners: bool = False,
         role: str = "kv_both",
-        parts: VllmParts | None = None,
         **settings: Any,
     ) -> None:
-        self._parts = parts or parts_here()
         layers = [name for stage in stages for name in stage]
         caches = SimpleNamespace(
             num_blocks=NUM_BLOCKS,
@@ -84,7 +150,7 @@ class Sides:
             )
             for number in range(len(stages))
         ]
-        self.pool = self._parts.pool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[int]] = {}
         setup = setup_of(self.config, caches, configs[0], support)
         self.side = VllmHooks(setup, namespace_of(self.config, caches, 1))
@@ -92,10 +158,10 @@ class Sides:
             SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
         )
         for rank, arrays in zip(self.ranks, self.kv, strict=True):
-            tensors = {name: self._parts.tensor(array) for name, array in arrays.items()}
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             rank.register(partial(kv_cache_of, tensors, [layers], NUM_BLOCKS))
         self.side.meet_ranks([rank.introduce() for rank in self.ranks])
-        self._total = self._parts.total(len(stages))
+        self._total = KVOutputAggregator(len(stages))
 
     def allocate(self, name: str, num_blocks: int) -> Any:
         """Device blocks for a request, as vLLM hands them over."""
@@ -129,7 +195,7 @@ class Sides:
         """What these ranks have to say now, summed up and heard; the others are silent."""
         outputs = []
         for number, rank in enumerate(self.ranks):
-            told = self._parts.output()
+            told = KVConnectorOutput()
             if number in numbers:
                 rank.poll()
                 told.finished_recving = rank.finished.take_arrived()
