@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
 from kvferry.scheduler.journal import Copy, Entry
-from kvferry.telemetry.source import Mailbox, Source, _Question
+from kvferry.telemetry import source
+from kvferry.telemetry.source import Mailbox, Source
 
 
 class Askers:
@@ -40,14 +42,14 @@ class Askers:
 
 @pytest.fixture(autouse=True)
 def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, wait = threading.Semaphore(0), _Question.wait
+    asked, is_done = threading.Semaphore(0), source._is_done
 
-    def noted(question: _Question, seconds: float = -1) -> bool:
+    def noted(future: Any, seconds: float) -> bool:
         asked.release()
-        return wait(question, seconds)
+        return is_done(future, seconds)
 
     monkeypatch.setattr(Askers, "asked", asked, raising=False)
-    monkeypatch.setattr(_Question, "wait", noted)
+    monkeypatch.setattr(source, "_is_done", noted)
 
 
 def answer_all(mailbox: Mailbox, askers: Askers) -> None:
@@ -243,9 +245,9 @@ def test_the_engines_thread_only_hands_out_facts():
 
     # However late the engine answers, the client does not read for itself.
     mailbox.ask = partial(mailbox.ask, patience=30)  # type: ignore[method-assign]
-    source = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
+    explaining = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
     told: list[object] = []
-    asker = threading.Thread(target=lambda: told.append(source.explain("cmpl-a")))
+    asker = threading.Thread(target=lambda: told.append(explaining.explain("cmpl-a")))
     asker.start()
     while asker.is_alive():
         mailbox.answer()
@@ -265,6 +267,6 @@ def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
         seen.append(copy)
         return ""
 
-    source = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
-    assert source.explain("cmpl-a-0-8b2677e5") is not None
+    explaining = Source(scheduler, mailbox, why_path=why_path)  # type: ignore[arg-type]
+    assert explaining.explain("cmpl-a-0-8b2677e5") is not None
     assert len(seen) == 1

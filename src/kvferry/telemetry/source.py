@@ -7,8 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimeoutOfFuture
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -42,47 +44,28 @@ MAX_ORDERS = 16
 _LOOKS = 10
 
 
-class _Question:
-    """One piece of work, and the gate at which all threads wait that want its result."""
+_Mail = tuple["Future[Any]", Callable[[], Any]]
+"""A piece of work, and the future that all threads wait for that want its result."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._claim = threading.Lock()
-        # A lock and no Event: to open it, the engine's thread must not need a lock of the waiting.
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self.answer: Any = None
-        self.error: Exception | None = None
-        self.is_engines = False
 
-    def settle(self, *, on_engine: bool = False) -> None:
-        """Do the work, unless another thread already does."""
-        if not self.cancel():
-            return
-        self.is_engines = on_engine
-        try:
-            self.answer = self._work()
-        except Exception as error:  # it is raised in the thread that asked
-            self.error = error
-        finally:
-            self._gate.release()
+def _is_done(future: Future[Any], seconds: float) -> bool:
+    """Whether this future has its result, or is settled within so many seconds."""
+    try:
+        future.exception(seconds)
+    except TimeoutOfFuture:
+        return False
+    return True
 
-    def cancel(self) -> bool:
-        """Whether no thread has begun with it, and now none will."""
-        return self._claim.acquire(blocking=False)
 
-    def fail(self, error: Exception) -> None:
-        """Let it fail, unless a thread has begun with it."""
-        if self.cancel():
-            self.error = error
-            self._gate.release()
-
-    def wait(self, seconds: float = -1) -> bool:
-        """Whether it is settled, by then."""
-        if not self._gate.acquire(timeout=seconds):
-            return False
-        self._gate.release()  # let the next one through
-        return True
+def _settle(mail: _Mail) -> None:
+    """Do the work; what it raises is raised in the threads that asked."""
+    future, work = mail
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
 
 
 class Mailbox:
@@ -92,7 +75,7 @@ class Mailbox:
     came by, and never waits for another thread. An idle engine never comes by: then the thread that
     asked does the work itself. It may do so in the very moment the engine wakes up, so a question
     must only read, and may mix numbers of two neighbouring steps; if it fails over that, it is
-    tried again.
+    tried again. Only the thread that takes mail out, under the lock, does its work.
     """
 
     def __init__(
@@ -106,9 +89,9 @@ class Mailbox:
         self._most = most
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[Hashable, _Question] = {}  # the longest waiting first
+        self._open: dict[Hashable, _Mail] = {}  # the longest waiting first
         self._next_at = float("-inf")
-        self._orders: deque[_Question] = deque()
+        self._orders: deque[_Mail] = deque()
         self._next_order_at = float("-inf")
         self._ended = ""
         self.has_mail = False
@@ -117,8 +100,6 @@ class Mailbox:
         """Called when an order was given, so that an idle engine comes by."""
         self.before_answers: Callable[[], object] = lambda: None
         """Called on the engine's thread before questions are answered there."""
-
-    # -- orders ---------------------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
@@ -131,7 +112,8 @@ class Mailbox:
         StateError if too many orders wait, DeadlineError if the engine did not come by: then
         nothing was done, nor will it be.
         """
-        order = _Question(work)
+        future: Future[T] = Future()
+        order = (future, work)
         with self._lock:
             if self._ended:
                 raise StateError(self._ended)
@@ -140,16 +122,12 @@ class Mailbox:
             self._orders.append(order)
             self.has_mail = True
         self.wake()
-        if not order.wait(patience):
-            with self._lock, suppress(ValueError):
-                self._orders.remove(order)
-            if order.cancel():
-                raise DeadlineError(f"the engine did not come by within {patience:g} s")
-            order.wait()
-        if order.error is not None:
-            raise order.error
-        done: T = order.answer
-        return done
+        if not _is_done(future, patience):
+            with self._lock:
+                if order in self._orders:
+                    self._orders.remove(order)
+                    raise DeadlineError(f"the engine did not come by within {patience:g} s")
+        return future.result()
 
     def abandon(self, reason: str) -> None:
         """The engine will not come by any more: orders fail, now and later."""
@@ -157,63 +135,54 @@ class Mailbox:
             self._ended = reason
             orders = list(self._orders)
             self._orders.clear()
-        for order in orders:
-            order.fail(StateError(reason))
-
-    def _obey(self) -> None:
-        """Carry out one order, then pause: orders must not keep the engine."""
-        if self._clock() < self._next_order_at or not self._lock.acquire(blocking=False):
-            return
-        try:
-            order = self._orders.popleft() if self._orders else None
-        finally:
-            self._lock.release()
-        if order is not None:
-            order.settle(on_engine=True)
-            self._next_order_at = self._clock() + ORDER_PAUSE_SECONDS
-
-    # -- questions ------------------------------------------------------------------------------
+        for future, _ in orders:
+            future.set_exception(StateError(reason))
 
     def ask(self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS) -> T:
         """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
         key = (work, args)
+        future: Future[T]
         for left in reversed(range(_LOOKS)):
             with self._lock:
-                question = self._open.setdefault(key, _Question(lambda: work(*args)))
+                mail = self._open.setdefault(key, (Future(), partial(work, *args)))
                 self.has_mail = True
-            if not question.wait(patience):
-                with self._lock:  # first: later questions must not get this older answer
-                    if self._open.get(key) is question:
+            future = mail[0]
+            if not _is_done(future, patience):
+                with self._lock:
+                    is_ours = self._open.get(key) is mail
+                    if is_ours:
                         del self._open[key]
-                question.settle()
-                question.wait()
-            if question.error is None:
-                break
-            if question.is_engines or not left or not isinstance(question.error, RuntimeError):
-                raise question.error
-            # What was looked at changed meanwhile: the engine is awake, and may answer by itself.
-        answer: T = question.answer
-        return answer
+                if is_ours:
+                    _settle(mail)
+            try:
+                return future.result()
+            except RuntimeError:
+                # What was looked at changed meanwhile: the engine is awake, and may answer.
+                if not left:
+                    raise
+        raise AssertionError
 
     def answer(self) -> None:
-        """Once a step, on the engine's thread: a look at an empty dictionary, nearly always."""
-        if self._orders:
-            self._obey()
-        if self._open and self._clock() < self._next_at:
-            return
+        """Once a step, on the engine's thread: one order, and a few questions, then a pause."""
+        now = self._clock()
         if not self._lock.acquire(blocking=False):
             return  # a thread is just asking; the next step will do
         try:
-            if not self._open:
-                self.has_mail = bool(self._orders)
-                return
-            waiting = [self._open.pop(key) for key in list(islice(self._open, self._most))]
+            is_due = self._orders and now >= self._next_order_at
+            order = self._orders.popleft() if is_due else None
+            count = self._most if now >= self._next_at else 0
+            questions = [self._open.pop(key) for key in list(islice(self._open, count))]
+            self.has_mail = bool(self._orders or self._open)
         finally:
             self._lock.release()
-        self.before_answers()
-        for question in waiting:
-            question.settle(on_engine=True)
-        self._next_at = self._clock() + self._pause
+        if order is not None:
+            _settle(order)
+            self._next_order_at = self._clock() + ORDER_PAUSE_SECONDS
+        if questions:
+            self.before_answers()
+            for question in questions:
+                _settle(question)
+            self._next_at = self._clock() + self._pause
 
 
 MOST_REQUESTS = 256
