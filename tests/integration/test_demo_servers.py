@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from multiprocessing import Pipe
 from pathlib import Path
@@ -249,6 +250,9 @@ def a_run(answer: list[int], **facts: object) -> Run:
 def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
     alone = a_run([1, 2])
     assert fleet_part(2, alone, alone).tokens_equal
+    assert not replace(
+        fleet_part(2, alone, alone), runs={"a": alone, "b": Run("b", [])}
+    ).tokens_equal
     other = a_run([1, 3], store_ailment="remote: the master is gone")
     part = fleet_part(2, other, alone)
     assert not part.tokens_equal

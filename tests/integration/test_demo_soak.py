@@ -253,24 +253,3 @@ def test_wrong_bytes_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__name__ + ".unreliable", lambda *_: Careless)
     with pytest.raises(AssertionError, match="answers differ"):
         test_tokens_are_equal_whatever_happens(LIVES[0], monkeypatch)
-
-
-def test_a_workload_that_fits_the_device_stores_nothing_lazily() -> None:
-    """Lazy stores wait until something is about to be dropped; here nothing ever is."""
-    config = Config(store_mode="lazy")
-    chance = random.Random(1)
-    with (
-        Runner(Decoder(MODELS["hybrid"]), num_blocks=200, block_tokens=BLOCK_TOKENS) as runner,
-        Offloader(runner, host_bytes=1 << 20, config=config) as offloader,
-    ):
-        engine = Engine(runner, limits=Limits(48, 4), offloader=offloader)
-        answers: dict[str, list[int]] = {}
-        coming = conversations(chance, answers)
-        for _ in range(12):
-            request = next(coming)
-            engine.submit(request)
-            engine.run()
-            answers[request.id] = request.generated
-        engine.drain()
-        assert offloader.stats().bytes_moved == {}
-        assert offloader.stats().landed == 0

@@ -23,11 +23,8 @@ from kvferry.telemetry.catalog import Label, Metric, MetricKind, catalog
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-IDLE = Metric(
-    "kvferry_idle", MetricKind.GAUGE, "1 while nothing is served.", (Label("reason", ""),)
-)
 ALONE = Metric("kvferry:alone", MetricKind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
-SERIES = {name: metric for metric in (IDLE, ALONE, *catalog()) for name in metric.series}
+SERIES = {name: metric for metric in (ALONE, *catalog()) for name in metric.series}
 TARGET = {"instance", "job"}
 VLLMS = {"model_name", "engine"}
 RATES = ("rate", "increase", "irate")
@@ -94,34 +91,23 @@ def selectors(expr: Any) -> list[Any]:
     return [part for part in parts(expr) if isinstance(part, promql_parser.VectorSelector)]
 
 
-def check_selector(selector: Any) -> None:
-    """Labels that the metric has, with values that the label has."""
-    known = {label.name: label.values for label in metric_of(selector).labels}
-    for matcher in selector.matchers.matchers:
-        assert matcher.name in labels_of(selector), matcher
-        values = known.get(matcher.name)
-        if values is not None:
-            for value in matcher.value.split("|"):
-                assert re.search(rf"\b{value}\b", values), f"{matcher} is none of: {values}"
-
-
-def check_modifiers(part: Any) -> None:
-    """What is grouped or joined by is a label of everything below."""
+def check(part: Any) -> None:
+    """Labels that the metric has, values that the label has, and rates of counters only."""
+    if isinstance(part, promql_parser.VectorSelector):
+        known = {label.name: label.values for label in metric_of(part).labels}
+        for matcher in part.matchers.matchers:
+            assert matcher.name in labels_of(part), matcher
+            if matcher.name in known:
+                for value in matcher.value.split("|"):
+                    assert re.search(rf"\b{value}\b", known[matcher.name]), matcher
     modifier: Any = getattr(part, "modifier", None)
     by = modifier if hasattr(modifier, "labels") else getattr(modifier, "matching", None)
-    if by is None:
-        return
-    for selector in selectors(part):
+    for selector in selectors(part) if by is not None else ():
         assert set(by.labels) <= labels_of(selector), f"{by.labels} of {selector.name}"
-
-
-def check_call(part: Any) -> None:
-    if not isinstance(part, promql_parser.Call):
-        return
-    if part.func.name in RATES:
+    if isinstance(part, promql_parser.Call) and part.func.name in RATES:
         (selector,) = selectors(part)
         assert metric_of(selector).kind is not MetricKind.GAUGE, f"a rate of {selector.name}"
-    if part.func.name == "histogram_quantile":
+    if isinstance(part, promql_parser.Call) and part.func.name == "histogram_quantile":
         (grouped,) = [p for p in parts(part) if isinstance(p, promql_parser.AggregateExpr)]
         assert grouped.modifier is not None
         assert "le" in grouped.modifier.labels
@@ -135,10 +121,7 @@ def test_a_query_parses_and_asks_for_what_exists(query):
     expr = promql_parser.parse(query)
     assert selectors(expr), query
     for part in parts(expr):
-        check_modifiers(part)
-        check_call(part)
-    for selector in selectors(expr):
-        check_selector(selector)
+        check(part)
 
 
 def test_the_dashboard_is_laid_out_and_labelled():
@@ -149,10 +132,9 @@ def test_the_dashboard_is_laid_out_and_labelled():
             expr = promql_parser.parse(filled(target["expr"], "kvferry_"))
             known = set[str]().union(*map(labels_of, selectors(expr)))
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= known
-    places = [panel["gridPos"] for panel in panels]
     cells = [
         (x, y)
-        for p in places
+        for p in (panel["gridPos"] for panel in panels)
         for x in range(p["x"], p["x"] + p["w"])
         for y in range(p["y"], p["y"] + p["h"])
     ]
@@ -179,142 +161,118 @@ def test_alerts_are_the_same_for_both_endpoints():
     assert len(set(named)) == len(named)
 
 
-def manifest() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / "vllm-kvferry.yaml").read_text()))
+def documents(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The documents of a manifest by kind and name."""
+    text = (DEPLOY / "kubernetes" / name).read_text()
+    return {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(text)}
 
 
-def pod() -> dict[str, Any]:
-    (deployment,) = [d for d in manifest() if d["kind"] == "Deployment"]
-    spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
-    return spec
+SERVER = documents("vllm-kvferry.yaml")
+FLEET = documents("fleet.yaml")
+PODS = {kind: d["spec"]["template"] for (kind, _), d in SERVER.items() if "template" in d["spec"]}
+FLEET_PODS = {
+    kind: d["spec"]["template"] for (kind, _), d in FLEET.items() if "template" in d["spec"]
+}
+POD = PODS["Deployment"]["spec"]
+(CONTAINER,) = POD["containers"]
+
+
+def size(text: str) -> int:
+    return parse_size(f"{text}B")
+
+
+def config_of(container: dict[str, Any]) -> Config:
+    """Its settings; the disk's key is none, and comes from a secret."""
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    assert env.pop(KEY_ENV, None) is None
+    ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
+    assert set(ours) <= {setting.env for setting in describe()}
+    return Config.from_env(ours)
+
+
+def check_memory(pod: dict[str, Any], container: dict[str, Any], more: int = 0) -> None:
+    """Host memory, shared memory and what else is given fit the container."""
+    (shm,) = [v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm"]
+    assert shm["medium"] == "Memory"
+    host = config_of(container).host
+    assert isinstance(host, int)
+    assert host + more + size(shm["sizeLimit"]) < size(container["resources"]["limits"]["memory"])
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.32", kubernetes_validate.latest_version()])
 def test_the_manifests_are_what_kubernetes_takes(version):
-    for document in [*manifest(), *fleet().values()]:
+    for document in [*SERVER.values(), *FLEET.values()]:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def container() -> dict[str, Any]:
-    (only,) = pod()["containers"]
-    return dict(only)
-
-
-def our_variables() -> dict[str, str]:
-    """Those that say a setting; the disk's key is none, and comes from a secret."""
-    env = {item["name"]: item.get("value") for item in container()["env"]}
-    assert env.pop(KEY_ENV, "absent") is None
-    return {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
-
-
 def test_the_manifest_sets_settings_that_exist():
-    ours = our_variables()
-    assert set(ours) <= {setting.env for setting in describe()}
-    config = Config.from_env(ours)
-    limit = parse_size(container()["resources"]["limits"]["memory"] + "B")
-    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
-    shm = volumes["shm"]["emptyDir"]
-    assert isinstance(config.host, int)
-    assert config.host + parse_size(shm["sizeLimit"] + "B") < limit
-    assert shm["medium"] == "Memory"
-    assert container()["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-    (transfer,) = [a for a in container()["args"] if a.startswith("--kv-transfer-config=")]
+    check_memory(POD, CONTAINER)
+    assert CONTAINER["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    (transfer,) = [a for a in CONTAINER["args"] if a.startswith("--kv-transfer-config=")]
     assert json.loads(transfer.split("=", 1)[1])["kv_connector"] == "kvferry"
-
-
-def test_what_names_requests_stays_inside_the_pod():
-    """``/explain`` is on kvferry's own endpoint: on loopback, no port of pod or service."""
-    config = Config.from_env(our_variables())
+    # /explain names requests: it is on loopback, no port of pod or service.
+    config = config_of(CONTAINER)
     assert config.metrics_port is not None
     assert config.metrics_host == "127.0.0.1"
-    (service,) = [d for d in manifest() if d["kind"] == "Service"]
-    for port in (*container()["ports"], *service["spec"]["ports"]):
+    (service,) = [d for (kind, _), d in SERVER.items() if kind == "Service"]
+    for port in (*CONTAINER["ports"], *service["spec"]["ports"]):
         assert config.metrics_port not in port.values(), port
 
 
-def test_what_is_made_once_is_kept():
-    """The model's files and kvferry's profile are on the claim that the manifest makes."""
-    claims = {d["metadata"]["name"]: d for d in manifest() if d["kind"] == "PersistentVolumeClaim"}
-    kept = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod()["volumes"][1:]}
+def test_blocks_models_and_profiles_are_kept_on_claims():
+    claims = {name: d for (kind, name), d in SERVER.items() if kind == "PersistentVolumeClaim"}
+    kept = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"][1:]}
     assert set(kept.values()) == set(claims)
-    places = {m["mountPath"]: kept.get(m["name"]) for m in container()["volumeMounts"]}
+    places = {m["mountPath"]: kept.get(m["name"]) for m in CONTAINER["volumeMounts"]}
     assert places["/root/.cache/huggingface"] == places["/root/.cache/kvferry"] == "vllm-kvferry"
-
-
-def test_the_disk_has_a_volume_of_its_own_and_fits_it():
-    config = Config.from_env(our_variables())
+    config = config_of(CONTAINER)
     (directory,) = config.disk
-    volumes = {m["mountPath"]: m["name"] for m in container()["volumeMounts"]}
-    (claimed,) = [v for v in pod()["volumes"] if v["name"] == volumes[directory]]
-    name = claimed["persistentVolumeClaim"]["claimName"]
-    (claim,) = [d for d in manifest() if d["metadata"]["name"] == name]
-    size = parse_size(claim["spec"]["resources"]["requests"]["storage"] + "B")
-    assert config.disk_size + config.disk_keep_free < 0.95 * size, "file systems need room, too"
+    claim = size(claims[places[directory]]["spec"]["resources"]["requests"]["storage"])
+    assert config.disk_size + config.disk_keep_free < 0.95 * claim, "file systems need room, too"
     assert config.tier_write == "through", "or a restart finds only what was evicted before"
-    (key,) = [item for item in container()["env"] if item["name"] == KEY_ENV]
+    (key,) = [item for item in CONTAINER["env"] if item["name"] == KEY_ENV]
     assert key["valueFrom"]["secretKeyRef"]["optional"], "encryption is optional"
 
 
 def test_the_pod_monitor_finds_the_pods_and_their_port():
-    monitor = yaml.safe_load((DEPLOY / "kubernetes" / "podmonitor.yaml").read_text())
-    (deployment,) = [d for d in manifest() if d["kind"] == "Deployment"]
+    ((_, monitor),) = documents("podmonitor.yaml").items()
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
-    assert wanted <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert wanted <= PODS["Deployment"]["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["port"] in [port["name"] for port in container()["ports"]]
-
-
-def fleet() -> dict[tuple[str, str], dict[str, Any]]:
-    """The manifest's documents by kind and name."""
-    text = (DEPLOY / "kubernetes" / "fleet.yaml").read_text()
-    return {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(text)}
-
-
-def fleet_pods() -> dict[str, dict[str, Any]]:
-    return {
-        kind: d["spec"]["template"] for (kind, _), d in fleet().items() if "template" in d["spec"]
-    }
+    assert endpoint["port"] in [port["name"] for port in CONTAINER["ports"]]
 
 
 def test_the_fleets_servers_find_its_master_and_fit_their_pods():
-    pods = fleet_pods()
-    (server,) = pods["StatefulSet"]["spec"]["containers"]
-    (master,) = pods["Deployment"]["spec"]["containers"]
+    (server,) = FLEET_PODS["StatefulSet"]["spec"]["containers"]
+    (master,) = FLEET_PODS["Deployment"]["spec"]["containers"]
     assert server["image"] == master["image"]
-    env = {item["name"]: item.get("value") for item in server["env"]}
-    ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
-    assert set(ours) <= {setting.env for setting in describe()}
-    config = Config.from_env(ours)
+    config = config_of(server)
     assert config.remote_settings is not None
     address = config.remote_settings.address
     name, port = address.place.split(":")
-    service = fleet()[("Service", name)]["spec"]
+    service = FLEET["Service", name]["spec"]
     (rpc,) = service["ports"]
     assert rpc["port"] == int(port)
-    assert service["selector"].items() <= pods["Deployment"]["metadata"]["labels"].items()
+    assert service["selector"].items() <= FLEET_PODS["Deployment"]["metadata"]["labels"].items()
     ports = {each["name"]: each["containerPort"] for each in master["ports"]}
     assert f"--rpc_port={ports[rpc['targetPort']]}" in master["args"]
     assert f"--metrics_port={ports['metrics']}" in master["args"]
-    volumes = {volume["name"]: volume for volume in pods["StatefulSet"]["spec"]["volumes"]}
-    shm = parse_size(volumes["shm"]["emptyDir"]["sizeLimit"] + "B")
-    limit = parse_size(server["resources"]["limits"]["memory"] + "B")
-    assert isinstance(config.host, int)
     segment = parse_size(address.options["segment"])
     assert segment > 0, "a server must give memory"
-    assert config.host + segment + shm < limit
+    check_memory(FLEET_PODS["StatefulSet"]["spec"], server, segment)
     assert config.tier_write == "through"
     assert config.metrics_host == "127.0.0.1"
 
 
 def test_only_the_fleets_pods_reach_its_store():
-    policy = fleet()[("NetworkPolicy", "kvferry-fleet")]["spec"]
+    policy = FLEET["NetworkPolicy", "kvferry-fleet"]["spec"]
     chosen = policy["podSelector"]["matchLabels"].items()
-    for pod_ in fleet_pods().values():
-        assert chosen <= pod_["metadata"]["labels"].items()
+    for pod in FLEET_PODS.values():
+        assert chosen <= pod["metadata"]["labels"].items()
     ours, public = policy["ingress"]
     assert ours == {"from": [{"podSelector": policy["podSelector"]}]}
-    (server,) = fleet_pods()["StatefulSet"]["spec"]["containers"]
+    (server,) = FLEET_PODS["StatefulSet"]["spec"]["containers"]
     assert public == {"ports": [{"port": server["ports"][0]["containerPort"]}]}
     assert "mooncake" in (DEPLOY / "docker" / "Dockerfile").read_text()
 

@@ -80,13 +80,6 @@ def test_the_pages_pass_the_prose_check(capsys) -> None:
     assert not failed, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_the_package_indexs_page_links_to_nothing_that_is_not_there() -> None:
     """It has no files beside it: of a link into the source tree only the words may remain."""
     page = (ROOT / "README.md").read_text()

@@ -61,32 +61,46 @@ def test_every_number_is_whole_at_every_width(width):
     assert "…" not in words
 
 
-def test_an_error_is_shown_with_the_last_view():
-    shown = lines(look(), 40, error="it is gone \x1b[2J and that is a long story to tell")
-    assert any("it is gone" in line for line in shown)
-    assert "\x1b" not in "".join(shown)
-    assert any("hit rate" in line for line in shown)
+HOST, DISK = look().tiers
+AWAY = replace(DISK, is_away=True, why_away="rank 1: \x1b[2J no such file")
+KEYED = replace(HOST, name="store", free=0, cached=0, leased=0, asked=4000, found=999)
+DRIVES = DrivesView(3.5e9, 1.2e9, {"damaged": 2, "late": 1}, 5, 0.4, 1)
+WELL = replace(DRIVES, failed={}, num_away=0, pending=0)
 
 
-def test_names_with_markup_are_shown_as_they_are():
-    tier = look().tiers[0]
-    view = look(tiers=[replace(tier, name="[red]disk[/]")], misses={"[bold]": 3})
-    for width in (30, 200):
-        words = " ".join(lines(view, width))
-        assert "[red]disk[/]" in words
-        assert "[bold]" in words
-
-
-@pytest.mark.parametrize("width", [30, 200])
-def test_a_tier_that_is_away_is_seen_first_and_says_why(width):
-    tier = replace(look().tiers[1], is_away=True, why_away="rank 1: \x1b[2J no such file")
-    shown = lines(look(tiers=[look().tiers[0], tier]), width)
-    words = re.sub(r"\s+", " ", " ".join(shown))
-    assert "disk (unavailable)" in words
-    assert "Tier disk is unavailable: rank 1:" in words
-    assert "no such file" in words
-    assert "host (unavailable)" not in words
-    assert "\x1b" not in words
+@pytest.mark.parametrize("width", [30, 60, 200])
+@pytest.mark.parametrize(
+    ("changes", "words", "absent"),
+    [
+        ({"idle": "prefix caching is off"}, ["idle: prefix caching is off"], []),
+        ({"idle": "a newer \x1b[2J one"}, ["idle: a newer"], []),
+        ({"tiers": [replace(HOST, name="[red]disk[/]")]}, ["[red]disk[/]"], []),
+        ({"misses": {"[bold]": 3}}, ["3 [bold]"], []),
+        (
+            {"tiers": [HOST, AWAY]},
+            ["disk (unavailable)", "Tier disk is unavailable: rank 1:", "no such file"],
+            ["host (unavailable)"],
+        ),
+        ({"tiers": [KEYED]}, ["999 of 4,000 found", "25%"], ["0 of 0"]),
+        (
+            {"tiers": [replace(DISK, drives=DRIVES, restored=1200)]},
+            [
+                "Drives of disk: 3.5 GB/s read, 1.2 GB/s written, 5 blocks not durable yet "
+                "(oldest 0.4 s), 1,200 blocks found at start",
+                "2 blocks failed (damaged), 1 block failed (late), 1 drive unavailable",
+            ],
+            [],
+        ),
+        ({"tiers": [replace(DISK, drives=WELL)]}, ["0 blocks not durable yet"], ["failed ("]),
+    ],
+)
+def test_it_says_what_is_special_at_every_width(width, changes, words, absent):
+    shown = lines(look(**changes), width, error="gone \x1b[2J, a long story to tell")
+    assert max(map(cell_len, shown)) <= width
+    said = re.sub(r"\s+", " ", " ".join(shown))
+    assert "\x1b" not in said
+    assert [each for each in ("gone", "hit rate", *words) if each not in said] == []
+    assert [each for each in absent if each in said] == []
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
@@ -113,39 +127,6 @@ def test_an_explanation_keeps_its_numbers_whole(width):
     assert "Decision: load (expected to be faster): 257 µs to load, 243.8 ms to compute" in words
 
 
-def test_drives_have_a_line_and_their_troubles_another():
-    view = look()
-    drives = DrivesView(3.5e9, 1.2e9, {"damaged": 2, "late": 1}, 5, 0.4, 1)
-    tiers = [*view.tiers[:-1], replace(view.tiers[-1], drives=drives, restored=1200)]
-    said = "\n".join(lines(replace(view, tiers=tiers), 200))
-    assert (
-        "Drives of disk: 3.5 GB/s read, 1.2 GB/s written, 5 blocks not durable yet (oldest 0.4 "
-        "s), 1,200 blocks found at start" in said
-    )
-    assert "2 blocks failed (damaged), 1 block failed (late), 1 drive unavailable" in said
-    well = replace(drives, failed={}, num_away=0, pending=0)
-    said = "\n".join(lines(replace(view, tiers=[replace(view.tiers[-1], drives=well)]), 200))
-    assert "0 blocks not durable yet\n" in said
-    assert "failed (" not in said
-
-
-@pytest.mark.parametrize("width", [30, 200])
-@pytest.mark.parametrize(
-    ("idle", "words"),
-    [
-        ("prefix caching is off", "idle: prefix caching is off"),
-        ("a newer \x1b[2J one", "idle: a newer"),
-    ],
-)
-def test_an_idle_server_says_so_before_any_number(width, idle, words):
-    shown = lines(look(idle=idle), width)
-    assert max(map(cell_len, shown)) <= width
-    said = re.sub(r"\s+", " ", " ".join(shown))
-    assert words in said
-    assert said.index(words) < said.index("hit rate")
-    assert "\x1b" not in said
-
-
 def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
     away = ("disk: rank 0: \x1b[2J gone",)
     why = AnswerExplanation(100, 0, 0, "tier_unavailable", asked_blocks=1, tiers_away=away)
@@ -156,14 +137,3 @@ def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
     assert "Lower tiers were asked for 1 block." in capture.get()
     assert "Unavailable: disk: rank 0:" in capture.get()
     assert "\x1b" not in capture.get()
-
-
-@pytest.mark.parametrize("width", [30, 60, 80, 200])
-def test_a_tier_that_knows_keys_shows_what_it_was_asked_for(width):
-    tier = replace(look().tiers[0], name="store", free=0, cached=0, leased=0, asked=4000, found=999)
-    shown = lines(look(tiers=[tier]), width)
-    words = re.sub(r"\s+", " ", " ".join(shown))
-    assert re.search("999 of 4,000 found", words)
-    assert "25%" in words
-    assert "0 of 0" not in words
-    assert max(map(cell_len, shown)) <= width
