@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -31,47 +31,28 @@ def drip(data: bytes, pause: float = 0.05, seconds: float = 6.0) -> Said:
 
 
 class HostileEndpoint:
-    """Owns a listening socket and a thread for each connection; ends in close.
-
-    ``say`` gets the path that was asked for.
-    """
+    """Owns a server with a thread for each connection. ``say`` gets the path that was asked for."""
 
     def __init__(self, say: Callable[[str], Said]) -> None:
         self.say = say
-        self.paths: list[str] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._closing = threading.Event()
-        self._threads = [threading.Thread(target=self._serve)]
-        self._threads[0].start()
+        self.is_closing = False
+        endpoint = self
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if self._closing.is_set():
-                connection.close()
-                return
-            thread = threading.Thread(target=self._talk, args=(connection,))
-            self._threads.append(thread)
-            thread.start()
+        class Talk(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError):
+                    self.request.settimeout(10)
+                    path = self.request.recv(65536).decode("latin-1").split(" ")[1]
+                    for piece in endpoint.say(path):
+                        if endpoint.is_closing:
+                            return
+                        self.request.sendall(piece)
 
-    def _talk(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.settimeout(10)
-            path = connection.recv(65536).decode("latin-1").split(" ")[1]
-            self.paths.append(path)
-            for piece in self.say(path):
-                if self._closing.is_set():
-                    return
-                connection.sendall(piece)
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever).start()
 
     def close(self) -> None:
-        self._closing.set()
-        with suppress(OSError), socket.create_connection(self._listener.getsockname(), timeout=5):
-            pass
-        self._listener.close()
-        for thread in self._threads:
-            thread.join()
+        self.is_closing = True
+        self._server.shutdown()
+        self._server.server_close()  # waits for its threads

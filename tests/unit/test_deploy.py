@@ -102,8 +102,9 @@ def check(part: Any) -> None:
                     assert re.search(rf"\b{value}\b", known[matcher.name]), matcher
     modifier: Any = getattr(part, "modifier", None)
     by = modifier if hasattr(modifier, "labels") else getattr(modifier, "matching", None)
-    for selector in selectors(part) if by is not None else ():
-        assert set(by.labels) <= labels_of(selector), f"{by.labels} of {selector.name}"
+    grouped_by = set() if by is None else set(by.labels)
+    for selector in selectors(part):
+        assert grouped_by <= labels_of(selector), f"{grouped_by} of {selector.name}"
     if isinstance(part, promql_parser.Call) and part.func.name in RATES:
         (selector,) = selectors(part)
         assert metric_of(selector).kind is not MetricKind.GAUGE, f"a rate of {selector.name}"
@@ -221,9 +222,11 @@ def test_the_manifest_sets_settings_that_exist():
 
 def test_blocks_models_and_profiles_are_kept_on_claims():
     claims = {name: d for (kind, name), d in SERVER.items() if kind == "PersistentVolumeClaim"}
-    kept = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"][1:]}
+    kept: dict[str, str] = {
+        v["name"]: v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"][1:]
+    }
     assert set(kept.values()) == set(claims)
-    places = {m["mountPath"]: kept.get(m["name"]) for m in CONTAINER["volumeMounts"]}
+    places = {m["mountPath"]: kept.get(m["name"], "") for m in CONTAINER["volumeMounts"]}
     assert places["/root/.cache/huggingface"] == places["/root/.cache/kvferry"] == "vllm-kvferry"
     config = config_of(CONTAINER)
     (directory,) = config.disk
