@@ -183,6 +183,9 @@ class Measurer:
             found = run_load(engine, load, seed=100 + number, fills=False)
             if isinstance(engine, Modelless):
                 engine.rest()  # what is stored once all have ended is part of it
+        session = vars(engine.core.scheduler.connector).get("_session")
+        if session is not None and session.guard.broken:  # its hooks would cost nothing
+            raise RuntimeError(f"kvferry is out of service: {session.guard.reason}")
         return {
             "seconds": found["seconds"],
             "requests": found["requests"],
