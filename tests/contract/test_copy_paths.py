@@ -9,36 +9,20 @@ from typing import Any
 
 import pytest
 from tests.fakes.driver import FakeDriver
-from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import make_kv
-from tests.fakes.rig import PATHS, Rig
+from tests.fakes.rig import PATHS
 
 from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.settings import copy_paths
-from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, CopyPath, path_names
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, path_names
 from kvferry.transfer.job import Direction
-from kvferry.transfer.paths.contract import Means, class_of, common_variants, open_paths
+from kvferry.transfer.paths.contract import class_of, common_variants, open_paths
 from kvferry.transfer.planner.choose import Planner
 from kvferry.transfer.planner.profile import builtin_profile
 
 KV = make_kv("layers")
 PAGE = Path(__file__).parents[2] / "docs" / "copy-engine.md"
-
-
-@pytest.mark.parametrize("path", COPY_PATHS, ids=lambda path: path.name)
-def test_it_opens_as_described_and_copies(path: CopyPath) -> None:
-    def make(driver: Any) -> Any:
-        launcher = HostLauncher(driver) if path.needs_kernels else None
-        return class_of(path).open(Means(driver, launcher, ring_bytes=1 << 16))
-
-    rig = Rig(path=path.name, paths={path.name: make})
-    rig.store([1, 2], [4, 6])
-    rig.drain_ok()
-    assert [rig.slot(slot) for slot in (4, 6)] == [rig.kv.block(block) for block in (1, 2)]
-    rig.load([6], [0])
-    rig.drain_ok()
-    assert rig.kv.block(0) == rig.slot(6)
 
 
 def test_the_suites_for_all_paths_know_them_all() -> None:

@@ -145,17 +145,9 @@ def outcomes(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_compute_that_waits_for_its_part_reads_it(path: str) -> None:
+def test_compute_that_waits_for_its_part_reads_it_and_no_other_does(path: str) -> None:
     assert all(outcomes(path))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_compute_that_does_not_wait_is_seen(path: str) -> None:
     assert not all(outcomes(path, mutate=compute_does_not_wait))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_compute_that_waits_for_the_wrong_part_is_seen(path: str) -> None:
     assert not all(outcomes(path, order=for_the_part_before))
 
 

@@ -18,7 +18,7 @@ from tests.gpu.slow_kernel import SlowFill
 
 from kvferry.transfer.driver import BatchForm, Driver
 from kvferry.transfer.job import Direction
-from kvferry.transfer.layout import GroupLayout, TensorView, describe
+from kvferry.transfer.layout import GroupLayout, LayerParts, TensorView, describe
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
 
@@ -162,15 +162,16 @@ def test_bytes_arrive_exactly(path: str, layout: str, make_card: Callable[..., C
     assert np.array_equal(card.host, expected)
     assert np.array_equal(card.read(), device)
 
-    card.host[...] = random_bytes(card, card.host.size).reshape(card.host.shape)
-    before = card.host.copy()
-    for block, slot in zip(blocks, slots, strict=True):
-        for here, there in card.ranges(block):
-            device[here] = card.host[slot, there]
-    card.load(slots, blocks)
-    card.drain()
-    assert np.array_equal(card.read(), device)
-    assert np.array_equal(card.host, before)
+    for in_parts in (False, True):
+        card.host[...] = random_bytes(card, card.host.size).reshape(card.host.shape)
+        before = card.host.copy()
+        for block, slot in zip(blocks, slots, strict=True):
+            for here, there in card.ranges(block):
+                device[here] = card.host[slot, there]
+        card.load(slots, blocks, in_parts=in_parts)
+        card.drain()
+        assert np.array_equal(card.read(), device)
+        assert np.array_equal(card.host, before)
 
 
 RACE_BYTES, RACE_LAYOUT = layers(1 * MiB, 8)
@@ -267,3 +268,42 @@ def test_races_are_won_and_lost_without_the_wait(
     lost = not all(run(card) for _ in range(3))
     driver.deaf_stream = None
     assert lost, "the race was won without the wait: the test proves nothing"
+
+
+def layers_read(card: Card) -> bool:
+    """Each layer is copied away behind its own part; whether all of them had landed by then."""
+    slots = list(range(NUM_BLOCKS))
+    card.write(np.full(RACE_BYTES, 0xEE, dtype=np.uint8))
+    card.host[...] = random_bytes(card, card.host.size).reshape(card.host.shape)
+    parts, seen = LayerParts.of(card.layout), np.empty(RACE_BYTES, dtype=np.uint8)
+    wanted: Bytes = np.full(RACE_BYTES, 0xEE, dtype=np.uint8)
+    with card.driver.current():  # before the load: it takes longer than that
+        card.driver.register_host(seen.ctypes.data, seen.nbytes)
+    load = card.load(slots, slots, in_parts=True)
+    assert card.engine._queues[Direction.LOAD].flush(30.0)
+    with card.driver.current():
+        for name in dict.fromkeys(name for name, _, _ in card.layout.spans):
+            card.engine.order_compute_after_part([load], parts.last_of(card.layout, [name]))
+            start = int(name.split()[1]) * (RACE_BYTES - 64) // 8
+            size = (RACE_BYTES - 64) // 8
+            at = seen.ctypes.data + start
+            card.driver.copy_async(at, card.device + start, size, card.compute)
+        card.driver.synchronize_stream(card.compute)
+        card.driver.unregister_host(seen.ctypes.data)
+    card.drain()
+    for block in slots:
+        for here, there in card.ranges(block):
+            wanted[here] = card.host[block, there]
+    return bool(np.array_equal(seen[:-64], wanted[:-64]))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_compute_that_waits_for_its_part_reads_it(
+    path: str, driver: LeakyDriver, make_card: Callable[..., Card]
+) -> None:
+    card = make_card(path, RACE_BYTES, RACE_LAYOUT)
+    layers_read(card)  # kernels are compiled and buffers made before the race starts
+    assert all(layers_read(card) for _ in range(3))
+    driver.deaf_stream = card.compute
+    assert not all(layers_read(card) for _ in range(3)), "nobody waited, and nobody saw it"
+    driver.deaf_stream = None

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes.driver import FakeDriver
 
 from kvferry.errors import ClosedError, DriverError
-from kvferry.hostmem.memory import HostMemory
 from kvferry.transfer.driver import (
     BATCH_WITH_FAIL_INDEX,
     BATCH_WITHOUT_FAIL_INDEX,
@@ -299,12 +297,3 @@ def test_memory_is_pinned_while_another_thread_captures_a_graph() -> None:
     with pytest.raises(DriverError):
         driver.register_host(4096, 4096)
     assert library.mode == 0, "a refusal puts it back too"
-
-
-def test_a_pool_pins_through_the_driver_and_gives_back() -> None:
-    driver = FakeDriver()
-    with HostMemory(1 << 20, 10_007, registrar=driver, chunk_bytes=1 << 16) as host:
-        assert host.growth.wait(60)
-        assert host.is_pinned
-        assert driver.leaks() == {"registrations": len(host.tier.chunks)}
-    assert driver.leaks() == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvferry.transfer.driver import SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths import direct
-from kvferry.transfer.paths.direct import HostRuns, count_runs
+from kvferry.transfer.paths.direct import HostRuns
 
 BLOCK = 64
 HOST, RING = 1 << 20, 1 << 30
@@ -88,30 +87,11 @@ def test_every_byte_goes_to_its_place(
             assert (host - HOST) // chunk == (host + size - 1 - HOST) // chunk
         found.update({ring + i: host + i for i in range(size)})
     assert found == expected
+    breaks = sum(
+        expected[at + 1] != expected[at] + 1
+        or (pitch != BLOCK and (expected[at + 1] - HOST) % pitch == 0)
+        or (chunk is not None and (expected[at + 1] - HOST) % chunk == 0)
+        for at in range(RING, RING + end - start - 1)
+    )
+    assert len(copies) == breaks + 1
     assert sum(size for *_, size in copies) == end - start
-
-
-def heads_one_by_one(given_job: CopyJob) -> list[int]:
-    """What a run is, slot after slot."""
-    slots, pitch, chunk = given_job.host_slots.tolist(), given_job.host_pitch, given_job.host_chunk
-
-    def follows(one: int, other: int) -> bool:
-        same_chunk = chunk is None or one * pitch // chunk == other * pitch // chunk
-        return pitch == BLOCK and other == one + 1 and same_chunk
-
-    return [
-        place for place in range(len(slots)) if not place or not follows(*slots[place - 1 :][:2])
-    ]
-
-
-@pytest.mark.parametrize("pitch", [BLOCK, 2 * BLOCK])
-@pytest.mark.parametrize("chunk", [None, 2 * BLOCK, 3 * BLOCK, 32 * BLOCK])
-def test_runs_are_found_in_slots_in_any_order(pitch: int, chunk: int | None) -> None:
-    """All orders of up to five neighbours: ends may look like those of one run that is none."""
-    for length in range(1, 6):
-        for start in range(3):
-            for slots in itertools.permutations(range(start, start + length)):
-                given_job = job(list(slots), pitch=pitch, chunk=chunk)
-                heads = heads_one_by_one(given_job)
-                assert given_job.run_heads.tolist() == heads, slots
-                assert count_runs(given_job) == len(heads)

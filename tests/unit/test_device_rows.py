@@ -45,20 +45,6 @@ def test_accesses_are_as_wide_as_the_alignment_allows(sizes: list[int], shape: R
     assert row_shape(given_layout, common_alignment(given_layout)) == shape
 
 
-@given(st.lists(st.integers(1, 9000), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8, 16]))
-def test_rows_cover_the_block_once(sizes: list[int], alignment: int) -> None:
-    sizes = [size * alignment for size in sizes]
-    given_layout = layout(sizes)
-    rows = RowTable(given_layout, row_shape(given_layout, alignment))
-    lengths = np.minimum(given_layout.sizes[rows.segments] - rows.starts, rows.shape.row_bytes)
-    assert (lengths > 0).all()
-    ends = rows.places + lengths
-    assert rows.places[0] == 0
-    assert ends[-1] == given_layout.block_bytes
-    assert np.array_equal(rows.places[1:], ends[:-1])
-    assert len(rows.segments) == rows.rows_per_block
-
-
 PAGE = 4096
 
 
