@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
-from enum import Enum
 from errno import EADDRINUSE
 from functools import partial
 from http import HTTPStatus
@@ -191,10 +190,7 @@ _BACKLOG = 128
 _CHUNK = 64 << 10
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
-_NO_DESCRIPTOR_SECONDS = 0.5
 _QUIET_SECONDS = 60.0
-_GRACE_SECONDS = 0.25
-"""So long a client may take before its place is given to another: requests come in one piece."""
 _LAST_SECONDS = 0.25
 """So long clients have at the end to take an answer that was being worked out."""
 
@@ -206,35 +202,13 @@ Answer = Callable[[tuple[str, ...]], Reply | None]
 """From the parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``); None: no such page."""
 
 
-class ConnectionState(Enum):
-    """What a connection waits for."""
-
-    READING = "reading"  # the rest of its request
-    ANSWERING = "answering"  # an answer that is being worked out
-    WRITING = "writing"  # room to write more of the reply
-    LEAVING = "leaving"  # the client to close, which has all of its reply
-
-
-class Connection:
-    """One client: its socket, what it waits for, and since when."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self.socket = sock
-        self.task: asyncio.Task[None]
-        self.enter(ConnectionState.READING)
-
-    def enter(self, state: ConnectionState) -> None:
-        self.state = state
-        self.since = time.monotonic()
-
-
 class HttpServer:
     """Owns a listening socket, its connections, and the threads that serve them; ends in close.
 
     At most MAX_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
-    to send its request or to leave, or waits. Clients that ask the same at the same time get the
-    same answer. Bound to loopback, it answers only requests for a loopback name.
+    to send its request or to leave; if all wait for answers, it is closed. Clients that ask the
+    same at the same time get the same answer. Bound to loopback, it answers only requests for a
+    loopback name.
     """
 
     def __init__(
@@ -262,7 +236,9 @@ class HttpServer:
         self._num_orders = 0
         self._patience = patience
         self._local_only = is_loopback(self.host)
-        self._connections: set[Connection] = set()
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
+        self._idle: dict[asyncio.StreamWriter, None] = {}
+        """Those that read a request or wait for the client to leave, in the order they began to."""
         self._asking: dict[HttpRequest, asyncio.Future[bytes]] = {}  # not begun by any thread
         self._asking_lock = threading.Lock()
         self._log_again_at = 0.0
@@ -301,64 +277,34 @@ class HttpServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(self._log_shortage)
         try:
             self._loop.run_until_complete(self._serve())
         finally:
-            for connection in self._connections:
-                connection.socket.close()
             self._listener.close()
             self._loop.close()
 
     async def _serve(self) -> None:
-        accepting = asyncio.ensure_future(self._accept())
+        server = await asyncio.start_server(self._converse, sock=self._listener, backlog=_BACKLOG)
         await self._end.wait()
-        accepting.cancel()
-        tasks = [connection.task for connection in self._connections]
-        last = [c.task for c in self._connections if c.state is not ConnectionState.READING]
+        server.close()
+        await asyncio.sleep(_LAST_SECONDS / 10)  # clients that were just let in begin to converse
+        last = [task for each, task in self._connections.items() if task and each not in self._idle]
         if last:
             await asyncio.wait(last, timeout=_LAST_SECONDS)
+        tasks = [task for task in self._connections.values() if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(accepting, *tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # sockets are closed in the loop's next turn
 
-    async def _accept(self) -> None:
-        """Let clients in while there is room and descriptors; else they wait in the backlog."""
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._listener)
-            except ConnectionError:
-                continue  # the client has gone again
-            except OSError as error:  # EMFILE: it would fail as long as there is no descriptor
-                self._log_shortage(error)
-                await asyncio.sleep(_NO_DESCRIPTOR_SECONDS)
-                continue
-            connection = Connection(sock)
-            while len(self._connections) >= MAX_CONNECTIONS and not await self._evict():
-                await asyncio.sleep(_GRACE_SECONDS)
-            connection.enter(ConnectionState.READING)
-            self._connections.add(connection)
-            connection.task = self._loop.create_task(self._converse(connection))
-            self._rest()
-
-    async def _evict(self) -> bool:
-        """End a connection that has its reply, or the one that has been slowest to ask, if any."""
-        leaving = [c for c in self._connections if c.state is ConnectionState.LEAVING]
-        latest = time.monotonic() - _GRACE_SECONDS
-        slow = leaving or [
-            c for c in self._connections if c.state is ConnectionState.READING and c.since <= latest
-        ]
-        if not slow:
-            return False
-        slowest = min(slow, key=lambda each: each.since)
-        slowest.task.cancel()
-        await asyncio.wait([slowest.task])
-        return True
-
-    def _log_shortage(self, error: OSError) -> None:
+    def _log_shortage(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop accepts no client, for lack of descriptors; it tries again every second."""
         now = time.monotonic()
         if now >= self._log_again_at:
             self._log_again_at = now + _QUIET_SECONDS
-            log.warning("port %d accepts no connections for now: %s", self.port, error)
+            error = context.get("exception", context["message"])
+            log.warning("port %d lets no client in for now: %s", self.port, error)
 
     def _rest(self) -> None:
         """However many clients come, most of the time is the engine's."""
@@ -367,36 +313,50 @@ class HttpServer:
             time.sleep(seconds)
             self._worked = time.thread_time()
 
-    async def _converse(self, connection: Connection) -> None:
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client, from its first byte to its last."""
-        sock, loop, patience = connection.socket, self._loop, self._patience
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._end_one(next(iter(self._idle), writer))
+        if writer.transport.is_closing():
+            return
+        self._connections[writer] = asyncio.current_task()
+        self._idle[writer] = None
+        patience = self._patience
         try:
-            reply = await asyncio.wait_for(self._read(connection), patience)
+            reply = await asyncio.wait_for(self._read(reader, writer), patience)
+            self._idle.pop(writer, None)
             if not isinstance(reply, bytes):
-                connection.enter(ConnectionState.ANSWERING)
                 reply = await reply
-            connection.enter(ConnectionState.WRITING)
-            await asyncio.wait_for(loop.sock_sendall(sock, reply), patience)
+            writer.transport.set_write_buffer_limits(0)  # all of it is to be written in time
+            writer.write(reply)
+            await asyncio.wait_for(writer.drain(), patience)
             # Closed at once, unread bytes of the client would take our reply along.
-            connection.enter(ConnectionState.LEAVING)
-            sock.shutdown(socket.SHUT_WR)
-            await asyncio.wait_for(self._drain(sock), _LEAVING_SECONDS)
+            self._idle[writer] = None
+            writer.write_eof()
+            await asyncio.wait_for(self._drain(reader), _LEAVING_SECONDS)
         except (OSError, asyncio.TimeoutError):
             pass  # the client has gone, or takes too long
         finally:
-            self._connections.discard(connection)
-            sock.close()
+            self._end_one(writer)
 
-    async def _drain(self, sock: socket.socket) -> None:
-        while await self._loop.sock_recv(sock, _CHUNK):
+    def _end_one(self, writer: asyncio.StreamWriter) -> None:
+        self._connections.pop(writer, None)
+        self._idle.pop(writer, None)
+        writer.transport.abort()
+
+    async def _drain(self, reader: asyncio.StreamReader) -> None:
+        while await reader.read(_CHUNK):
             self._rest()
 
-    async def _read(self, connection: Connection) -> bytes | Coroutine[Any, Any, bytes]:
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes | Coroutine[Any, Any, bytes]:
         """Read a request; returns what works its answer out, or the answer."""
         received = bytearray()
-        is_local = is_loopback(str(connection.socket.getpeername()[0]))
+        peer = writer.get_extra_info("peername")
+        is_local = peer is not None and is_loopback(str(peer[0]))
         while True:
-            chunk = await self._loop.sock_recv(connection.socket, _CHUNK)
+            chunk = await reader.read(_CHUNK)
             if not chunk:
                 raise ConnectionResetError("the client left before it had asked")
             received += chunk
