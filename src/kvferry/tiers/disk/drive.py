@@ -95,7 +95,7 @@ class DriveServer:
             check_seconds=setup.check_seconds,
         )
         tracker = self._tracker = io_workers.WriteTracker(
-            store.index, self._status, setup.commit_seconds, setup.generation
+            store.index, self._status, setup.commit_seconds
         )
         self._commits = io_workers.CommitThread(
             tracker,
@@ -104,8 +104,9 @@ class DriveServer:
             health,
             self._status,
             check_seconds=setup.check_seconds,
-            generation=setup.generation,
-            was_reset=self._was_reset,
+            was_reset=lambda number: self._channel.send(
+                messages.pack_number(FrameKind.FORGOT, number)
+            ),
             note_written=self._note_written,
         )
         if setup.refill:
@@ -153,8 +154,8 @@ class DriveServer:
         elif kind is FrameKind.CANCEL:
             self._queue.cancel(messages.unpack_number(body))
         elif kind is FrameKind.FORGET:
-            generation, number, is_kept = messages.unpack_numbers(body)
-            self._tracker.reset(generation, number, is_kept=bool(is_kept))
+            number, is_kept = messages.unpack_numbers(body)
+            self._tracker.reset(number, is_kept=bool(is_kept))
 
     def _submit(self, order: OrderMessage) -> None:
         places, count = order.places, self._store.num_places
@@ -164,11 +165,6 @@ class DriveServer:
             self._channel.send(messages.pack_result(failed))
             return
         self._queue.submit(order)
-
-    def _was_reset(self, generation: int) -> None:
-        """The reset that began this generation is durable: tell the engine."""
-        number = self._store.index.reset_number
-        self._channel.send(messages.pack_number(FrameKind.FORGOT, generation, number))
 
     def _note_written(self) -> None:
         if self._day is not None:

@@ -102,6 +102,10 @@ def copies_of(pages: Pages, which: SlotArray) -> Pages:
     return raw[np.arange(len(pages)), which].view(pages.dtype)[:, 0]
 
 
+def num_blocks(records: Records) -> int:
+    return int(np.count_nonzero(records["turn"]))
+
+
 @dataclass
 class RecoveryReport:
     """What was found, and what was left out."""
@@ -269,6 +273,8 @@ class DiskIndex:
         self._reset: tuple[int, bool] | None = None  # to take from the queue
         self._reset_due: tuple[int, bool] | None = None  # taken, and not yet on the medium
         self._unsaved: list[tuple[int, SlotArray, Records]] = []
+        self.num_pending = 0
+        """How many blocks were written, and are not durable yet."""
         self._is_closed = False
         try:
             known, is_damaged = self._read_reset()
@@ -370,6 +376,7 @@ class DiskIndex:
         with self._lock:
             records["turn"] = self.num_recorded + 1 + np.arange(len(places), dtype=np.uint64)
             self._enqueue(places, records)
+            self.num_pending += len(places)
             self.proofs[places] = proofs
             self.present[places] = True
 
@@ -386,10 +393,19 @@ class DiskIndex:
         """
         with self._lock:
             self._queue.clear()
+            self.num_pending = 0
             # After the clock was put back the number must still be one of its own.
             self.reset_number = max(number, self.reset_number + 1)
             self._reset = (self.reset_number, is_kept)
             self.present.fill(False)
+
+    def drop_queued(self) -> None:
+        """What no commit has taken was never written: its bytes may not be on the medium."""
+        with self._lock:
+            for _, places, records in self._queue:
+                self.num_pending -= num_blocks(records)
+                self.present[places] = False
+            self._queue.clear()
 
     def _enqueue(self, places: SlotArray, records: Records) -> None:
         self.num_recorded += len(places)
@@ -445,6 +461,8 @@ class DiskIndex:
             self._write_pages(some, numbers[mine], places[mine], records[mine])
         self._table.file.sync()
         self._commit += 1
+        with self._lock:
+            self.num_pending = max(0, self.num_pending - num_blocks(records))
         self._unsaved = []
 
     def _write_pages(

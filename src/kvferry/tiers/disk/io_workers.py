@@ -29,32 +29,27 @@ from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CommitPoint:
     """A point in the order of events: a commit covers what happened before it."""
 
     num_recorded: int
     generation: int
-    places: list[Numbers]
-    """Written since the last commit, in the order of their writes."""
-    num_blocks: int
     since: float
 
 
 class WriteTracker:
-    """Owns the order of events between threads and index. Any thread may use it."""
+    """Owns the order of events between threads and index. Any thread may use it.
 
-    def __init__(
-        self, index: DiskIndex, status: StatusPage, commit_seconds: float, generation: int = 0
-    ) -> None:
-        """What the index has recovered belongs to ``generation``."""
+    A generation is the reset number under which an order was given.
+    """
+
+    def __init__(self, index: DiskIndex, status: StatusPage, commit_seconds: float) -> None:
         self._index = index
         self._status = status
         self._commit_seconds = commit_seconds
         self._changed = threading.Condition()  # guards all below
-        self._generation = generation
-        self._written: list[Numbers] = []
-        self._num_written = 0
+        self._generation = index.reset_number
         self._since = 0.0
         """When the oldest event that no commit covers happened; 0: there is none."""
         self._committing: CommitPoint | None = None
@@ -88,8 +83,6 @@ class WriteTracker:
                 return "the drive did not keep what was written meanwhile"
             if len(places):
                 self._index.record_written(places, Keys(keys), proofs)
-                self._written.append(places)
-                self._num_written += len(places)
                 self._note()
             return ""
 
@@ -106,12 +99,11 @@ class WriteTracker:
             same = (self._index.proofs[places] == proofs).all(axis=1)
             self.lose(places[same & self._index.present[places]])
 
-    def reset(self, generation: int, number: int, *, is_kept: bool) -> None:
+    def reset(self, generation: int, *, is_kept: bool) -> None:
         """Nothing of an earlier generation is here any more; to be committed at once."""
         with self._changed:
             self._generation = generation
-            self._index.reset(number, is_kept=is_kept)
-            self._written, self._num_written = [], 0
+            self._index.reset(generation, is_kept=is_kept)
             self._is_urgent = True
             self._note()
 
@@ -125,9 +117,8 @@ class WriteTracker:
 
     def _show(self) -> None:
         """Publish how many blocks wait for a commit, and since when."""
-        point = self._committing
-        count, since = (point.num_blocks, point.since) if point is not None else (0, 0.0)
-        self._status.put(Count.PENDING, count + self._num_written)
+        since = self._committing.since if self._committing is not None else 0.0
+        self._status.put(Count.PENDING, self._index.num_pending)
         self._status.put(Count.PENDING_SINCE, int((since or self._since) * 1e6))
 
     # -- for the one thread that commits ----------------------------------------------------------
@@ -148,10 +139,8 @@ class WriteTracker:
     def begin_commit(self) -> CommitPoint:
         """Return what has happened until now; :meth:`end_commit` or :meth:`fail_commit` follows."""
         with self._changed:
-            recorded, num_blocks = self._index.num_recorded, self._num_written
-            point = CommitPoint(recorded, self._generation, self._written, num_blocks, self._since)
+            point = CommitPoint(self._index.num_recorded, self._generation, self._since)
             self._committing = point
-            self._written, self._num_written = [], 0
             self._since = 0.0
             self._is_urgent = False
             return point
@@ -161,12 +150,7 @@ class WriteTracker:
         with self._changed:
             if are_lost:  # and so may be those of writes that came or began meanwhile
                 self._num_failed_syncs += 1
-                for places in (*point.places, *self._written):
-                    self._index.record_lost(places)
-                self._written, self._num_written = [], 0
-            else:
-                self._written[:0] = point.places
-                self._num_written += point.num_blocks
+                self._index.drop_queued()
             self._since = point.since or self._since or time.monotonic()
             self._committing = None
             self._show()
@@ -384,11 +368,10 @@ class CommitThread:
         status: StatusPage,
         *,
         check_seconds: float,
-        generation: int,
         was_reset: Callable[[int], None],
         note_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """``was_reset`` is called with a generation once the reset that began it is durable.
+        """``was_reset`` is called with a reset number once it is durable.
 
         ``note_written`` is called with each commit, to count the bytes of the day.
         """
@@ -398,7 +381,7 @@ class CommitThread:
         self._health = health
         self._status = status
         self._check_seconds = check_seconds
-        self._generation = generation
+        self._persisted = index.reset_number
         self._was_reset = was_reset
         self._note_written = note_written
         self._is_closed = False
@@ -437,8 +420,8 @@ class CommitThread:
             self._failed(point, error, are_lost=False)
             return
         self._health.refuse_writes("commit", "")
-        if point.generation != self._generation:
-            self._generation = point.generation
+        if point.generation != self._persisted:
+            self._persisted = point.generation
             self._was_reset(point.generation)
         self._note_written()
         self._tracker.end_commit()

@@ -1,7 +1,7 @@
 """What an engine and a drive process tell each other: the setup, the answer to it, the counters.
 
 Setup and answer are sent by pickle: both processes are ours, of one release. An order to forget is
-three numbers: generation, reset number, and whether what follows is kept for another engine.
+two numbers: the reset number, and whether what follows is kept for another engine.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ class DriveSetup:
     job_bytes: int = JOB_BYTES
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
-    generation: int = 0
-    """Orders count from here; the blocks that recovery finds belong to it."""
     refill: float = 0.0
     """Bytes a second that the store's part of a day's budget gets back; 0: there is no bound."""
     before: ReadyMessage | None = None

@@ -146,8 +146,8 @@ class DriveClient:
         self.refusal = ""
         """Why it could not be opened, the last time."""
         self.recovered: tuple[Numbers, Words] | None = None
-        self.generation = setup.generation
-        """How often it was told to forget everything; orders carry it."""
+        self.number = 0
+        """The reset number that the drive is to have; orders carry it."""
         self._setup = setup
         self._changed = changed
         self._ended = ended
@@ -155,13 +155,10 @@ class DriveClient:
         self._child: ChildProcess | None = None
         self._orders: dict[int, int] = {}
         self._left_behind: set[int] = set()
-        self._number = 0
-        """The reset number that the drive is to have."""
         self._is_kept = True
-        self._forgotten = setup.generation
-        """The last generation that the drive has made durable."""
+        self._was_reset = False
         self._persisted = 0
-        """The reset number that the drive had by then."""
+        """The last reset number that the drive has made durable."""
         self.least_places = 0
         """A store with fewer places than the others cannot be used."""
         self._past: list[DiskFigures] = []
@@ -193,24 +190,22 @@ class DriveClient:
 
     def reset(self, number: int, *, is_kept: bool) -> None:
         """Forget everything. A drive that is away is told when it is back, before anything else."""
-        self.generation += 1
-        self._number, self._is_kept = number, is_kept
-        self.recovered = None
+        self._is_kept, self._was_reset = is_kept, True
+        self._begin(max(number, self.number + 1))
+
+    def agree(self, number: int) -> None:
+        """The tier's reset number: blocks here are stale if they have an older one."""
+        if number > self.number:
+            self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        self.number, self.recovered = number, None
         if self._child is not None and self.ready is not None:
             self._send_reset(self._child)
 
     def _send_reset(self, child: ChildProcess) -> None:
-        numbers = (self.generation, self._number, int(self._is_kept))
-        child.channel.send(messages.pack_number(FrameKind.FORGET, *numbers))
-
-    def agree(self, number: int) -> None:
-        """The tier's reset number: blocks here are stale if they have an older one."""
-        self._number = max(self._number, number)
-        if self.ready is not None and self.ready.reset_number < number:
-            self.generation += 1
-            self.recovered = None
-            if self._child is not None:
-                self._send_reset(self._child)
+        frame = messages.pack_number(FrameKind.FORGET, self.number, int(self._is_kept))
+        child.channel.send(frame)
 
     @property
     def is_settled(self) -> bool:
@@ -220,7 +215,7 @@ class DriveClient:
     @property
     def has_forgotten(self) -> bool:
         """Whether all that it was told to forget is forgotten durably."""
-        return self._forgotten == self.generation
+        return self._persisted == self.number
 
     def figures(self) -> DiskFigures:
         """What the drive has counted in all its lives."""
@@ -275,9 +270,7 @@ class DriveClient:
         before = self.ready
         if before is not None:
             before = replace(before, reset_number=self._persisted)
-        setup = replace(
-            self._setup, generation=self._forgotten, before=before, is_kept=self._is_kept
-        )
+        setup = replace(self._setup, before=before, is_kept=self._is_kept)
         try:
             child = self._launch(setup)
         except Exception as error:  # whatever it is, the engine waits for an answer
@@ -334,7 +327,7 @@ class DriveClient:
             elif kind is FrameKind.AILS:
                 self._ail(messages.unpack_text(body))
             elif kind is FrameKind.FORGOT:
-                self._forgotten, self._persisted = messages.unpack_numbers(body)
+                self._persisted = messages.unpack_number(body)
             elif kind is FrameKind.READY:
                 self._be_ready(child, pickle.loads(body))
             elif kind is FrameKind.REFUSED:
@@ -350,13 +343,14 @@ class DriveClient:
             child.channel.end()  # it is tried again, and may have more room then
             return
         if self.ready is None:
-            self.ready, self._persisted = ready, ready.reset_number
-            if self._forgotten == self.generation:
+            self._persisted = ready.reset_number
+            # After the clock was put back a reset's number must still be one of its own.
+            self.number = max(self.number, ready.reset_number + self._was_reset)
+            if self.has_forgotten:
                 self.recovered = take_blocks(child.status, ready.num_recovered)
-                self.agree(self._number)  # it was away when others were reset
             log.info("disk %s: %s", self.path, ready.report)
         self.ready = replace(ready, num_recovered=0)  # a store that was gone has another id now
-        if self._forgotten != self.generation:
+        if not self.has_forgotten:
             self._send_reset(child)
         self.refusal = ""
         self._ail("")
@@ -554,7 +548,7 @@ class DiskTier:
                 order = OrderMessage(
                     number,
                     batch.way,
-                    drive.generation,
+                    drive.number,
                     batch.deadline,
                     there,
                     keys[positions],
