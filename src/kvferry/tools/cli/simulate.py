@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from datetime import timedelta
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from kvferry.sim.simulation import (
     ALL_KNOWING,
     LOAD_SECONDS,
     PREFILL_SECONDS,
-    Score,
     Simulated,
     Simulation,
     TracePart,
@@ -263,7 +262,7 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
         ctx.exit(_INTERRUPTED)
     seconds = time.monotonic() - began
     data = as_data(asked, simulated, names, seconds)
-    rows = _rows(simulated, names)
+    rows = _rows(data)
     put(data, json_file)
     _put_figures(data, rows, console)
     if plot_file is not None:
@@ -354,46 +353,30 @@ def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
     )
 
 
-def _rows(simulated: Simulated, names: Names) -> Rows:
+def _rows(data: dict[str, Any]) -> Rows:
     """The table: its head, then for each capacity the bound and the policies."""
-    tiers = max(len(score.trial.capacity) for score in simulated.scores)
-    halves = simulated.scores[0].parts
-    columns = ["Hit ratio", *halves, *(f"tier {at}" for at in range(1, tiers))]
-    rows = [
-        [
-            "Capacity",
-            "Policy",
-            *columns,
-            "Of best",
-            "Tokens saved",
-            "Seconds saved",
-            "Evicted",
-            "us",
-        ]
-    ]
-    bounds = {score.trial.capacity[0]: score for score in simulated.bounds}
-    shown: set[tuple[int, ...]] = set()
-    for score in simulated.scores:
-        capacity = score.trial.capacity
-        bound = bounds.get(sum(capacity))
-        name = "" if capacity in shown else names[capacity]
-        if bound is not None and name:
-            rows.append([name, ALL_KNOWING, *_row(bound, None, tiers, is_bound=True)])
-            name = ""
-        rows.append([name, score.trial.policy, *_row(score, bound, tiers)])
-        shown.add(capacity)
+    scores = data["scores"]
+    tiers = range(1, max(len(score["capacity_blocks"]) for score in scores))
+    columns = ["Hit ratio", *scores[0]["parts"], *(f"tier {tier}" for tier in tiers)]
+    more = ["Of best", "Tokens saved", "Seconds saved", "Evicted", "us"]
+    rows = [["Capacity", "Policy", *columns, *more]]
+    bounds = {bound["capacity_blocks"][0]: bound for bound in data["bound"]}
+    for capacity, found in groupby(scores, key=lambda score: str(score["capacity"])):
+        first, *others = found
+        bound = bounds.get(sum(first["capacity_blocks"]))
+        shown = [*([bound] if bound else ()), first, *others]
+        rows += [["" if at else capacity, *_row(each, tiers)] for at, each in enumerate(shown)]
     return rows
 
 
-def _row(score: Score, bound: Score | None, tiers: int, *, is_bound: bool = False) -> list[str]:
-    whole = score.whole
-    hits = [*whole.hits, *[0] * tiers][1:tiers]
-    best = bound.whole.hit_ratio if bound is not None else 0.0
-    row = [f"{part.hit_ratio:.4f}" for part in (whole, *score.parts.values())]
-    row += ["" if is_bound else f"{found / whole.blocks:.4f}" for found in hits]
-    row += [f"{whole.hit_ratio / best:.0%}" if best else "", f"{whole.token_ratio:.1%}"]
-    row.append(f"{whole.seconds_saved:,.0f}")
-    if is_bound:
-        return [*row, "", ""]
-    micros = score.seconds / max(1, whole.requests) * 1e6
-    return [*row, f"{score.evicted:,}", f"{micros:.0f}"]
+def _row(score: dict[str, Any], tiers: range) -> list[str]:
+    is_bound = score["policy"] == ALL_KNOWING
+    found = [*score["hit_blocks_by_tier"], *[0] * len(tiers)]
+    best = score.get("bound_hit_ratio")
+    row = [score["policy"]]
+    row += [f"{part['hit_ratio']:.4f}" for part in (score, *score["parts"].values())]
+    row += ["" if is_bound else f"{found[n] / max(1, score['blocks']):.4f}" for n in tiers]
+    row += [f"{score['hit_ratio'] / best:.0%}" if best else "", f"{score['token_ratio']:.1%}"]
+    row.append(f"{score['seconds_saved']:,.0f}")
+    micros = score["seconds"] / max(1, score["requests"]) * 1e6
+    return [*row, *(("", "") if is_bound else (f"{score['evicted']:,}", f"{micros:.0f}"))]
