@@ -226,7 +226,7 @@ def serve(
 
 def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     scheduler = offloader.scheduler
-    engine.memory.check_integrity(num_held=0)
+    engine.memory.check_integrity()
     scheduler.check_integrity()
     assert scheduler.num_in_flight == 0
     assert scheduler.num_queued == 0

@@ -42,7 +42,7 @@ def build() -> Iterator[Build]:
                 offloader = Offloader(runner, host_bytes=host_bytes, config=config)
                 stack.enter_context(offloader)
             loop = Engine(runner, offloader=offloader)
-            stack.callback(loop.memory.check_integrity, num_held=0)
+            stack.callback(loop.memory.check_integrity)
             stack.callback(loop.drain)
             return loop
 

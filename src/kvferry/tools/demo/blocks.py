@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.cache import reach
 from kvferry.core.keys import Key, Keys
-from kvferry.errors import InputError, IntegrityError, StateError
+from kvferry.errors import InputError, IntegrityError
 from kvferry.hints import Hints
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK
@@ -23,31 +23,29 @@ from kvferry.types import RequestId
 class BlockPool:
     """The blocks of one group: reference counts and the index from key to block.
 
-    The device owns the bytes. A free block keeps its content and its key until it is allocated
-    again, so the free blocks are the prefix cache, oldest first.
+    A free block keeps its content and its key until it is allocated again, so the free blocks are
+    the prefix cache, oldest first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.index: dict[Key, int] = {}
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_allocated = 0
         self._num_holders = [0] * num_blocks
         self._keys: list[Key | None] = [None] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.num_allocated = 0
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def next_to_go(self, count: int) -> list[tuple[Key, int]]:
         """The cached blocks among the next ``count`` free blocks to be allocated, soonest first."""
-        keyed = ((self._keys[block], block) for block in islice(self._free, count))
+        keyed = ((self._keys[block], block) for block in islice(self.free, count))
         return [(key, block) for key, block in keyed if key is not None]
 
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` oldest free blocks and forget their content."""
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._forget(block)
+            key, self._keys[block] = self._keys[block], None
+            if key is not None:
+                del self.index[key]
             self._num_holders[block] = 1
         self.num_allocated += count
         return blocks
@@ -56,40 +54,30 @@ class BlockPool:
         """Count one more holder of each block: a request or a transfer."""
         for block in blocks:
             self._num_holders[block] += 1
-            self._free.pop(block, None)
+            self.free.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Count one holder less. Give the blocks in order: the last one is reused first."""
         for block in reversed(blocks):
             if block == NO_BLOCK:
                 continue
-            if self._num_holders[block] < 1:
-                raise StateError(f"device block {block} was released, but has no holder")
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
-                self._free[block] = None
+                self.free[block] = None
                 if self._keys[block] is None:  # nothing to lose: allocate it first
-                    self._free.move_to_end(block, last=False)
+                    self.free.move_to_end(block, last=False)
 
     def publish(self, block: int, key: Key) -> None:
         """Index a held block by its key. A key that is indexed already keeps its block."""
         if key not in self.index:
-            self._forget(block)
             self.index[key], self._keys[block] = block, key
 
-    def check_integrity(self, *, num_held: int) -> None:
-        """Prove that so many blocks are held and that the index and the blocks' keys agree."""
-        total = len(self._num_holders)
-        held = total - self._num_holders.count(0)
-        if held != num_held or held + len(self._free) != total:
-            raise IntegrityError(f"{held} held, {num_held} expected, {len(self._free)} free")
+    def check_integrity(self) -> None:
+        """Prove that no block is held and that the index and the blocks' keys agree."""
+        if any(self._num_holders) or len(self.free) != len(self._num_holders):
+            raise IntegrityError(f"{len(self.free)} of {len(self._num_holders)} blocks are free")
         if self.index != {key: at for at, key in enumerate(self._keys) if key is not None}:
             raise IntegrityError("the index and the keys of the blocks differ")
-
-    def _forget(self, block: int) -> None:
-        key, self._keys[block] = self._keys[block], None
-        if key is not None:
-            del self.index[key]
 
 
 Tables = list[list[int]]
@@ -116,41 +104,36 @@ class DeviceMemory:
         """Blocks allocated so far, over all groups."""
         return sum(pool.num_allocated for pool in self.pools)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of each group that so many tokens take."""
-        return -(-num_tokens // self.block_tokens)
-
     def acquire(self, keys: Keys) -> tuple[int, Tables]:
         """Find the longest hit in all groups. Returns its tokens and tables with its blocks."""
         found = [np.array([key in pool.index for key in keys], np.bool_) for pool in self.pools]
         num_tokens = reach.longest_hit(self.groups, found, len(keys) * self.block_tokens)
-        tables: Tables = [[] for _ in self.groups]
-        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
+        tables: Tables = []
+        for group, pool in zip(self.groups, self.pools, strict=True):
             needed = reach.needed(group, num_tokens)
             blocks = [pool.index[key] for key in keys[needed.start : needed.stop]]
             pool.hold(blocks)
-            table += [NO_BLOCK] * (num_tokens // self.block_tokens - len(blocks)) + blocks
+            tables.append([NO_BLOCK] * (num_tokens // self.block_tokens - len(blocks)) + blocks)
         return num_tokens, tables
 
     def can_grow(self, *requests: tuple[Tables, int]) -> bool:
         """Whether these tables could all grow to cover so many tokens."""
         return all(
-            sum(max(0, self.blocks_for(n) - len(tables[g])) for tables, n in requests)
-            <= pool.num_free
+            sum(self._missing(tables[g], n) for tables, n in requests) <= len(pool.free)
             for g, pool in enumerate(self.pools)
         )
 
     def grow(self, tables: Tables, num_tokens: int) -> None:
         """Make the tables cover every token up to ``num_tokens``, to compute them."""
         for pool, table in zip(self.pools, tables, strict=True):
-            table += pool.allocate(max(0, self.blocks_for(num_tokens) - len(table)))
+            table += pool.allocate(self._missing(table, num_tokens))
 
     def grow_for_load(self, tables: Tables, num_tokens: int, computed_tokens: int) -> None:
         """Make the tables hold what a hit of ``num_tokens`` needs beyond ``computed_tokens``."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             needed = reach.needed(group, num_tokens, computed_tokens=computed_tokens)
-            num_missing = num_tokens // self.block_tokens - len(table)
-            table += [NO_BLOCK] * (num_missing - len(needed)) + pool.allocate(len(needed))
+            num_unread = self._missing(table, num_tokens) - len(needed)
+            table += [NO_BLOCK] * num_unread + pool.allocate(len(needed))
 
     def publish(self, tables: Tables, keys: Keys, blocks: range) -> None:
         """Index the blocks at these positions by their keys."""
@@ -168,14 +151,18 @@ class DeviceMemory:
 
     def cut(self, tables: Tables, num_tokens: int) -> None:
         """Release everything from ``num_tokens`` on."""
-        first = self.blocks_for(num_tokens)
+        first = -(-num_tokens // self.block_tokens)
         for pool, table in zip(self.pools, tables, strict=True):
             pool.release(table[first:])
             del table[first:]
 
-    def check_integrity(self, *, num_held: int) -> None:
+    def check_integrity(self) -> None:
+        """Prove that every block is free, and cached under its key or not at all."""
         for pool in self.pools:
-            pool.check_integrity(num_held=num_held)
+            pool.check_integrity()
+
+    def _missing(self, table: list[int], num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self.block_tokens) - len(table))
 
 
 class ServedState(Enum):

@@ -88,7 +88,7 @@ def serve_questions(setup: ServerSetup, router: Connection) -> None:
                 question = router.recv()
                 if question is None:
                     engine.drain()
-                    engine.memory.check_integrity(num_held=0)
+                    engine.memory.check_integrity()
                     router.send(_answer(engine))
                 else:
                     engine.submit(ServedRequest(**question, arrival=engine.clock()))
