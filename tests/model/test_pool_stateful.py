@@ -14,8 +14,9 @@ What must hold, and a one-line break of the code that these tests were seen to c
 - What is spoiled while claimed comes back with its claim. ``Pool.end`` does not free doomed
   slots.
 - What is disowned is not matched. ``Pool._doom`` leaves it in the index.
+- A slot that is not ready is never given out, and is used like any other from then on.
 - A lease ends exactly once. ``Lease._finish`` does not look at ``ended``.
-- Two keys are one only if all their bytes are. ``Index._holds`` believes the tag.
+- Two keys are one only if all their bytes are. ``Index._find_in_table`` compares one word.
 - What follows a failed block of its lease is not committed. ``Chains.follow`` says that nothing
   follows.
 - New hits are announced. ``Pool.end`` does not raise the generation.
@@ -131,10 +132,10 @@ class PoolMachine(RuleBasedStateMachine):
     writes = Bundle("writes")
     reads = Bundle("reads")
 
-    @initialize(num_slots=st.integers(1, 12), placing=PLACINGS)
-    def start(self, num_slots: int, placing: dict[str, Any]) -> None:
-        self.pool = Pool(num_slots, **placing)
-        self.model = Model(num_slots)
+    @initialize(num_slots=st.integers(1, 12), placing=PLACINGS, ready=st.integers(0, 36))
+    def start(self, num_slots: int, placing: dict[str, Any], ready: int) -> None:
+        self.pool = Pool(num_slots, num_ready=min(ready, num_slots), **placing)
+        self.model = Model(self.pool.num_ready)
         self.every = self.keys(EVERY)
 
     def keys(self, numbers: Sequence[int]) -> Keys:
@@ -324,6 +325,15 @@ class PoolMachine(RuleBasedStateMachine):
             if block.believed:
                 self.model.drop(block)
 
+    @rule(ready=st.integers(0, 12))
+    def grow(self, ready: int) -> None:
+        if ready > self.pool.num_slots:
+            with pytest.raises(InputError, match=f"cannot have {ready} ready"):
+                self.pool.grow(ready)
+            return
+        self.pool.grow(ready)
+        self.model.total = max(self.model.total, ready)
+
     @rule()
     def reset(self) -> None:
         self.pool.reset()
@@ -356,6 +366,9 @@ class PoolMachine(RuleBasedStateMachine):
             n in blocks and blocks[n].written for n in EVERY
         ]
         counts = self.pool.counts
+        assert counts.unready == self.pool.num_slots - self.model.total
+        for claim in self.model.claims:
+            assert all(slot < self.model.total for slot in claim.lease.slots.tolist())
         assert counts.free == self.model.free()
         assert counts.leased == len(claimed)
         assert counts.cached == len(set(blocks.values()) - claimed)
@@ -370,6 +383,7 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 claim.lease.release()
         self.pool.check_integrity()
+        self.pool.grow(self.pool.num_slots)
         counts = self.pool.counts
         assert self.pool.num_leases == 0
         assert counts.leased == 0

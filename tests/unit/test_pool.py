@@ -14,7 +14,7 @@ from kvferry.cache.policies.contract import Arriving
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease, SlotState
 from kvferry.core.keys import Keys
-from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
+from kvferry.errors import InputError, IntegrityError, KeyFormatError
 
 
 def stored(pool: Pool, numbers: list[int], *, chained: bool = True, after: int | None = None):
@@ -81,20 +81,6 @@ def test_a_parent_that_is_no_key_is_refused(parent: Any, words: str) -> None:
         pool.reserve(keys([1]), parent=parent)
     pool.check_integrity()
     assert pool.counts.free == 2
-
-
-@pytest.mark.parametrize("ending", ["commit", "abort"])
-def test_a_lease_ends_once_and_a_second_end_changes_nothing(ending: str) -> None:
-    pool = Pool(2)
-    lease = pool.reserve(keys([1]))
-    assert lease is not None
-    getattr(lease, ending)()
-    counts = pool.counts
-    for again in ("commit", "abort", "release", "spoil", "disown"):
-        with pytest.raises(LeaseError, match=ending):
-            getattr(lease, again)()
-        pool.check_integrity()
-        assert pool.counts == counts
 
 
 def test_empty_questions_have_empty_answers() -> None:
@@ -191,27 +177,6 @@ def test_integrity_is_really_checked(how: str, said: str) -> None:
     breaks(pool, how)
     with pytest.raises(IntegrityError, match=f"^pool: {said}"):
         pool.check_integrity()
-
-
-def test_a_block_that_could_not_be_read_is_gone_alone_until_it_is_stored_again() -> None:
-    pool = Pool(5)
-    stored(pool, [0, 1, 2, 3])
-    stored(pool, [9], chained=False)
-    gone = Evictions(pool)
-    pin, other = pool.lease(keys([0, 1, 2, 3])), pool.lease(keys([1]))
-    assert pin is not None
-    assert other is not None
-    pin.release(failed=[1])
-    pool.check_integrity()
-    assert gone.read() == [key(1)]
-    assert cached(pool, 0, 1, 2, 3) == [0, 2, 3]
-    assert pool.counts.leased == 1, "another still reads it"
-    other.release()
-    assert pool.counts.free == 1
-    stored(pool, [0, 1, 2, 3])
-    assert pool.match(keys([0, 1, 2, 3])) == 4
-    stored(pool, [10], chained=False)
-    assert cached(pool, 0, 1, 2, 3, 9) == [0, 1, 2, 3], "9 was used before them"
 
 
 def test_counting_looks_at_no_slot() -> None:

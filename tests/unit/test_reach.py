@@ -29,32 +29,6 @@ def mask(bits: str) -> BoolArray:
     return np.array([bit == "#" for bit in bits], dtype=np.bool_)
 
 
-def test_a_window_does_not_count_the_query_among_the_cached_keys() -> None:
-    # 128 keys, of which the query is one: 127 cached tokens, 8 blocks of 16.
-    assert needed(SlidingWindow(16, window=128), 4096) == range(248, 256)
-    # 129 keys: 128 cached tokens still fill 8 blocks exactly; one more needs a ninth.
-    assert needed(SlidingWindow(16, window=129), 4096) == range(248, 256)
-    assert needed(SlidingWindow(16, window=130), 4096) == range(247, 256)
-
-
-def test_a_recurrent_state_serves_only_at_its_snapshots() -> None:
-    with pytest.raises(InputError, match=r"no hit of 100 tokens.*every 512 tokens"):
-        needed(RecurrentState(512), 100)
-    groups = [FullAttention(16), RecurrentState(64)]
-    assert longest_hit(groups, [mask("########"), mask("##")], 127, alignment=16) == 64
-
-
-def test_hits_end_at_the_alignment() -> None:
-    groups = [FullAttention(48), RecurrentState(32)]
-    assert hit_alignment(groups) == 96
-    assert hit_alignment(groups, hash_block_tokens=64) == 192
-    # A prompt of exactly two blocks must compute its last token; with the hash block as the
-    # step only that part is computed again, not the whole block.
-    group = FullAttention(64)
-    assert longest_hit([group], [mask("##")], 127) == 64
-    assert longest_hit([group], [mask("##")], 127, alignment=16) == 112
-
-
 def test_the_masks_given_are_not_changed() -> None:
     present = mask("##.#")
     present.setflags(write=False)
