@@ -48,14 +48,13 @@ def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
 
 def test_what_it_learned_fades() -> None:
     table = ValueTable()
-    hazards = table.hazards
     row = np.array([table.row(NEW)] * 50)
     table.learn(row, np.zeros(50, dtype=np.int64), np.ones(50, dtype=bool))
-    seen = hazards.base_seen.max()
-    hazards.fade(1800.0)
-    assert hazards.base_seen.max() == pytest.approx(seen / 2)
-    hazards.fade(1e9)
-    assert hazards.base_seen.max() == 1.0
+    seen = table.base_seen.max()
+    table.fade(1800.0)
+    assert table.base_seen.max() == pytest.approx(seen / 2)
+    table.fade(1e9)
+    assert table.base_seen.max() == 1.0
 
 
 def test_a_long_silence_is_learned_of_bit_by_bit() -> None:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf, log2, sqrt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,16 +73,12 @@ class Senders:
         return Trust.LOW if wrong > self._WRONG * num else Trust.HIGH
 
 
-class Told:
+class Told(NamedTuple):
     """A hint that was given for a node, and until when it can come true."""
 
-    __slots__ = ("due", "ended", "sender")
-
-    def __init__(self, evidence: Evidence, now: float) -> None:
-        self.ended, self.sender = evidence.ended, evidence.sender
-        self.due = now + 300.0
-        if not evidence.ended:
-            self.due = now + (1800.0 if evidence.within is None else 2 * evidence.within + 5.0)
+    sender: str
+    ended: bool
+    due: float
 
 
 class Duel:
@@ -145,8 +142,9 @@ class Returns:
     @property
     def learned(self) -> tuple[npt.NDArray[np.float64], ...]:
         """All that it knows of returns; see ``learned.py``."""
-        self.table.forget_values()  # they may be filled
-        return self.table.hazards.learned
+        table = self.table
+        table.version += 1  # they may be filled
+        return table.base, table.base_seen, table.weight, table.weight_seen
 
     # -- the slots ------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class Returns:
         self._tree.touch(path)
 
     def _learn(self, now: float) -> None:
-        self.table.hazards.fade(max(0.0, now - self._taught))
+        self.table.fade(max(0.0, now - self._taught))
         self._taught = now
         self._records.teach(self.table, now)
         self._tree.forget()
@@ -285,10 +283,10 @@ class Returns:
         path, num_known, _ = self._tree.match(keys.array[:, 0].tobytes())
         if not path or num_known < len(keys.array) or not (evidence.ended or evidence.continues):
             return
-        node, now = path[-1], self._tick()
-        trust = self._senders.trust(evidence.sender)
-        node.hint = hint_bin(evidence.ended, evidence.within, trust)
-        node.told = told = Told(evidence, now)
+        node, (ended, _, within, sender) = path[-1], evidence
+        node.hint = hint_bin(ended, within, self._senders.trust(sender))
+        seconds = 300.0 if ended else 1800.0 if within is None else 2 * within + 5.0
+        node.told = told = Told(sender, ended, self._tick() + seconds)
         self._num_told += 1
         heappush(self._due, (told.due, self._num_told, node, told))
         if len(self._due) > _MOST_DUE:

@@ -136,8 +136,8 @@ _MOST_SEEN = 200.0
 _HALF_LIFE = 1800.0
 
 
-class Hazards:
-    """The chance to return at each age, learned as requests come. Owns bases and weights.
+class ValueTable:
+    """What blocks are worth, by their features and age; learned as requests come.
 
     What has not returned before a bucket of age returns in it with a chance, the hazard: the
     logistic of a base for the bucket plus a weight for each feature, by groups of buckets. Each
@@ -146,7 +146,8 @@ class Hazards:
     is the same in each doubling of age, which is LRU.
 
     The value of a block is Gittins' index: the best, over how long to wait, of the chance to return
-    by then over the time that it is kept.
+    by then over the time that it is kept. Owns the model, and a row of values for each set of
+    features that was met; a row follows the model when it is looked at.
     """
 
     def __init__(self) -> None:
@@ -155,11 +156,24 @@ class Hazards:
         self.base_seen = np.full(_NUM_BASES * NUM_BUCKETS, _PRIOR_SEEN)
         self.weight = _prior()
         self.weight_seen = np.full(len(self.weight), _PRIOR_SEEN_WEIGHT)
+        self._rows: dict[Features, int] = {}
+        self._features = np.zeros((64, 5), dtype=np.int64)
+        self._value = np.zeros((64, NUM_BUCKETS))
+        self._version = np.zeros(64, dtype=np.int64)
+        self.version = 1
+        """Grows whenever the model changes."""
 
-    @property
-    def learned(self) -> tuple[Floats, ...]:
-        """All that was learned."""
-        return self.base, self.base_seen, self.weight, self.weight_seen
+    def row(self, features: Features) -> int:
+        """The row for these features."""
+        row = self._rows.get(features)
+        if row is None:
+            row = self._rows[features] = len(self._rows)
+            if row == len(self._features):
+                self._features = np.concatenate((self._features, self._features))
+                self._value = np.concatenate((self._value, self._value))
+                self._version = np.concatenate((self._version, np.zeros_like(self._version)))
+            self._features[row] = features
+        return row
 
     def fade(self, seconds: float) -> None:
         """So much time has passed: what was seen before counts less."""
@@ -171,21 +185,45 @@ class Hazards:
             seen *= kept
             np.clip(seen, least, _MOST_SEEN, out=seen)
 
-    def learn(self, features: Ints, buckets: Ints, returned: Ints, times: Ints) -> None:
-        """So many times each of these came to a bucket with these features, and returned or not."""
+    def learn(self, rows: Ints, buckets: Ints, returned: npt.NDArray[np.bool_]) -> None:
+        """Each of these came to a bucket of age, and returned in it or did not."""
+        # Most are alike: each kind is learned of once, as often as it was met.
+        every = 2 * (rows * NUM_BUCKETS + buckets) + returned
+        kinds, times = np.unique(every, return_counts=True)
+        rows, buckets = np.divmod(kinds // 2, NUM_BUCKETS)
+        features = self._features.take(rows, axis=0)
         bases = buckets + NUM_BUCKETS * _base_of(features)
         weights = _CELLS[features, buckets[:, None]]
-        logits = self.base.take(bases) + self.weight.take(weights).sum(1)
-        chance = 1 / (1 + np.exp(-logits))
-        error, told = times * (returned - chance), times * chance * (1 - chance)
+        chance = 1 / (1 + np.exp(-self.base.take(bases) - self.weight.take(weights).sum(1)))
+        error, told = times * (kinds % 2 - chance), times * chance * (1 - chance)
         self.base_seen += np.bincount(bases, told, len(self.base))
         self.base += np.bincount(bases, error, len(self.base)) / self.base_seen
         flat, each = weights.reshape(-1), features.shape[1]
         self.weight_seen += np.bincount(flat, np.repeat(told, each), len(self.weight))
         step = np.bincount(flat, np.repeat(error, each), len(self.weight))
         self.weight += step / self.weight_seen
+        self.version += 1
 
-    def value(self, features: Ints) -> Floats:
+    def values(self, rows: Ints, ages: Floats) -> Floats:
+        """The values of blocks with these features at these ages."""
+        self._follow(rows)
+        buckets = np.minimum(ENDS.searchsorted(ages, "right"), NUM_BUCKETS - 1)
+        return self._value.reshape(-1).take(rows * NUM_BUCKETS + buckets)
+
+    def first(self, row: int) -> float:
+        """The value of a block with these features that was asked for just now."""
+        if self._version.item(row) != self.version:
+            self._follow(np.array([row]))
+        return self._value.item(row, 0)
+
+    def _follow(self, rows: Ints) -> None:
+        old = rows[self._version.take(rows) != self.version]
+        if len(old):
+            old = np.unique(old)
+            self._version[old] = self.version
+            self._value[old] = self._computed(self._features.take(old, axis=0))
+
+    def _computed(self, features: Ints) -> Floats:
         """For each row of features, by bucket of age: returns a second that a block is held."""
         logits = self.base.reshape(_NUM_BASES, NUM_BUCKETS)[_base_of(features)]
         chance = 1 / (1 + np.exp(-logits - self.weight[_CELLS[features]].sum(1)))
@@ -213,65 +251,6 @@ def _base_of(features: Ints) -> Ints:
     return np.maximum(features[:, 0] - _TURNS + 1, 0)
 
 
-class ValueTable:
-    """A row for each set of features that was met. Owns the rows and the model.
-
-    A row follows the model when it is looked at.
-    """
-
-    def __init__(self) -> None:
-        self.hazards = Hazards()
-        self._rows: dict[Features, int] = {}
-        self._features = np.zeros((64, 5), dtype=np.int64)
-        self._value = np.zeros((64, NUM_BUCKETS))
-        self._version = np.zeros(64, dtype=np.int64)
-        self._learned = 1
-
-    def row(self, features: Features) -> int:
-        """The row for these features."""
-        row = self._rows.get(features)
-        if row is None:
-            row = self._rows[features] = len(self._rows)
-            if row == len(self._features):
-                self._features = np.concatenate((self._features, self._features))
-                self._value = np.concatenate((self._value, self._value))
-                self._version = np.concatenate((self._version, np.zeros_like(self._version)))
-            self._features[row] = features
-        return row
-
-    def learn(self, rows: Ints, buckets: Ints, returned: npt.NDArray[np.bool_]) -> None:
-        """Each of these came to a bucket of age, and returned in it or did not."""
-        # Most are alike: each kind is learned of once, as often as it was met.
-        every = 2 * (rows * NUM_BUCKETS + buckets) + returned
-        kinds, times = np.unique(every, return_counts=True)
-        rows, buckets = np.divmod(kinds // 2, NUM_BUCKETS)
-        self.hazards.learn(self._features.take(rows, axis=0), buckets, kinds % 2, times)
-        self.forget_values()
-
-    def forget_values(self) -> None:
-        """The model has changed."""
-        self._learned += 1
-
-    def values(self, rows: Ints, ages: Floats) -> Floats:
-        """The values of blocks with these features at these ages."""
-        self._follow(rows)
-        buckets = np.minimum(ENDS.searchsorted(ages, "right"), NUM_BUCKETS - 1)
-        return self._value.reshape(-1).take(rows * NUM_BUCKETS + buckets)
-
-    def first(self, row: int) -> float:
-        """The value of a block with these features that was asked for just now."""
-        if self._version.item(row) != self._learned:
-            self._follow(np.array([row]))
-        return self._value.item(row, 0)
-
-    def _follow(self, rows: Ints) -> None:
-        old = rows[self._version.take(rows) != self._learned]
-        if len(old):
-            old = np.unique(old)
-            self._version[old] = self._learned
-            self._value[old] = self.hazards.value(self._features.take(old, axis=0))
-
-
 NO_RECORD = -1
 _RECORDS = 1 << 15
 _OPEN = NUM_BUCKETS
@@ -288,9 +267,9 @@ class Records:
     def __init__(self) -> None:
         self.first = 0  # number of the record at place 0
         self._count = 0
-        self._time = np.zeros(256)
-        self._row = np.zeros(256, dtype=np.int32)
-        self._returned = np.zeros(256, dtype=np.int8)
+        self._time = np.zeros(2 * _RECORDS)
+        self._row = np.zeros(2 * _RECORDS, dtype=np.int32)
+        self._returned = np.zeros(2 * _RECORDS, dtype=np.int8)
         self._passed = np.zeros(NUM_BUCKETS, dtype=np.int64)
 
     def add(self, now: float, row: int) -> int:
@@ -301,10 +280,6 @@ class Records:
             self.first += _RECORDS
             self._count = _RECORDS
             self._passed = np.maximum(self._passed - _RECORDS, 0)
-        elif self._count == len(self._time):
-            self._time = np.concatenate((self._time, self._time))
-            self._row = np.concatenate((self._row, self._row))
-            self._returned = np.concatenate((self._returned, self._returned))
         at = self._count
         self._count = at + 1
         self._time[at], self._row[at], self._returned[at] = now, row, _OPEN

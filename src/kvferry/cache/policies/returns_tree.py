@@ -127,11 +127,8 @@ class RequestTree:
         else:
             self.nodes.append(node)
             if number == len(self.time):
-                self.time = np.concatenate((self.time, self.time))
-                self.row = np.concatenate((self.row, self.row))
-                self.last_slot = np.concatenate((self.last_slot, self.last_slot))
-                self._place = np.concatenate((self._place, self._place))
-                self.ids = np.concatenate((self.ids, self.ids))
+                for name in ("time", "row", "last_slot", "ids", "_place"):
+                    setattr(self, name, np.tile(getattr(self, name), 2))
         self.time[number] = self._residents.now()
         self.row[number] = 0
         self._num_blocks += len(words) // WORD + _NODE_BLOCKS
