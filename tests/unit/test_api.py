@@ -143,24 +143,6 @@ def test_a_hit_that_is_being_loaded_cannot_be_loaded_again(ferry: kvferry.Ferry)
     assert ferry.wait(first, timeout=5).ok
 
 
-def test_other_models_tenants_and_layouts_share_nothing(kv: Tensors) -> None:
-    def keys_of(**identity: Any) -> kvferry.Keys:
-        with kvferry.attach(
-            kv, **{"model": "m", "block_tokens": TOKENS, "host": "64KiB", **identity}
-        ) as ferry:
-            return ferry.keys(range(TOKENS))
-
-    base = keys_of()
-    assert base == keys_of()
-    others = [
-        keys_of(model="n"),
-        keys_of(revision="2"),
-        keys_of(salt="tenant"),
-        keys_of(overrides={"rope": 1}),
-    ]
-    assert all(other[0] != base[0] for other in others)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -220,25 +202,6 @@ def test_close_gives_everything_back_though_a_part_fails(
     assert ferry._scheduler._closed
     with pytest.raises(ClosedError):
         _ = ferry._rank.host.tier.rows
-
-
-def test_a_slow_link_is_not_waited_for(kv: Tensors) -> None:
-    with kvferry.attach(
-        kv, model="m", block_tokens=TOKENS, host="64KiB", prefill_rate=1e15
-    ) as ferry:
-        keys = ferry.keys(range(4 * TOKENS))
-        ferry.wait(ferry.store(keys, [0, 1, 2, 3]))
-        assert len(ferry.match(keys)) == 4  # no load was ever timed
-        ferry.wait(ferry.load(ferry.match(keys), [4, 5, 6, 7]))
-        assert len(ferry.match(keys)) == 0
-        assert ferry.stats().verdicts["compute_faster"] == 1
-
-
-def test_only_so_many_bytes_are_on_their_way(kv: Tensors) -> None:
-    settings: dict[str, Any] = {"host": "64KiB", "max_bytes_in_flight": f"{2 * 3 * 64}B"}
-    with kvferry.attach(kv, model="m", block_tokens=TOKENS, **settings) as ferry:
-        keys = ferry.keys(range(4 * TOKENS))
-        assert ferry.wait(ferry.store(keys, [0, 1, 2, 3])).num_blocks == 2
 
 
 def test_settings_that_cannot_be_used_are_refused(kv: Tensors) -> None:

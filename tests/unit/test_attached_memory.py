@@ -195,18 +195,6 @@ def test_torch_over_read_only_memory_is_refused() -> None:
         attach([torch.from_numpy(over_a_read_only_map())])
 
 
-def test_torch_and_numpy_beside_each_other() -> None:
-    torch = pytest.importorskip("torch")
-    ours, theirs = np.zeros((BLOCKS, 8), "f4"), torch.zeros(BLOCKS, 8)
-    with attach({"a": ours, "b": theirs}) as ferry:
-        keys = ferry.keys(range(TOKENS))
-        ours[1], theirs[1] = 1, 2
-        ferry.wait(ferry.store(keys, [1]))
-        ferry.wait(ferry.load(ferry.match(keys), [4]))
-    assert ours[4].tolist() == [1] * 8
-    assert theirs[4].tolist() == [2] * 8
-
-
 class OnGpu:
     """What we ask of a tensor before anything touches its device."""
 

@@ -19,7 +19,6 @@ import pytest
 import kvferry
 from kvferry.errors import InputError, StateError
 from kvferry.rank import RankMemory
-from kvferry.transfer.engine.cpu import Stream
 
 BLOCKS, TOKENS, LAYERS = 12, 4, 3
 SLOT = LAYERS * 64
@@ -186,13 +185,6 @@ def test_a_forked_child_leaves_the_with_block_in_peace(ferry: kvferry.Ferry) -> 
     assert ferry.wait(ferry.load(ferry.match(keys), [1])).ok
 
 
-def test_a_stream_in_a_forked_child_is_refused() -> None:
-    stream = Stream("compute")
-    assert in_a_child(stream.synchronize).startswith("StateError: stream compute was made before")
-    stream.synchronize()
-    stream.close()
-
-
 # -- dropped without close -----------------------------------------------------------------------
 
 
@@ -332,18 +324,6 @@ def growth(work: Callable[[int], object], rounds: int = 50) -> int:
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal has a bound, to be reached before anything can be counted."""
     monkeypatch.setattr("kvferry.scheduler.journal.MOST_REQUESTS", 4)
-
-
-@pytest.mark.usefixtures("short_memory")
-def test_hits_left_alone_across_a_reset_leave_nothing(ferry: kvferry.Ferry) -> None:
-    keys = ferry.keys(range(TOKENS))
-
-    def one(number: int) -> None:
-        ferry.wait(ferry.store(keys, [0]))
-        assert len(ferry.match(keys)) == 1
-        ferry.reset()
-
-    assert growth(one) < 5
 
 
 @pytest.mark.usefixtures("short_memory")

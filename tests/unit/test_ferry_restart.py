@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from tests.fakes import lasting
 from tests.unit.test_ferry_tiers import (
@@ -155,18 +154,6 @@ def hang(ferry: kvferry.Ferry) -> None:
 
 
 @pytest.mark.usefixtures("hung")
-def test_a_read_that_hangs_does_not_keep_us(attach: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = attach(SHELF)
-    fill(first)
-    first.close()
-    second = attach(SHELF, promote_deadline="10min", tier_flush="10min")
-    hang(second)
-    monkeypatch.setattr("kvferry.ferry.pause", lambda seconds: pytest.fail("it waits"))
-    second.close()  # there is nothing to write
-    assert second._rank.tiers[TierName("shelf")].is_stuck
-
-
-@pytest.mark.usefixtures("hung")
 def test_beside_a_read_that_hangs_all_is_written_out(attach: Open) -> None:
     first = attach(SHELF)
     fill(first)
@@ -208,37 +195,6 @@ def test_a_tier_that_cannot_say_what_it_has_begins_empty(
     )
     assert attach(SHELF).stats().tiers["shelf"].cached == 0
     assert "begins empty" in caplog.text
-
-
-def test_what_was_lost_meanwhile_is_a_shorter_hit(attach: Open) -> None:
-    first = attach(SHELF, tier_write="through")
-    wanted = fill(first)
-    first.close()
-    lasting.lose(lasting.shelves["here", 0], 0.3, np.random.default_rng(3))
-    second = attach(SHELF, tier_write="through")
-    for number in range(CHATS):
-        count, found = find(second, number)
-        assert found == content_of(wanted[number], count)
-
-
-def content_of(whole: bytes, num_blocks: int) -> bytes:
-    """The bytes of the first blocks, of those of all: layer by layer."""
-    rows = np.frombuffer(whole, dtype=np.uint8).reshape(3, CHAT_BLOCKS, -1)
-    return rows[:, :num_blocks].tobytes()
-
-
-def test_no_two_resets_of_any_life_name_blocks_alike(attach: Open) -> None:
-    """Seen red with epochs that count: two lives that each reset once would share their names."""
-    epochs = set()
-    for _ in range(4):
-        ferry = attach(SHELF)
-        for _ in range(3):
-            ferry.reset()
-            epochs.add(ferry._scheduler.epoch)
-        assert ferry.stats().resets == 3
-        ferry.close()
-    assert len(epochs) == 12
-    assert 0 not in epochs
 
 
 def test_a_tier_that_cannot_forget_serves_nothing_of_before_in_any_later_life(

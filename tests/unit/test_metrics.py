@@ -33,7 +33,7 @@ from kvferry.telemetry.catalog import (
     why_path,
 )
 from kvferry.telemetry.source import Mailbox, Source
-from kvferry.telemetry.stats import SIZE_BOUNDS, Distribution, Histogram
+from kvferry.telemetry.stats import Distribution
 from kvferry.tiers.disk.protocol import FAILURES, DiskFigures
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
@@ -177,14 +177,6 @@ def test_a_thousand_requests_and_paths_add_no_series():
     text = exposition(Snapshot(scheduler.stats(), "1")).decode()
     assert "request-" not in text
     assert len(text.splitlines()) < 250
-
-
-def test_a_histogram_counts_values_at_their_bound():
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
-        histogram.add(value)
-    assert histogram.snapshot() == Distribution((1.0, 2.0), (2, 2, 1), 8.0)
-    assert list(SIZE_BOUNDS) == sorted(SIZE_BOUNDS)
 
 
 def clients_text(snapshot: Snapshot) -> bytes:

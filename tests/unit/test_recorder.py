@@ -19,12 +19,8 @@ import kvferry
 from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
-from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.telemetry.recorder import RecordedRequest, Recorder, TraceWriter
 from kvferry.telemetry.traces import TraceReader, keys_of_numbers
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
-from kvferry.tools.demo.model import Decoder, ModelShape
-from kvferry.tools.demo.workload import Chat
 
 
 def observed(numbers: list[int], at: float = 0.0, found: int = 0) -> RecordedRequest:
@@ -227,38 +223,6 @@ def test_the_library_does_not_say_how_long_an_answer_was(tmp_path: Path) -> None
     assert [(line["input"], line["hit"]) for line in lines] == [(320, 0), (320, 320)]
     assert not any("output" in line for line in lines)
     assert len(list(TraceReader([path], strict=True))) == 2
-
-
-def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    shape = ModelShape(
-        vocab=97, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, hidden=16
-    )
-    chat = Chat(
-        num_conversations=14, num_turns=4, opening_tokens=700, question_tokens=200,
-        answer_tokens=8, num_users=2, vocab=97,
-    )  # fmt: skip
-    config = Config(record=str(path), load_policy="always", policy="lru")
-    with (
-        Runner(Decoder(shape), num_blocks=220) as runner,
-        Offloader(runner, host_bytes=900 * 1024, config=config) as offloader,
-    ):
-        engine = Engine(runner, limits=Limits(), offloader=offloader)
-        serve(engine, chat)
-        engine.drain()
-        num_slots, evicted = offloader.host.num_slots, offloader.stats().pool.evicted
-    assert evicted > 100, "it must have had to choose"
-    requests = list(TraceReader([path]))
-    assert len(requests) == 56
-    asked = sum(each.input_tokens for each in requests)
-    found = sum(each.hit_tokens or 0 for each in requests) / asked
-    assert sum(each.output_tokens for each in requests) > 0
-    simulated = simulate(
-        Simulation(paths=(path,), trials=(Trial("lru", (num_slots // 8,)),), jobs=1, bound=False)
-    )
-    (score,) = simulated.scores
-    assert 0.2 < found < 0.9
-    assert abs(score.whole.token_ratio - found) < 0.12
 
 
 def test_close_ends_every_thread_and_the_recording(tmp_path: Path) -> None:

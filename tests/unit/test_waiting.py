@@ -113,37 +113,6 @@ def test_an_end_that_was_told_to_a_task_that_never_heard_it_stays(ferry: kvferry
     asyncio.run(life())
 
 
-def test_every_task_gets_its_own_end_while_others_poll_and_wait(ferry: kvferry.Ferry) -> None:
-    """Seen red: a poll took the ends of awaited tickets, and that failed all tasks that waited."""
-
-    async def one(number: int) -> tuple[Ticket, kvferry.Done, kvferry.Done]:
-        ticket = store(ferry, number)
-        twice = await asyncio.gather(ferry.ended(ticket), ferry.ended(ticket))
-        return ticket, *twice
-
-    async def life(round: int) -> None:
-        held = Held(ferry)
-        first = round * 12
-        tasks = [asyncio.ensure_future(one(first + number)) for number in range(8)]
-        others = [store(ferry, first + number) for number in range(8, 12)]
-        await asyncio.sleep(0)
-        held.go_on.set()
-        ferry.wait(others[0], LONG)  # it advances the ferry for all
-        told = []
-        while not all(task.done() for task in tasks):
-            told += ferry.poll()
-            await asyncio.sleep(0)
-        for ticket, *twice in await asyncio.gather(*tasks):
-            assert [done.ticket for done in twice] == [ticket, ticket]
-        while not set(others[1:]) <= {done.ticket for done in told}:
-            told += ferry.poll(0.01)
-        assert len(told) == len({done.ticket for done in told}), "an end is polled once"
-
-    for round in range(5):
-        asyncio.run(life(round))
-    assert ferry.poll() == []
-
-
 def test_a_wait_for_an_awaited_ticket_leaves_the_task_its_end(ferry: kvferry.Ferry) -> None:
     async def life() -> None:
         held = Held(ferry)
