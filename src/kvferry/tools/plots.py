@@ -77,43 +77,19 @@ def line_plot(
     return "".join([*parts, "</svg>"])
 
 
-def bar_plot(
-    bars: Mapping[str, Sequence[float]], kinds: Sequence[tuple[str, str]], *, x_label: str
-) -> str:
-    """Horizontal stacked bars with a common scale.
-
-    Args:
-        bars: For each bar, one value of each kind.
-        kinds: The name and the colour of each kind.
-        x_label: The text below the axis.
-    """
-    pitch, left = 64, 14
-    base = TOP + pitch * len(bars)
-    scale = ticks(0, max(map(sum, bars.values())), 4)
-
-    def place(value: float) -> float:
-        return round(left + value / (scale[-1] or 1) * (WIDTH - left - RIGHT - 10), 1)
-
-    out = [_open(x_label, base + BOTTOM)]
-    for tick in scale:
-        x = place(tick)
-        out.append(f'<line class="grid" x1="{x}" y1="{TOP}" x2="{x}" y2="{base}"/>')
-        out.append(_text(x, base + 15, _thousands(tick), "middle" if tick else "start"))
-    for row, (name, values) in enumerate(bars.items()):
-        y, total = TOP + row * pitch + 24, 0.0
-        out.append(_text(left, y - 7, name, "start", "name"))
-        for value, (kind, colour) in zip(values, kinds, strict=True):
-            x, total = place(total), total + value
-            width = round(place(total) - x, 1)
-            if value:
-                out.append(
-                    f'<rect x="{x}" y="{y}" width="{max(0.5, width)}" height="26" '
-                    f'style="fill:var({colour})"><title>{escape(kind)}: {value:,}</title></rect>'
-                )
-            if width > 44:
-                out.append(_text(x + width / 2, y + 17, _thousands(value), kind="inside"))
-    out.append(_text(WIDTH / 2, base + BOTTOM - 4, x_label, kind="axis"))
-    return "".join([*out, "</svg>"])
+def bars(rows: Mapping[str, Sequence[float]], kinds: Sequence[tuple[str, str]]) -> str:
+    """Stacked horizontal bars with a common scale. Each kind of value has a name and a colour."""
+    most = max(map(sum, rows.values())) or 1
+    out = []
+    for name, values in rows.items():
+        parts = "".join(
+            f'<i style="width:{100 * value / most:.2f}%;background:var({colour})" '
+            f'title="{escape(kind)}: {value:,}">'
+            f"{_thousands(value) if value > most / 8 else ''}</i>"
+            for value, (kind, colour) in zip(values, kinds, strict=True)
+        )
+        out.append(f'{escape(name)}<div class="bar">{parts}</div>')
+    return f'<div class="bars">{"".join(out)}</div>'
 
 
 def picture(drawn: str, lines: Sequence[Series]) -> str:

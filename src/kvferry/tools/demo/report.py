@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.telemetry.catalog import installed_version
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.plots import Series, bar_plot, figure, legend, line_plot, page, table
+from kvferry.tools.plots import Series, bars, figure, legend, line_plot, page, table
 from kvferry.tools.words import show_seconds
 
 OnTurn = Callable[[str, int, Turn], None]
@@ -146,30 +146,20 @@ def render(title: str, setting: str, parts: list[Part]) -> str:
 
 
 def _part(part: Part) -> str:
-    kind = "good" if part.tokens_equal else "bad"
     cards = "".join(
         f'<div class="card"><b>{escape(big)}</b><span>{escape(what)}</span>'
         f"<small>{escape(detail)}</small></div>"
         for big, what, detail in part.cards
     )
-    bars = {
-        run.title: [run.tokens(kind) for kind in ("device", "host", "prefilled")]
-        for run in part.runs.values()
-    }
-    plots = [
-        figure(
-            "Sources of the prompt tokens",
-            "Loading a block is a copy. Computing it takes the whole model.",
-            bar_plot(bars, _SOURCES, x_label="prompt tokens"),
-            legend(_SOURCES),
-        )
-    ]
+    kinds = ("device", "host", "prefilled")
+    sources = {run.title: [run.tokens(kind) for kind in kinds] for run in part.runs.values()}
+    words = "Loading a block is a copy. Computing it takes the whole model."
+    title = "Sources of the prompt tokens"
+    plots = [figure(title, words, bars(sources, _SOURCES), legend(_SOURCES))]
     if len(part.runs) == len(_COLOURS):  # the three ways
         plots.insert(0, _by_turn(part))
-        numbers = figure("All figures", "", table(part.table()))
-    else:
-        plots.append(figure("All figures", "", table(part.table())))
-        numbers = ""
+    numbers = figure("All figures", "", table(part.table()))
+    kind = "good" if part.tokens_equal else "bad"
     return (
         f"<section><h2>{escape(part.title)}</h2><p>{escape(part.gain)}</p>"
         f'<p class="verdict {kind}">{escape(part.verdict)}</p><div class="cards">{cards}</div>'
