@@ -74,6 +74,8 @@ class S3Server:
 
     def start(self) -> None:
         bin_dir = Path(sys.executable).parent
+        if not (bin_dir / "rclone").exists():  # SGLang's environment has none
+            bin_dir = Path(__file__).parents[2] / ".venv" / "bin"
         if self.kind == "rclone":
             self.make_bucket(BUCKET)
             command = [str(bin_dir / "rclone"), "serve", "s3", "--auth-key", f"{ACCESS},{SECRET}"]
