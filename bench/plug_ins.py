@@ -55,6 +55,9 @@ class Remote:
         self._blocks = blocks
         self._keys = Keys.from_bytes(secrets.token_bytes(32) for _ in range(blocks.num_blocks))
         self._tier = open_remote(setup)
+        while self._tier.ailment:
+            time.sleep(0.01)
+            self._tier.poll()
         self._next = 0
 
     def write(self) -> None:

@@ -194,6 +194,26 @@ def _some_of(runs: RunNumbers | None, part: SlotArray) -> RunNumbers | None:
     return None if runs is None else runs[part]
 
 
+def _call(tier: Tier, name: str, default: object, *args: object) -> Any:
+    """What only some tiers can do; ``default`` where this one cannot."""
+    method = getattr(tier, name, None)
+    return method(*args) if callable(method) else default
+
+
+def opened(tier: Tier) -> Opened | None:
+    """What a tier with places has from an earlier life, told once; None while it is not open."""
+    if not _call(tier, "is_open", True):
+        return None
+    keys, places = Keys.empty(), NO_SLOTS
+    try:
+        keys, places = _call(tier, "recovered", (keys, places))
+    except Exception:  # a medium on a bad day must not keep an engine from starting
+        log.exception("tier %s cannot say what it still has", tier.name)
+    number, spent = getattr(tier, "reset_number", 0), getattr(tier, "spent", 0)
+    stores = tuple(_call(tier, "stores", ()))
+    return Opened(tier.num_places or 0, keys.array, places, number, spent, stores)
+
+
 class TierMover:
     """Carries transfers between one rank's host slots and one lower tier. Owns the tier.
 
@@ -248,20 +268,9 @@ class TierMover:
         None while it is not open: then :meth:`health` tells it later. Nothing where it has no
         memory of an earlier life, or cannot say: then it begins empty.
         """
-        if self._call("is_open", True):
-            self._has_told = True
-            return self._opened()
-        return None
-
-    def _opened(self) -> Opened:
-        tier, keys, places = self._tier, Keys.empty(), NO_SLOTS
-        try:
-            keys, places = self._call("recovered", (keys, places))
-        except Exception:  # a medium on a bad day must not keep an engine from starting
-            log.exception("tier %s cannot say what it still has", tier.name)
-        number, spent = getattr(tier, "reset_number", 0), getattr(tier, "spent", 0)
-        stores = tuple(self._call("stores", ()))
-        return Opened(tier.num_places or 0, keys.array, places, number, spent, stores)
+        found = opened(self._tier)
+        self._has_told = found is not None
+        return found
 
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""
@@ -321,36 +330,28 @@ class TierMover:
 
     def health(self) -> Health | None:
         """Whether the tier went away or came back since the last call; None: neither."""
-        opened = None
-        if not self._has_told and self._call("is_open", True):
-            self._has_told = True
-            opened = self._opened()
+        found = None if self._has_told else self.recovered()
         ailment = self._fault or self._tier.ailment
-        if ailment == self._ailment and opened is None:
+        if ailment == self._ailment and found is None:
             return None
         self._ailment = ailment
-        return Health(self._rank, self._tier.name, ailment, opened)
+        return Health(self._rank, self._tier.name, ailment, found)
 
     def figures(self) -> Any:
         """The ``DiskFigures`` of the tier's drives so far; None without drives. Never waits."""
-        return self._call("figures", None)
+        return _call(self._tier, "figures", None)
 
     def wait_forgotten(self, timeout: float) -> bool:
         """Whether what was forgotten stays so after a crash, where the tier outlives us."""
-        return bool(self._call("wait_forgotten", True, timeout))
+        return bool(_call(self._tier, "wait_forgotten", True, timeout))
 
     def away(self) -> tuple[str, ...]:
         """The directories of a disk that are not open."""
-        return tuple(self._call("away", ()))
+        return tuple(_call(self._tier, "away", ()))
 
     def keep_nothing(self) -> None:
         """What is stored from now on, until the next reset, is for no other server."""
-        self._call("keep_nothing", None)
-
-    def _call(self, name: str, default: object, *args: object) -> Any:
-        """What only some tiers can do; ``default`` where this one cannot."""
-        method = getattr(self._tier, name, None)
-        return method(*args) if callable(method) else default
+        _call(self._tier, "keep_nothing", None)
 
     def close(self) -> None:
         """Finish what was submitted and close the tier; never waits long for one that hangs."""

@@ -26,7 +26,14 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.scheduler.runs import End
-from kvferry.scheduler.tier import Answer, LowerTier, WriteMode, WriteOrder, lower_tier
+from kvferry.scheduler.tier import (
+    Answer,
+    LowerTier,
+    SlotTier,
+    WriteMode,
+    WriteOrder,
+    lower_tier,
+)
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Addresses,
@@ -37,7 +44,7 @@ from kvferry.tiers.contract import (
     TierSetup,
     Way,
 )
-from kvferry.tiers.movers import open_tier
+from kvferry.tiers.movers import open_tier, opened
 from kvferry.types import FIRST_RANK, SlotArray
 
 log = logging.getLogger(__name__)
@@ -129,9 +136,8 @@ class Storage:
                 undo.callback(medium.close)
                 for address, num_bytes in regions:
                     medium.attach_memory(address, num_bytes)
-                recovered = getattr(medium, "recovered", None)
-                remains = [] if recovered is None or medium.num_places is None else [recovered()]
                 policy = policy_named(config.tier_policy)
+                remains = [] if medium.num_places is None else [opened(medium)]
                 blocks = lower_tier(
                     spec.name, medium.num_places, WriteMode.THROUGH, policy, recovered=remains
                 )
@@ -252,6 +258,11 @@ class Storage:
     def _healthy(self) -> Iterable[_StorageTier]:
         """The tiers that can be used now."""
         for level in self._levels:
+            blocks = level.blocks
+            if isinstance(blocks, SlotTier) and not blocks.pool.num_ready:
+                found = opened(level.medium)
+                if found is not None:
+                    blocks.open(FIRST_RANK, found)
             ailment = level.medium.ailment
             if ailment != level.blocks.ailment.removeprefix(f"rank {FIRST_RANK}: "):
                 log.warning("tier %s: %s", level.blocks.name, ailment or "available again")
