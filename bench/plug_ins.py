@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,8 +103,9 @@ class Sglang:
 
     def __init__(self, blocks: Blocks, settings: dict[str, str]) -> None:
         import torch
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-        from kvferry.connectors.sglang.storage import HiCacheStorageConfig, KvferryStorage
+        from kvferry.connectors.sglang.storage import KvferryStorage
 
         piece = blocks.block_bytes // 2
         start = blocks.memory.ctypes.data
@@ -256,7 +258,7 @@ def main() -> int:
         ways: dict[str, Callable[[], DiskWay]] = {
             "the tier": lambda: Tier(folder / "own", blocks, {})
         }
-        ways |= {name: lambda make=make: make(blocks, disk) for name, make in plug_ins.items()}
+        ways |= {name: partial(make, blocks, disk) for name, make in plug_ins.items()}
         compare("disk", blocks, ways, told.rounds)
 
         from tests.fakes import remote, s3_servers
@@ -266,7 +268,7 @@ def main() -> int:
         address = f"s3://{s3_servers.BUCKET}/bench?endpoint={endpoint}"
         store = {"remote": address, **deadlines}
         ways = {"the tier": lambda: Remote(blocks, address)}
-        ways |= {name: lambda make=make: make(blocks, store) for name, make in plug_ins.items()}
+        ways |= {name: partial(make, blocks, store) for name, make in plug_ins.items()}
         compare("remote", blocks, ways, told.rounds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
