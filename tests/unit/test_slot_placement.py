@@ -143,7 +143,7 @@ def live(tier: SlotTier, *, steps: int, seed: int) -> float:
         desk.scheduler.finish(name)
         desk.run()
         desk.run()
-    tier.check_integrity()
+    tier.pool.check_integrity()
     assert tier.pool.counts.evicted > 2 * tier.pool.num_slots
     chains = [story(chat, length) for chat, length in enumerate(lengths)]
     found = [cached_slots(tier.pool, chain) for chain in chains]

@@ -11,7 +11,7 @@ a reset or a restart. Requests that wait in an engine's queue are prefetched her
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hinted, Hints
 from kvferry.scheduler.lookup import Matcher
-from kvferry.scheduler.placement import placements, tell_pools
+from kvferry.scheduler.placement import ChainPlacement, placements, tell_pools
 from kvferry.scheduler.promotion import Promoter, Promotion
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
@@ -337,7 +337,7 @@ class Control:
 
     # -- parts of the actions -------------------------------------------------------------------
 
-    def _placements(self, keys: Keys) -> Any:
+    def _placements(self, keys: Keys) -> Iterator[ChainPlacement]:
         return placements(keys, self._pool, self._lower, self._matcher)
 
     def _require_chain(self, keys: Keys) -> None:

@@ -144,8 +144,7 @@ class Copy(NamedTuple):
 
     @classmethod
     def of(cls, flight: InFlight, transfer: Transfer) -> Copy:
-        num_bytes, seconds, num_runs, beside_model = 0, 0.0, 1, False
-        paths = set()
+        num_bytes, seconds, num_runs, beside_model, paths = 0, 0.0, 1, False, {""}
         for receipt in flight.receipts:  # one for each rank
             num_bytes += receipt.num_bytes
             seconds = max(seconds, receipt.seconds)

@@ -207,9 +207,12 @@ class Matcher:
         if spare_tokens and longest > computed_tokens:
             shorter = longest - spare_tokens
             host_tokens = max(shorter - shorter % self._step, computed_tokens)
-        missing = None
-        if longest < most:
-            missing = self._first_absent(keys, found, computed_tokens, longest + self._step)
+        missing, longer = None, longest + self._step
+        for g, group in enumerate(self.groups if longest < most else ()):
+            block = computed_tokens // group.block_tokens + len(found[g])
+            if block * group.block_tokens < longer - longer % self._step:
+                missing = self.missing_at(g, keys, block)
+                break
         pinned: list[SlotArray | None] = []
         places: list[range] = []
         for g, group in enumerate(self.groups):
@@ -231,16 +234,6 @@ class Matcher:
             tuple(asked),
             missing,
         )
-
-    def _first_absent(
-        self, keys: Keys, found: Sequence[SlotArray], computed_tokens: int, longer: int
-    ) -> Missing | None:
-        longer -= longer % self._step
-        for g, group in enumerate(self.groups):
-            block = computed_tokens // group.block_tokens + len(found[g])
-            if block * group.block_tokens < longer:
-                return self.missing_at(g, keys, block)
-        return None
 
     def _survey(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
@@ -460,9 +453,7 @@ class Matcher:
 
 _SHARE = 7 / 8
 """Of the device's blocks: so many may be in the hands of loads, where no setting says how many.
-With half of a small device cache one long load at a time fits, and the link rests while its request
-is told and runs; what runs needs a new block only now and then.
-"""
+With half of a small device, the link would rest between one long load and the next."""
 
 
 @dataclass(eq=False, slots=True)
@@ -478,6 +469,7 @@ class PinnedHit:
     generation: int
     num_loads: int = 0
     deadline: float = 0.0
+    num_blocks: int = 0
     leases: tuple[Lease | None, ...] = ()
     joined: SlotArray | None = None
     decision: Decision | None = None
@@ -564,7 +556,9 @@ class Hits:
         try:
             for slots, size in zip(found.slots, self._block_bytes, strict=True):
                 hit.leases += (self._pool.claim(slots) if slots is not None else None,)
-                num_bytes += len(slots) * size if slots is not None else 0
+                if slots is not None:
+                    hit.num_blocks += len(slots)
+                    num_bytes += len(slots) * size
         except BaseException:  # a chain that repeats a key
             hit.release()
             raise
@@ -581,7 +575,7 @@ class Hits:
             hit.is_declined = True
             hit.release()
         elif self._transfers.blocks_to_device:
-            hit.must_wait = not self._may_load(hit)
+            hit.must_wait = not self._fits(hit.num_blocks)
         return hit
 
     def still_holds(self, hit: PinnedHit) -> bool:
@@ -597,19 +591,15 @@ class Hits:
                 return False
             hit.generation = self._pool.generation
         hit.deadline = self._clock() + self._patience
-        hit.must_wait = bool(self._transfers.blocks_to_device) and not self._may_load(hit)
+        hit.must_wait = bool(self._transfers.blocks_to_device) and not self._fits(hit.num_blocks)
         return True
 
-    def _may_load(self, hit: PinnedHit) -> bool:
-        """Whether a load beside others fits the bounds.
-
-        One load alone always does, or it would wait for ever.
-        """
-        return self._fits(sum(len(lease) for lease in hit.leases if lease is not None))
-
     def _fits(self, num_blocks: int) -> bool:
-        loading = self._transfers.blocks_to_device + num_blocks
-        if self._max_blocks is not None and loading > self._max_blocks:
+        """Whether such a load fits the bounds. Alone it always does, or it would wait for ever."""
+        loading = self._transfers.blocks_to_device
+        if not loading:
+            return True
+        if self._max_blocks is not None and loading + num_blocks > self._max_blocks:
             return False
         return self._transfers.bytes_to_device <= self._max_bytes
 
@@ -617,7 +607,7 @@ class Hits:
         """Whether a load of so many blocks may begin, of which these slots are here by now."""
         if self.joins_loads and self._being_loaded.take(slots).any():
             return False
-        return not self._transfers.blocks_to_device or self._fits(num_blocks)
+        return self._fits(num_blocks)
 
     def worth_loading(self, num_tokens: int, group: int, num_blocks: int) -> Decision:
         """Whether so many blocks of a group are loaded sooner than computed."""

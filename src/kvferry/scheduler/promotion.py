@@ -8,10 +8,8 @@
                               └ sent
 
 A request that waits for a tier is matched again when all it waits for has landed. A pipelined load
-begins earlier. It takes device blocks before all bytes are here, so an engine is offered one only
-when the rest is read in the time that copying the whole hit takes. What does not come up ends it:
-the blocks before that are on the device, the others are computed. So does a silent tier, and all
-such loads together may take half of the device.
+begins earlier: when the rest is read in the time that copying the whole hit takes. What does not
+come up in time ends it, and is computed. All such loads may take half of the device.
 """
 
 from __future__ import annotations
@@ -220,7 +218,6 @@ class Promoter:
         return Match(MatchState.HIT, hit.found.host_tokens, computed_tokens)
 
     def _promised(self, request: Any, computed_tokens: int, most_tokens: int) -> range:
-        """The blocks that a request was promised."""
         if computed_tokens % self._size:
             return range(0)
         tokens = min(request.promotion.promised_tokens, most_tokens)
@@ -328,7 +325,6 @@ class Promoter:
         return ordered, ended
 
     def _order(self, request: Any, load: PipelinedLoad) -> Ordered | None:
-        """Order what has come up; None if that is nothing."""
         start = load.sent - load.first
         slots = self._pool.lookup(load.keys[start : load.last - load.first])
         if not len(slots):
@@ -345,7 +341,6 @@ class Promoter:
         return Ordered(0, load.table[piece], transfer_id, places, load.keys[piece], request)
 
     def _is_stuck(self, request: Any, load: PipelinedLoad) -> bool:
-        """Whether the next block will not come up any more."""
         if not request.promotion.waits:
             return True
         key = load.keys[load.sent - load.first]

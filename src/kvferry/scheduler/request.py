@@ -329,7 +329,6 @@ class Request:
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
 
     def _decline(self, computed_tokens: int, max_tokens: int | None) -> Match:
-        """A hint said that nothing more is to be loaded for it."""
         self._let_go()
         covered = len(self.chain) * self._requests.matcher.hash_tokens
         asked = covered if max_tokens is None else min(max_tokens, covered)
@@ -687,7 +686,6 @@ class Request:
         return True
 
     def _drop(self) -> None:
-        """Let go of its hit, take back its loads, and wait for nothing."""
         requests = self._requests
         self._let_go()
         if self.loading:

@@ -269,7 +269,6 @@ class Scheduler:
         self.control.prefetch_queued(request)
 
     def __contains__(self, request: Request) -> bool:
-        """Whether this request is one of this scheduler's and has not ended."""
         return request in self._requests.live
 
     @property
@@ -430,7 +429,6 @@ class Scheduler:
     def _complete(
         self, landed: Sequence[InFlight], overdue: Sequence[InFlight], now: float
     ) -> Settled:
-        """Apply what landed, and what is overdue by now, to the requests that waited for it."""
         requests, done = self._requests, Completion()
         landings = []
         for flight in landed:
@@ -528,11 +526,10 @@ class Scheduler:
     def reset(self, *, is_kept: bool = True) -> None:
         """Forget every block on every tier, at once. Transfers in flight end harmlessly.
 
-        A request whose load is under way keeps what it was promised, as it keeps the blocks it
-        already has on the device; but nothing of it is stored until it has been preempted, for
-        those blocks may stem from weights that are no more. The engine must forget its own prefix
-        cache too: what it still finds there, or offers, is taken for new. Unless ``is_kept``, what
-        is stored from now on serves until this server ends, and no other: say so where the weights
+        A request keeps the blocks it has or was promised, but nothing of it is stored until it has
+        been preempted: they may stem from weights that are no more. The engine must forget its own
+        prefix cache too: what it still finds there, or offers, is taken for new. Unless
+        ``is_kept``, what is stored from now on serves this server alone: say so where the weights
         are others than those that the namespace names.
         """
         if self._closed:
@@ -577,15 +574,15 @@ class Scheduler:
             self.book.record(Path(self._config.record), self._config.record_size, self._clock())
 
     def _restore_learned(self, path: Path) -> None:
-        if not isinstance(self.pool.eviction.policy, learned.Learns):
+        policy = self.pool.eviction.policy
+        if not isinstance(policy, learned.Learns):
             return
         try:
             found = read_small(path, LEARNED_SECONDS)
+            if found and not learned.unpack(policy, found):
+                log.warning("%s is not this policy's: the eviction policy learns anew", path)
         except (OSError, ValueError) as error:
             log.warning("What the eviction policy learned before cannot be read: %s", error)
-            return
-        if found and not learned.unpack(self.pool.eviction.policy, found):
-            log.warning("%s is not this policy's: the eviction policy learns anew", path)
 
     def _save_learned(self, path: Path) -> None:
         data = learned.pack(self.pool.eviction.policy)
@@ -687,12 +684,11 @@ class Scheduler:
 
         Every lease is one of a pinned hit or of a transfer, or its slots would stay claimed.
         """
-        self.lower.check_integrity()
-        self.pool.check_integrity()
         held = list(self.transfers.leases())
         for request in self._requests.pinned:
             held += request.pinned_leases
         for pool in self._pools:
+            pool.check_integrity()
             if not pool.leases <= set(held):
                 raise IntegrityError("a lease is neither a pinned hit's nor a transfer's")
 
@@ -701,7 +697,6 @@ class Scheduler:
 
 
 def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:
-    """The tenants, who have their parts of every pool from now on."""
     pools: dict[str, Pool] = {HOST: pool}
     pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
     tenants = Tenants(shares, {name: each.eviction for name, each in pools.items()})

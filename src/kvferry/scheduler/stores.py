@@ -33,20 +33,18 @@ class OnDevice:
 
     With lazy stores a block is stored when the engine is about to drop it, mostly long after its
     request has ended. Until then this remembers which blocks must not be stored (unless another
-    request that may be stored has them too), and for the others the request with hints or tenant.
-    Owns up to ``most_keys`` of each kind, the latest; more than the device has blocks.
+    request that may be stored has them too), and for others the request with hints or tenant.
+    Owns what was said of the latest ``most_keys`` blocks; more than the device has.
     """
 
     def __init__(self, most_keys: int, hash_tokens: int) -> None:
         self._most_keys = most_keys
         self._hash_tokens = hash_tokens
         self._bounded: dict[Any, int] = {}  # live, and how many keys are withheld so far
-        self._withheld: dict[Key, Any] = {}  # the oldest first, as in the next
-        self._hinted: dict[Key, Any] = {}
+        self._said: dict[Key, Any] = {}  # the request; None where it must not be stored
 
     def __len__(self) -> int:
-        """How many keys are remembered in all."""
-        return len(self._withheld) + len(self._hinted)
+        return len(self._said)
 
     def opened(self, request: Any) -> None:
         """Only some of its blocks may be stored: others are withheld as soon as there are any."""
@@ -55,38 +53,36 @@ class OnDevice:
     def ended(self, request: Any) -> None:
         """What it has computed may be dropped from now on, and is stored before if it may be."""
         hints = request.hints
-        if hints is None and not self._withheld:
+        if hints is None and not self._said:
             return
         keys = allowed = request.chain.keys()
         if hints is not None:
             request.chain = keys  # what the engine knows of it is the engine's to forget
             if hints.max_store_tokens is not None:
                 allowed = keys[: hints.max_store_tokens // self._hash_tokens]
-        for key in allowed if self._withheld else ():
-            self._withheld.pop(key, None)
+        for key in allowed:
+            if self._said.get(key, request) is None:
+                del self._said[key]
         if request in self._bounded:
             self._withhold(request)
             del self._bounded[request]
         if hints is not None and (hints.shapes_what_stays or request.tenant):
-            self._note(self._hinted, keys, request)
+            self._note(allowed, request)
 
     def may_store(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key of a device block, whether its block may be stored."""
         for request in self._bounded:
             self._withhold(request)
-        if not self._withheld:
-            return np.ones(len(keys), dtype=bool)
-        return np.fromiter((key not in self._withheld for key in keys), dtype=bool, count=len(keys))
+        said = self._said
+        return np.array([said.get(key, self) is not None for key in keys], dtype=bool)
 
     def by_request(
         self, keys: Keys, chosen: npt.NDArray[np.int64]
     ) -> list[tuple[Any, npt.NDArray[np.int64]]]:
         """The chosen keys' places, by the request with hints for them; in their order."""
-        if not self._hinted:
-            return [(None, chosen)]
         parts: dict[Any, list[int]] = {}
         for at in chosen.tolist():
-            parts.setdefault(self._hinted.get(keys[at]), []).append(at)
+            parts.setdefault(self._said.get(keys[at]), []).append(at)
         return [(request, np.array(part, dtype=np.int64)) for request, part in parts.items()]
 
     def _withhold(self, request: Any) -> None:
@@ -94,15 +90,15 @@ class OnDevice:
         first = max(request.hints.max_store_tokens, request.own_from or 0) // self._hash_tokens
         first = max(first, self._bounded[request])
         if len(request.chain) > first:
-            self._note(self._withheld, request.chain.keys()[first:], None)
+            self._note(request.chain.keys()[first:], None)
             self._bounded[request] = len(request.chain)
 
-    def _note(self, where: dict[Key, Any], keys: Keys, value: Any) -> None:
+    def _note(self, keys: Keys, request: Any) -> None:
         for key in keys:
-            where.pop(key, None)
-            where[key] = value
-        while len(where) > self._most_keys:
-            del where[next(iter(where))]
+            self._said.pop(key, None)
+            self._said[key] = request
+        while len(self._said) > self._most_keys:
+            del self._said[next(iter(self._said))]
 
 
 _Part = tuple[int, range, npt.NDArray[np.int64]]
@@ -405,9 +401,8 @@ SOON_SECONDS = 0.02
 """How long others wait: until the requests that took their place are on their way."""
 
 STORE_TOKENS = 4096
-"""A running request is stored when it has this many more tokens, and when it ends: every store
-costs the scheduler the same, however few blocks it has. Nothing is lost meanwhile but what a
-preemption takes, because blocks in use stay on the device."""
+"""A running request is stored when it has this many more tokens, and when it ends. Meanwhile only a
+preemption takes its blocks."""
 
 _HURRY = 8
 """Where the engine evicts, it may preempt as well: so many times as often."""
@@ -448,11 +443,10 @@ class DeferredStores:
                 │    nothing)                     stored
                 └─> held on the device ─────────> stored as soon as others are on their way
 
-    Every store costs the scheduler the same, however few blocks it has, and requests end where
-    others begin. So a short rest of a turn waits, and many never need a store of their own, because
-    the next turn comes first. Nothing holds its blocks: they are looked for by content when its
-    time comes. Where the engine evicts, blocks go too fast for that: a rest is held and stored at
-    once. Requests end themselves; the blocks are the engine's.
+    Every store costs the scheduler the same, however few blocks it has. So a short rest of a turn
+    waits for the next turn, and nothing holds its blocks: they are looked for by content. Where the
+    engine evicts, blocks go too fast for that. Requests end themselves; the blocks are the
+    engine's.
     """
 
     def __init__(

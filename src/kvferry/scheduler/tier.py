@@ -178,10 +178,6 @@ class LowerTier(ABC):
     def reset(self) -> None:
         """Forget every block."""
 
-    def check_integrity(self) -> None:
-        if self.pool is not None:
-            self.pool.check_integrity()
-
 
 @dataclass(eq=False)
 class Move:
@@ -325,9 +321,6 @@ class KeyedTier(LowerTier):
 
     def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
         return self._answers.lookup(keys, now)
-
-    def known(self, keys: Keys, now: float) -> Flags:
-        return self._answers.lookup(keys, now).known
 
     def may_follow(self, parent: Key, now: float) -> bool:
         """Only behind a block that is known to be missing: the tier has room for all others."""

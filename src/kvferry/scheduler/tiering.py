@@ -295,7 +295,6 @@ class LowerTiers:
         return room
 
     def _lift(self, tier: LowerTier, keys: Keys, slots: SlotArray, lease: Lease) -> TransferId:
-        """Order these blocks from a tier into the host's slots."""
         end = End(HOST, lease.slots, (lease,))
         transfer_id = self._transfers.move(tier.read(slots), end, keys)
         self.moves[transfer_id] = Move(tier, keys, upward=True)
@@ -401,10 +400,6 @@ class LowerTiers:
         self._forget(tuple(tier.name for tier in self.tiers), reset)
         for tier in self.tiers:
             tier.reset()
-
-    def check_integrity(self) -> None:
-        for tier in self.tiers:
-            tier.check_integrity()
 
 
 def _source(lookup: TierLookup, known: Flags, start: int, stop: int) -> tuple[int | None, int]:

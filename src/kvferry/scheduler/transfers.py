@@ -523,7 +523,6 @@ class Transfers:
 
 
 def _one_store(group: int, transfer_id: TransferId, orders: Sequence[StoreOrder]) -> InFlight:
-    """The stores of one group travel together."""
     leases: tuple[Lease, ...] = ()
     served: tuple[Any, ...] = ()
     for order in orders:

@@ -110,7 +110,6 @@ class Writeback:
         self._began = self._say_at = self._look_at = 0.0
 
     def _set_up(self, tier: LowerTier, config: Config, block_bytes: int) -> None:
-        """What goes to a tier, and when, as the settings say."""
         setting = {DISK: config.disk_admission, REMOTE: config.remote_admission}
         is_picky = setting.get(tier.name, "all") != "all"
         per_day = config.disk_write_per_day if tier.name == DISK else None
@@ -331,7 +330,6 @@ class Writeback:
     # -- sending --------------------------------------------------------------------------------
 
     def _send(self, tier: LowerTier, order: WriteOrder) -> bool:
-        """Order those blocks that a tier lacks and has room for, by tenant."""
         keys = order.keys
         owners = self._host.eviction.tenants_of(keys)
         if owners is None or not len(keys):
