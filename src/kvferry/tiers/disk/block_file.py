@@ -16,7 +16,7 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError, install
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
-from kvferry.tiers.disk.files import SECTOR, open_file
+from kvferry.tiers.contract import Way
+from kvferry.tiers.disk.files import SECTOR, open_file, runs
 from kvferry.tiers.disk.superblock import HASH_BYTES, SEAL_BYTES
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
@@ -68,6 +69,32 @@ class BlockFile:
             if not done:
                 raise OSError(errno.EIO, f"less than a sector was moved at {at}, or the file ends")
             at, data = at + done, data[done:]
+
+    def move(
+        self, way: Way, places: Numbers, slots: Numbers, buffer: Buffer
+    ) -> Iterator[tuple[int, int, Exception | None]]:
+        """Read or write blocks, a call for each run of neighbours; yield what became of each range.
+
+        ``slots`` are their positions in the buffer. Where a run fails its blocks are tried alone:
+        one bad block is one bad block.
+        """
+        call = self.read if way is Way.READ else self.write
+        there, here = places.tolist(), slots.tolist()
+
+        def attempt(first: int, last: int) -> Exception | None:
+            start, end = here[first] * self._pitch, (here[first] + last - first) * self._pitch
+            try:
+                call(there[first], buffer.stored[start:end])
+            except Exception as error:  # whatever a drive on a bad day makes the kernel say
+                return error
+            return None
+
+        for first, last in runs(places, slots):
+            if (error := attempt(first, last)) is None or last - first == 1:
+                yield first, last, error
+            else:
+                for at in range(first, last):
+                    yield at, at + 1, attempt(at, at + 1)
 
     def sync(self) -> None:
         """Return once everything written is on the medium."""

@@ -21,7 +21,6 @@ from kvferry.core.keys import Keys
 from kvferry.errors import KvferryError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
-from kvferry.tiers.disk.files import runs
 from kvferry.tiers.disk.index import DiskIndex
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
 from kvferry.tiers.disk.protocol import Count
@@ -244,7 +243,7 @@ class IoWorker:
             positions, places, proofs = positions[is_here], places[is_here], proofs[is_here]
             if not len(positions):
                 return
-        whole = self._move(context.file.read, positions, places, Count.READ_MICROSECONDS)
+        whole = self._move(positions, places, np.arange(len(places)))
         with context.cpu_slots:
             right = context.prover.check(self._buffer, places, order.keys[positions], proofs)
             bad = np.flatnonzero(whole & ~right)
@@ -285,9 +284,7 @@ class IoWorker:
             proofs = context.prover.prove(self._buffer, places, keys)
         at = np.flatnonzero(fetched)
         whole = np.zeros(len(positions), dtype=bool)
-        whole[at] = self._move(
-            context.file.write, positions[at], places[at], Count.WRITE_MICROSECONDS, at
-        )
+        whole[at] = self._move(positions[at], places[at], at)
         why_not = context.tracker.end_write(
             places[whole], keys[whole], proofs[whole], order.generation, token
         )
@@ -296,47 +293,23 @@ class IoWorker:
         context.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)
         context.tracker.lose(places[~whole])
 
-    def _move(
-        self,
-        call: Callable[[int, memoryview], None],
-        positions: Numbers,
-        places: Numbers,
-        clock: Count,
-        slots: Numbers | None = None,
-    ) -> Flags:
-        """Read or write blocks, a call for each run of neighbours; return which moved whole.
-
-        ``slots`` are their positions in the buffer, if those are not 0, 1, ...
-        """
-        slots = np.arange(len(places)) if slots is None else slots
-        there, here = places.tolist(), slots.tolist()
-        whole = np.ones(len(there), dtype=bool)
+    def _move(self, positions: Numbers, places: Numbers, slots: Numbers) -> Flags:
+        """Read or write the blocks in these slots of the buffer; return which moved whole."""
+        context, way = self._context, self._way
+        whole = np.ones(len(places), dtype=bool)
         start = time.monotonic()
-        for first, last in runs(places, slots):
-            if self._try(call, there[first], here[first], last - first) is None:
+        for first, last, error in context.file.move(way, places, slots, self._buffer):
+            if error is None:
+                context.health.succeeded(way)
                 continue
-            for at in range(first, last):  # one bad block is one bad block
-                error = self._try(call, there[at], here[at], 1)
-                if error is not None:
-                    whole[at] = False
-                    said = "" if isinstance(error, KvferryError) else f"{type(error).__name__}: "
-                    reason = f"place {there[at]}: {said}{error}"
-                    self._fail(positions[at : at + 1], Count.DRIVE_ERRORS, reason)
-        self._context.status.add(clock, int((time.monotonic() - start) * 1e6))
+            context.health.failed(way, error)
+            whole[first] = False
+            said = "" if isinstance(error, KvferryError) else f"{type(error).__name__}: "
+            reason = f"place {places[first]}: {said}{error}"
+            self._fail(positions[first:last], Count.DRIVE_ERRORS, reason)
+        clock = Count.READ_MICROSECONDS if way is Way.READ else Count.WRITE_MICROSECONDS
+        context.status.add(clock, int((time.monotonic() - start) * 1e6))
         return whole
-
-    def _try(
-        self, call: Callable[[int, memoryview], None], place: int, slot: int, count: int
-    ) -> Exception | None:
-        pitch, health = self._context.pitch, self._context.health
-        try:
-            call(place, self._buffer.stored[slot * pitch : (slot + count) * pitch])
-        except Exception as error:  # whatever a drive on a bad day makes the kernel say
-            if count == 1:
-                health.failed(self._way, error)
-            return error
-        health.succeeded(self._way)
-        return None
 
     def _segments(
         self, job: Job, positions: Numbers, which: Numbers

@@ -319,14 +319,11 @@ def store_bytes(num_places: int, identity: StoreIdentity) -> int:
 
 def most_places(num_bytes: int, identity: StoreIdentity) -> int:
     """Return the most places whose store takes at most ``num_bytes``; 0 if not even one fits."""
-    low, high = 0, MAX_PLACES - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if store_bytes(middle, identity) <= num_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    shape = Shape(identity.proof_bytes)
+    of_page = shape.per_page * identity.pitch + shape.file_bytes(1)
+    pages, rest = divmod(max(0, num_bytes - _SMALL_FILES), of_page)
+    rest = max(0, rest - shape.file_bytes(1)) // identity.pitch
+    return min(pages * shape.per_page + rest, MAX_PLACES - 1)
 
 
 def free_bytes(root: Path) -> int:

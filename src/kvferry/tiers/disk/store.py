@@ -23,10 +23,11 @@ import numpy as np
 from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import StoreError
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover
-from kvferry.tiers.disk.files import DiskFile, allocate, create_file, runs, sync_folder
+from kvferry.tiers.disk.files import DiskFile, allocate, create_file, sync_folder
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
 from kvferry.tiers.disk.index import (
     DiskIndex,
@@ -440,35 +441,19 @@ class BlockChecker:
         self._prover = open_prover(mine.block_bytes, superblock.store_id, key)
         self._most = max(1, _BUFFER_BYTES // mine.pitch)
         self._buffer = Buffer(self._most, mine.pitch, is_sealed=mine.is_sealed)
-        self._pitch = mine.pitch
         self._file = BlockFile(str(content.blocks_path), mine.pitch)
 
     def check(self, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
         """Return which of these blocks are as they were written; unreadable ones are not."""
-        order = np.argsort(places, kind="stable")
         right = np.zeros(len(places), dtype=bool)
-        for start in range(0, len(order), self._most):
-            part = order[start : start + self._most]
-            read = self._read(places[part])
-            found = self._prover.check(self._buffer, places[part], keys.array[part], proofs[part])
-            right[part] = found & read
+        for start in range(0, len(places), self._most):
+            part = slice(start, start + self._most)
+            here, buffer = places[part], self._buffer
+            read = list(self._file.move(Way.READ, here, np.arange(len(here)), buffer))
+            right[part] = self._prover.check(buffer, here, keys.array[part], proofs[part])
+            for first, last, error in read:
+                right[start + first : start + last] &= error is None
         return right
-
-    def _read(self, places: SlotArray) -> Flags:
-        """Bring ascending places into the buffer, side by side; neighbours by one call."""
-        done = np.zeros(len(places), dtype=bool)
-        for first, end in runs(places):
-            done[first:end] = self._read_run(int(places[first]), first, end)
-            for at in range(first, end) if not done[first] else ():
-                done[at] = self._read_run(int(places[at]), at, at + 1)
-        return done
-
-    def _read_run(self, place: int, first: int, end: int) -> bool:
-        try:
-            self._file.read(place, self._buffer.stored[first * self._pitch : end * self._pitch])
-        except OSError:
-            return False
-        return True
 
     def close(self) -> None:
         """Give the file back."""
