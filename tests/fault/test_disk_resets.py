@@ -169,19 +169,6 @@ def test_a_drive_that_was_away_during_a_reset_serves_nothing_older(tmp_path: Pat
     assert found(tmp_path, 2) == []
 
 
-def test_the_space_of_older_blocks_is_used_again(tmp_path: Path) -> None:
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        fill(store, list(range(store.num_places)))
-        store.index.commit()
-        store.index.reset(7)
-        fill(store, [3])
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        assert placed(store) == [3]
-        fill(store, list(range(store.num_places)))
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        assert len(placed(store)) == store.num_places
-
-
 def test_a_reset_after_the_clock_was_put_back_is_one(tmp_path: Path) -> None:
     with DiskLife(tmp_path) as life:
         life.write(range(4))
@@ -192,23 +179,6 @@ def test_a_reset_after_the_clock_was_put_back_is_one(tmp_path: Path) -> None:
         assert life.tier.wait_forgotten(LONG)
         life.wait_durable()
     assert found(tmp_path) == [8, 9, 10, 11]
-
-
-def test_a_tier_says_when_a_reset_is_durable(tmp_path: Path) -> None:
-    with DiskLife(tmp_path) as life:
-        life.write(range(8))
-        life.wait_durable()
-        (drive,) = life.tier._drives
-        drive._max_silence = LONG
-        (pid,) = pids(life)
-        os.kill(pid, signal.SIGSTOP)
-        life.tier.forget()
-        assert not life.tier.wait_forgotten(0.05)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: life.tier.wait_forgotten(0.0))  # when it is back
-        kill_drives(life)
-        life.tier.close()
-    assert found(tmp_path) == []
 
 
 # -- the state file -------------------------------------------------------------------------------

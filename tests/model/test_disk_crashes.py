@@ -181,27 +181,6 @@ def next_life(life: Life, disk: SimDisk, content: Content) -> Life:
     return after
 
 
-def check_second_lives(first: Life, rng: random.Random) -> None:
-    """After every crash of a life, a short second one: what was cut must not come back."""
-    for files, (noted, promised) in first.disk.moments:
-        for image in images(files, rng, 64):
-            content, disk = recovered(first.shape, image)
-            first.history.check(content, noted, promised)
-            second = next_life(first, disk, content)
-            second.write((0, 100))
-            second.commit()
-            check_all_crashes(second, 8, rng)
-
-
-def test_what_was_cut_never_comes_back() -> None:
-    life = Life.new(SMALL)
-    life.write((1, 1))
-    life.commit()
-    life.write(*((n % NUM_PLACES, n) for n in range(2 * SMALL.per_page)), (0, 50), (1, 51))
-    life.commit()
-    check_second_lives(life, random.Random(2))
-
-
 # -- damage --------------------------------------------------------------------------------------
 
 

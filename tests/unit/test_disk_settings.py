@@ -79,24 +79,6 @@ def test_what_cannot_be_used_is_refused_by_name(settings: dict[str, Any], words:
     assert words in str(refused.value)
 
 
-def test_a_tier_is_told_every_setting_of_the_disk() -> None:
-    config = Config.from_dict(
-        {
-            "disk": "/a",
-            "disk_size": "3GiB",
-            "disk_keep_free": 0,
-            "disk_other_models_share": 0.25,
-            "disk_write_per_day": "1TiB",
-            "disk_deadline": "2s",
-            "disk_key_file": "/k",
-            "disk_direct": "never",
-        }
-    )
-    assert config.disk_settings == DiskSettings(
-        ("/a",), 3 * GiB, 0, 0.25, 1 << 40, 2.0, "/k", "never"
-    )
-
-
 def settings(path: object = None) -> DiskSettings:
     return DiskSettings(("/a",), GiB, key_file=None if path is None else str(path))
 

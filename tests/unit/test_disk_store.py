@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -396,49 +395,6 @@ def test_a_small_file_system_is_shared_by_turns_too(
         places, found = used_by(name, bound, tmp_path)
         assert len(found) >= places - 1
         assert free(tmp_path) >= bound.keep_free
-
-
-def dies_at(step: int, root: Path, bound: DiskBound) -> bool:
-    """Another model opens its store, in a process that ends at a call that counts; if it did."""
-    child = os.fork()
-    if not child:
-        calls = iter(range(1000))
-
-        def dying(real: Any) -> Any:
-            return lambda *args: os._exit(9) if next(calls) == step else real(*args)
-
-        try:
-            for name in ("ftruncate", "fsync", "fdatasync", "replace"):
-                setattr(os, name, dying(getattr(os, name)))
-            Store.open(root, identity(2, family=b"2"), bound)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return {9: True, 0: False}[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
-
-
-def test_a_cut_for_others_that_is_cut_short_loses_nothing_that_fits(tmp_path: Path) -> None:
-    """A store that nobody has open is made smaller by a process that is killed, at every step."""
-    bound = replace(BOUND, for_others=0.5)
-    for step in range(100):
-        root = tmp_path / str(step)
-        with Store.open(root, identity(1, family=b"1"), bound) as store:
-            last = store.num_places - 1
-            fill(store, [0, 1, last])
-        has_died = dies_at(step, root, bound)
-        assert sum(each.num_bytes for each in stores_under(root)) <= bound.size
-        with Store.open(root, identity(1, family=b"1"), bound) as store:
-            found = placed(store)
-            assert found[:2] == [0, 1]
-            assert set(found) <= {0, 1, last}
-            assert store.blocks_path.stat().st_size == store.num_places * PITCH
-            assert sum(each.num_bytes for each in stores_under(root)) <= bound.size
-        shutil.rmtree(root)
-        if not has_died:
-            assert step > 15
-            assert found == [0, 1], "its end was cut"
-            return
-    pytest.fail("it never came to its end")
 
 
 def test_servers_that_come_and_go_never_fill_more_than_the_bound(tmp_path: Path) -> None:

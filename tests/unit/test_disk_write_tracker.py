@@ -12,7 +12,6 @@ from tests.fakes.crafted_keys import keys
 from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk.index import DiskIndex, Shape
 from kvferry.tiers.disk.io_workers import WriteTracker
-from kvferry.tiers.disk.protocol import Count
 from kvferry.tiers.ipc.memory import StatusPage
 
 
@@ -43,46 +42,3 @@ def test_a_failed_sync_loses_all_that_it_may_have_dropped(index: DiskIndex) -> N
     assert "did not keep" in write(tracker, 3, under_way)
     assert write(tracker, 4, tracker.begin_write(as_slots([4]))) == ""
     assert np.flatnonzero(index.present).tolist() == [4]
-
-
-def test_a_failed_index_loses_nothing(index: DiskIndex) -> None:
-    tracker = WriteTracker(index, StatusPage(), 0.5)
-    begun = tracker.begin_write(as_slots([1, 2]))
-    write(tracker, 1, begun)
-    mark = tracker.begin_commit()
-    tracker.fail_commit(mark, are_lost=False)
-    assert write(tracker, 2, begun) == ""
-    assert np.flatnonzero(index.present).tolist() == [1, 2]
-    assert index.num_pending == 2
-
-
-def test_blocks_that_wait_for_a_commit_are_counted(
-    index: DiskIndex,
-) -> None:
-    status = StatusPage()
-    tracker = WriteTracker(index, status, 0.5)
-    seen = []
-
-    def note(*places: int) -> None:
-        for place in places:
-            write(tracker, place, tracker.begin_write(as_slots([place])))
-        seen.append(status.get(Count.PENDING))
-
-    note(1, 2)
-    mark = tracker.begin_commit()
-    note(3)
-    index.commit(mark.num_recorded)
-    tracker.end_commit()
-    note()
-    mark = tracker.begin_commit()
-    note(4)
-    tracker.fail_commit(mark, are_lost=False)
-    note(5)
-    mark = tracker.begin_commit()
-    note(6)
-    tracker.fail_commit(mark, are_lost=True)
-    note()
-    note(7, 8)
-    tracker.reset(1 << 40, is_kept=True)
-    note(9)
-    assert seen == [2, 3, 1, 2, 3, 4, 0, 2, 1]

@@ -20,7 +20,7 @@ from kvferry.hostmem import slots as slots_module
 from kvferry.hostmem.growth import Growth, GrowthState, Pin
 from kvferry.hostmem.limits import Machine
 from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.slots import CHUNK_BYTES, Bytes, Chunks, HostTier
+from kvferry.hostmem.slots import CHUNK_BYTES, Chunks, HostTier
 
 PAGE = mmap.PAGESIZE
 LONG = 60.0
@@ -53,39 +53,6 @@ class Meminfo:
 
     def machine(self, memlock: int | None = None) -> Machine:
         return Machine(read=self, memlock=lambda: memlock, env={})
-
-
-def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by many threads at once: else it would be one thread, slowly."""
-    lock = threading.Lock()
-    at_work = {"touch": 0, "pin": 0}
-    together: set[tuple[int, int]] = set()
-
-    def work(what: str) -> None:
-        with lock:
-            at_work[what] += 1
-            together.add((at_work["touch"], at_work["pin"]))
-        time.sleep(0.002)
-        with lock:
-            at_work[what] -= 1
-
-    class Watched(FakeRegistrar):
-        def register_host(self, address: int, num_bytes: int) -> None:
-            work("pin")
-            super().register_host(address, num_bytes)
-
-    def watched(memory: Bytes) -> None:
-        work("touch")
-        slots_module.populate(memory)
-
-    monkeypatch.setattr(growth_module, "populate", watched)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    growth = Growth(tier(160), registrar=Watched())
-    assert growth.wait(LONG)
-    growth.close()
-    assert not [pair for pair in together if all(pair)]
-    assert max(touching for touching, _ in together) > 1
-    assert max(pinning for _, pinning in together) > 1
 
 
 @given(
@@ -171,28 +138,6 @@ def test_beside_a_busy_model_what_is_not_needed_yet_hardly_grows(
     wanted[0] = 10**6
     assert growth.wait(LONG)
     assert growth.ready_slots == 400
-    growth.close()
-
-
-def test_without_a_gpu_one_thread_touches_beside_a_busy_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lock, at_work, most = threading.Lock(), [0], [0]
-
-    def watched(memory: Bytes) -> None:
-        with lock:
-            at_work[0] += 1
-            most[0] = max(most[0], at_work[0])
-        time.sleep(0.002)
-        with lock:
-            at_work[0] -= 1
-
-    monkeypatch.setattr(growth_module, "populate", watched)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    growth = Growth(tier(80), busy=lambda: True)
-    assert growth.wait(LONG)
-    assert most[0] == 1
-    assert growth.stats().rest_seconds > 0
     growth.close()
 
 
@@ -404,13 +349,6 @@ def test_cuts_fall_between_slots_and_between_pages(num_slots: int, slot: int, wa
     last = chunks[len(chunks) - 1]
     assert last.slots_after == num_slots
     assert last.start + last.num_bytes == chunks.num_bytes
-
-
-@given(num_slots=st.integers(1, 1 << 20), slot=slot_sizes)
-def test_odd_slots_waste_next_to_nothing(num_slots: int, slot: int) -> None:
-    chunks = Chunks.lay_out(num_slots, slot)
-    assert (chunks.pitch - slot) * 8192 <= slot
-    assert chunks.num_bytes - num_slots * chunks.pitch < PAGE
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, PAGE), (1, 0, PAGE), (1, 1, PAGE - 1)])

@@ -114,7 +114,6 @@ class DriveServer:
         count = store.index.num_blocks if setup.before is None else 0
         if count:
             put_blocks(self._status, count, store.index.blocks())
-        self._status.put(Count.DIRECT, file.is_direct)
         memory, slots = (
             self._engine.memory,
             threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 4)),
@@ -172,7 +171,6 @@ class DriveServer:
 
     def _sweep(self) -> None:
         self._status.add(HEARTBEAT, 1)
-        self._status.put(Count.DIRECT, self._file.is_direct)
         hung = self._queue.sweep()
         self._status.put(Count.LATE, self._queue.num_late)
         began, deadline = self._commits.began, self._queue.deadline

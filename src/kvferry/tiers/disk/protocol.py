@@ -98,7 +98,6 @@ class Count(IntEnum):
     COMMIT_MICROSECONDS = 12
     PENDING = 13  # blocks written and not yet durable
     PENDING_SINCE = 14  # microseconds of the monotonic clock; 0: none
-    DIRECT = 15  # 1: past the page cache
 
 
 FAILURES = {
@@ -129,7 +128,6 @@ class DiskFigures:
     commit_seconds: float = 0.0
     pending: int = 0
     durable_lag: float = 0.0
-    direct: bool = False
     restarts: int = 0
     drives_away: int = 0
 
@@ -148,7 +146,6 @@ def figures_of(status: StatusPage) -> DiskFigures:
         commit_seconds=get(Count.COMMIT_MICROSECONDS) * _MICRO,
         pending=get(Count.PENDING),
         durable_lag=max(0.0, time.monotonic() - since * _MICRO) if since else 0.0,
-        direct=bool(get(Count.DIRECT)),
     )
 
 
@@ -167,11 +164,10 @@ def add_up(parts: list[DiskFigures]) -> DiskFigures:
     whole: dict[str, Any] = {
         each.name: sum(getattr(part, each.name) for part in parts)
         for each in fields(DiskFigures)
-        if each.name not in ("failed", "durable_lag", "direct")
+        if each.name not in ("failed", "durable_lag")
     }
     lag = max((part.durable_lag for part in parts), default=0.0)
-    is_direct = all(part.direct for part in parts)
-    return DiskFigures(**whole, failed=failed, durable_lag=lag, direct=is_direct)
+    return DiskFigures(**whole, failed=failed, durable_lag=lag)
 
 
 def put_blocks(

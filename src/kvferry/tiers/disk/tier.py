@@ -129,14 +129,14 @@ class DriveClient:
     """Owns a drive process, which it starts again when it is gone, and the thread that waits.
 
     ``changed`` is the tier's lock and guards everything but the thread. ``ended`` is called with it
-    held, with the result of each order.
+    held, with each order and its result, or why it has none.
     """
 
     def __init__(
         self,
         setup: DriveSetup,
         changed: threading.Condition,
-        ended: Callable[[ResultMessage], None],
+        ended: Callable[[int, ResultMessage | str], None],
         launch: Launch = start_drive,
     ) -> None:
         self.path = setup.path
@@ -153,7 +153,7 @@ class DriveClient:
         self._ended = ended
         self._launch = launch
         self._child: ChildProcess | None = None
-        self._orders: dict[int, int] = {}
+        self._orders: set[int] = set()
         self._left_behind: set[int] = set()
         self._is_kept = True
         self._was_reset = False
@@ -161,7 +161,7 @@ class DriveClient:
         """The last reset number that the drive has made durable."""
         self.least_places = 0
         """A store with fewer places than the others cannot be used."""
-        self._past: list[DiskFigures] = []
+        self._past = DiskFigures()
         self._num_starts = 0
         self._max_silence = setup.deadline + 1.0
         """A drive that is up and silent for so many seconds is killed."""
@@ -179,7 +179,7 @@ class DriveClient:
         if self.ailment:
             return self.ailment
         assert self._child is not None
-        self._orders[order.id] = len(order.places)
+        self._orders.add(order.id)
         self._child.channel.send(messages.pack_order(order))
         return ""
 
@@ -219,12 +219,9 @@ class DriveClient:
 
     def figures(self) -> DiskFigures:
         """What the drive has counted in all its lives."""
-        parts = list(self._past)
-        if self._child is not None:
-            parts.append(figures_of(self._child.status))
+        now = DiskFigures() if self._child is None else figures_of(self._child.status)
         return replace(
-            add_up(parts),
-            direct=bool(parts) and parts[-1].direct,
+            add_up([self._past, now]),
             restarts=max(0, self._num_starts - 1),
             drives_away=int(bool(self.ailment)),
         )
@@ -319,11 +316,9 @@ class DriveClient:
         with self._changed:
             if kind is FrameKind.RESULT:
                 result = messages.unpack_result(body)
-                count = self._orders.get(result.id)
-                if count is not None and count != len(result.ok):
-                    raise IntegrityError(f"{len(result.ok)} results for {count} blocks")
-                if self._orders.pop(result.id, None) is not None:
-                    self._ended(result)
+                if result.id in self._orders:
+                    self._ended(result.id, result)
+                    self._orders.discard(result.id)
             elif kind is FrameKind.AILS:
                 self._ail(messages.unpack_text(body))
             elif kind is FrameKind.FORGOT:
@@ -374,18 +369,18 @@ class DriveClient:
         with self._changed:
             # What it counted stays counted; what waited there, and since when, went with it.
             last = replace(figures_of(child.status), pending=0, durable_lag=0.0)
-            self._past = [add_up([*self._past, last])]
+            self._past = add_up([self._past, last])
             self._child = None
             if self.ready is None:
                 self.refusal = self.refusal or reason
             if not self._is_closing:
                 self._ail(self.refusal or reason)
             if is_safe:
-                for order_id, count in self._orders.items():
-                    self._ended(all_failed(order_id, count, reason))
+                for order_id in self._orders:
+                    self._ended(order_id, reason)
                 self._orders.clear()
             else:
-                self._left_behind |= set(self._orders)
+                self._left_behind |= self._orders
             self._changed.notify_all()
 
 
@@ -557,7 +552,7 @@ class DiskTier:
                 )
                 reason = drive.submit(order)
                 if reason:
-                    self._order_ended(all_failed(number, len(positions), reason))
+                    self._order_ended(number, reason)
 
     def cancel(self, batch_id: BatchId) -> None:
         with self._changed:
@@ -652,10 +647,15 @@ class DiskTier:
             self._abandoned = tuple({self._orders[number][0].batch.id: None for number in left})
             return self._abandoned
 
-    def _order_ended(self, result: ResultMessage) -> None:
-        """One drive's part of a batch ended; the lock is held."""
-        entry, positions = self._orders.pop(result.id)
-        entry.orders.discard(result.id)
+    def _order_ended(self, number: int, result: ResultMessage | str) -> None:
+        """One drive's part of a batch ended, or failed as a whole; the lock is held."""
+        entry, positions = self._orders[number]
+        if isinstance(result, str):
+            result = all_failed(number, len(positions), result)
+        if len(result.ok) != len(positions):
+            raise IntegrityError(f"{len(result.ok)} results for {len(positions)} blocks")
+        del self._orders[number]
+        entry.orders.discard(number)
         entry.ok[positions] = result.ok
         entry.num_bytes += result.num_bytes
         for at, reason in result.reasons.items():
