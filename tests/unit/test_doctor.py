@@ -226,24 +226,26 @@ def test_each_ailment_has_its_line_its_remedy_and_its_exit_code(name, grade, rem
     assert CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=env).exit_code == 1
 
 
-@pytest.mark.parametrize(
-    ("version", "seed", "words"),
-    [
-        ("0.29.0", None, "not needed"),
-        ("0.32.0+cpu", None, "not needed"),
-        ("0.26.0", "0", "PYTHONHASHSEED=0"),
-        ("0.26.0", "random", "PYTHONHASHSEED=random"),  # to vLLM a text like any other
-    ],
+HIDDEN = {"speed": None, "width": None, "max_speed": None, "max_width": None}
+WELL = (
+    ("link", "bench/copy_paths.py", card(**HIDDEN)),
+    *(
+        ("hash seed", words, package("vllm", version, machine=machine(PYTHONHASHSEED=seed)))
+        for version, seed, words in (
+            ("0.29.0", None, "not needed"),
+            ("0.32.0+cpu", None, "not needed"),
+            ("0.26.0", "0", "PYTHONHASHSEED=0"),
+            ("0.26.0", "random", "PYTHONHASHSEED=random"),  # to vLLM a text like any other
+        )
+    ),
 )
-def test_a_hash_seed_is_asked_for_where_this_vllm_needs_one(version, seed, words):
-    found = line(package("vllm", version, machine=machine(PYTHONHASHSEED=seed)), "hash seed")
-    assert (found.grade, words in found.words) == (Grade.OK, True)
 
 
-def test_a_hidden_link_is_no_fault():
-    found = line(card(speed=None, width=None, max_speed=None, max_width=None), "link")
-    assert found.grade is Grade.OK
-    assert "bench/copy_paths.py" in found.words
+@pytest.mark.parametrize(("name", "words", "env"), WELL)
+def test_what_is_no_ailment_has_no_remedy(name, words, env):
+    found = line(env, name)
+    assert (found.grade, found.remedy) == (Grade.OK, "")
+    assert words in found.words
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
@@ -287,14 +289,16 @@ def test_a_card_is_looked_at_while_it_copies_and_left_as_it_was(monkeypatch):
     assert len(made) == len(ended) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("32.0 GT/s PCIe\n", "32.0 GT/s PCIe"), ("Unknown\n", None), ("255\n", None), ("", None)],
-)
-def test_a_link_that_will_not_say_is_unknown(tmp_path, text, value):
+def test_a_link_that_will_not_say_is_unknown(tmp_path):
     file = tmp_path / "link"
-    file.write_text(text)
-    assert environment._read_value(str(file)) == value
+    for text, value in {
+        "32.0 GT/s\n": "32.0 GT/s",
+        "Unknown\n": None,
+        "255\n": None,
+        "": None,
+    }.items():
+        file.write_text(text)
+        assert environment._read_value(str(file)) == value
     assert environment._read_value(str(tmp_path / "none")) is None
 
 

@@ -138,9 +138,7 @@ def test_an_endpoint_that_is_not_ours_is_named(endpoint, text, words):
 def test_of_vllms_engines_sizes_and_rates_are_not_added_up(endpoint):
     endpoint.show_as_vllm(Snapshot(stats(queries=10, moved=10), "", {"host": 4096}, 1 << 20))
     view = Watch(endpoint.url).look()
-    assert view.tiers[0].slot_bytes == 4096
-    assert view.load_rate == 50e9
-    assert view.prefill_rate == 20_000
+    assert (view.tiers[0].slot_bytes, view.load_rate, view.prefill_rate) == (4096, 50e9, 20_000)
     assert view.pinned_bytes == 2 << 20
 
 
