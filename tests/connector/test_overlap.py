@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes.sides import Sides, assert_same, request_of
+from tests.fakes.sides import Sides, request_of
 
 from kvferry.cache.policies.load_or_compute import Overlapping
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -112,49 +112,6 @@ def test_a_request_runs_while_its_load_lands(make, gate):
     assert sides.side.serving.scheduler.stats().overlaps == {"alone": 1}
 
 
-def test_one_graph_of_all_layers_waits_for_all_of_it(make, gate):
-    sides = make(["layer0", "layer1", "layer2"])
-    wanted = sides.converse("writer", HASHES)
-    places, orders = order(sides)
-    begin(sides, orders)
-    assert sides.answer(0).finished_recving == {"reader"}
-    waiting = threading.Thread(target=forward, args=(sides, ""))
-    waiting.start()
-    gate.let(2)
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    gate.let()
-    waiting.join(LONG)
-    assert not waiting.is_alive()
-    assert_same(sides.bytes_at(places), wanted)
-
-
-def test_layers_that_never_called_are_waited_for_before_the_step(make, gate):
-    sides = make(["layer0", "layer1", "layer2"])
-    wanted = sides.converse("writer", HASHES)
-    places, orders = order(sides)
-    begin(sides, orders)
-    sides.answer(0)
-    gate.let()
-    (rank,) = sides.ranks
-    rank.layerwise.begin_forward("a mode never seen")
-    assert_same(sides.bytes_at(places), wanted)
-    rank.after_forward()
-
-
-def test_in_a_step_that_computes_for_others_it_lands_first(make, gate):
-    sides = make(["layer0", "layer1", "layer2"])
-    sides.converse("writer", HASHES)
-    (rank,) = sides.ranks
-    _, orders = order(sides)
-    begin(sides, orders)
-    rank._computes = True  # a request that came meanwhile runs in this step
-    assert not sides.answer(0).finished_recving
-    gate.let()
-    rank._drain()
-    assert sides.answer(0).finished_recving == {"reader"}
-
-
 def test_by_default_a_load_lands_first_beside_other_requests(make):
     """One that loads, too, will run soon. Seen red with those alone counted that run already."""
     sides = make(["layer0", "layer1", "layer2"])
@@ -228,26 +185,6 @@ def test_blocks_of_an_aborted_request_are_held_until_its_load_has_landed(make, g
         block.block_id for block in sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
     }
     assert again >= set(places)
-
-
-def test_one_after_the_other(make, gate):
-    """Who ran with the second would wait for the first as well, and so would all others."""
-    sides = make(["layer0", "layer1", "layer2"])
-    sides.converse("writer", HASHES)
-    first, orders = order(sides, "first")
-    begin(sides, orders)
-    sides.side.finished(request_of("first", HASHES))  # or the second would wait for its blocks
-    sides.side.serving.scheduler.hits._being_loaded[:] = 0
-    second, more = order(sides, "second")
-    begin(sides, more)
-    assert sides.answer(0).finished_recving == {"first"}
-    assert not sides.answer(0).finished_recving
-    sides.side.serving.scheduler.hits._being_loaded[:] = 2
-    gate.let()
-    for rank in sides.ranks:
-        rank._drain()
-    assert sides.answer(0).finished_recving == {"second"}
-    assert not set(first) & set(second)
 
 
 def test_off_is_as_before(make, gate, make_sides):

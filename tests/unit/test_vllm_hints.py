@@ -60,17 +60,6 @@ def test_what_is_not_understood_is_not_heeded_and_said(params):
     assert "are not heeded" in words
 
 
-def test_what_was_read_before_is_known_by_what_it_says_alone():
-    """Not by the object they came in, and not by equality: 1 is no flag."""
-    said: dict[str, Any] = {"kvferry": {"ended": True}}
-    assert hints_of(said) == hints_of({"kvferry": {"ended": True}}) == (Hints(ended=True), "")
-    said["kvferry"]["ended"] = False
-    assert hints_of(said) == (Hints(), "")
-    hints, words = hints_of({"kvferry": {"ended": 1}})
-    assert hints == Hints()
-    assert "must be true or false" in words
-
-
 def envelope(*actions):
     """As vLLM hands over what an orchestrator sent with a request."""
     made = [

@@ -189,17 +189,6 @@ def test_keep_seconds_and_its_bound(server, prompt):
     assert server.figure("kvferry_pinned_slots") == 0
 
 
-def test_hints_that_are_not_understood_cost_no_answer(server, prompt):
-    first = server.ask(prompt)
-    for params in ({"kvferry": {"pin_second": 3}}, {"kvferry": "keep"}, {"kvferry": {"ended": 1}}):
-        asked = server.ask(prompt, kv_transfer_params=params)
-        assert asked.text == first.text
-        assert "are not heeded" in server.why(asked)["refused"][0]
-    others = {"do_remote_decode": False, "remote_engine_id": None}  # another connector's
-    assert server.ask(prompt, kv_transfer_params=others).text == first.text
-    assert "out of service" not in server.log
-
-
 def test_whatever_clients_say_the_server_goes_on(server, prompt):
     """Seen red with a tenant's name that has a bar in it: vLLM's front end raised at its label."""
     first = server.ask(prompt)

@@ -18,7 +18,6 @@ from tests.integration.vllm.test_parallel import run_two_ranks
 
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import DiskBound, read_superblock
-from kvferry.types import DEVICE
 
 LENGTHS = (300, 200, 100)
 BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
@@ -82,68 +81,6 @@ def test_a_restart_is_warm_and_says_the_same(start, expect, llama, tmp_path):
     assert engine.stats.hit_tokens == BLOCKS * BLOCK_TOKENS
     assert engine.stats.lost_blocks == 0
     engine.check_idle()
-
-
-def test_the_first_blocks_are_on_the_device_while_the_last_are_read(
-    start, expect, llama, tmp_path, monkeypatch
-):
-    """The last read is not heard of before a copy to the device has ended, or much later.
-
-    Seen red with loads that begin once all is up.
-    """
-    prompts = make_prompts(309, 300)
-    expected = expect(llama, prompts)
-    engine = start(llama, ferry=ferry(tmp_path))
-    assert engine.generate(prompts) == expected
-    await_disk(engine, 300 // BLOCK_TOKENS)
-    engine = start(llama, ferry=ferry(tmp_path))
-    parts = engine.side.serving.scheduler
-    parts.lower.piece_slots = 4
-    slow = SlowLastRead(engine.worker._worker)
-    monkeypatch.setattr(engine.worker, "_worker", slow)
-    assert engine.generate(prompts) == expected
-    assert slow.order.index(DEVICE) < len(slow.order) - 1 - slow.order[::-1].index("disk")
-    assert engine.stats.pipelined_loads == 1
-    assert engine.stats.hit_tokens == 300 // BLOCK_TOKENS * BLOCK_TOKENS
-    assert engine.stats.failed == 0
-    engine.check_idle()
-
-
-class SlowLastRead:
-    """A rank's worker whose last read ends after a copy to the device, or after 20 seconds."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self._from: dict[int, str] = {}
-        self._held: list[Any] = []
-        self._until = 0.0
-        self.order: list[str] = []
-        """What has ended, by where it came from or went to."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def execute(self, plan: Any) -> None:
-        for transfer in plan.transfers:
-            if transfer.dst == DEVICE or transfer.src == "disk":
-                self._from[transfer.id] = DEVICE if transfer.dst == DEVICE else "disk"
-        self._until = self._until or time.monotonic() + 20
-        self._worker.execute(plan)
-
-    def poll(self) -> list[Any]:
-        receipts = self._held + self._worker.poll()
-        self._held = []
-        last = max((id for id, kind in self._from.items() if kind == "disk"), default=-1)
-        ended = []
-        for receipt in receipts:
-            kind = self._from.get(receipt.transfer_id, "")
-            is_early = DEVICE not in self.order and time.monotonic() < self._until
-            if receipt.transfer_id == last and is_early:
-                self._held.append(receipt)
-                continue
-            ended.append(receipt)
-            self.order += [kind] if kind else []
-        return ended
 
 
 def test_hybrid_models_are_warm_too(start, expect, gemma_hits, tmp_path):

@@ -42,51 +42,6 @@ def test_lazy_stores_cost_nothing_while_all_fits(start, llama):
     engine.check_idle()
 
 
-def test_routers_hear_what_comes_and_goes(start, llama, monkeypatch):
-    prompts = make_prompts(63, *[300] * 8)
-    engine = start(
-        llama,
-        ferry={**FERRY, "host": "2MiB"},
-        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
-    )
-    heard = []
-    real = engine.connector.take_events
-
-    def listen():
-        events = list(real())
-        heard.extend(events)
-        return events
-
-    monkeypatch.setattr(engine.connector, "take_events", listen)
-    for prompt in prompts:
-        engine.generate([prompt])
-        engine.settle()
-    there = set()
-    parents = {None}
-    for event in heard:
-        assert event.medium == "CPU"
-        names = set(event.block_hashes)
-        if type(event).__name__ == "BlockStored":
-            assert event.block_size == len(event.token_ids) == BLOCK_TOKENS
-            assert event.parent_block_hash in parents
-            assert (
-                any(
-                    event.token_ids == prompt[start : start + BLOCK_TOKENS]
-                    for prompt in prompts
-                    for start in range(0, 300, BLOCK_TOKENS)
-                )
-                or len(event.token_ids) == BLOCK_TOKENS
-            )
-            there |= names
-            parents |= names
-        else:
-            assert names <= there
-            there -= names
-    assert len(there) == engine.stats.pool.cached
-    assert engine.stats.pool.evicted > 0
-    engine.check_idle()
-
-
 def test_routers_hear_of_blocks_below_host_memory(start, llama, monkeypatch, tmp_path):
     """On disk, in vLLM's own events, which its own encoder can send."""
     from vllm.distributed.kv_events import BlockStored, msgspec
@@ -187,18 +142,6 @@ def test_beside_nixl(start, expect, llama, monkeypatch, is_first):
     ]
     assert session.serving.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
     assert session.guard.reason == ""
-
-
-def test_more_groups_than_vllm_can_recover_leave_kvferry_idle(start, expect, gemma, monkeypatch):
-    from kvferry.connectors.vllm import connector
-
-    monkeypatch.setattr(connector, "_RECOMPUTES_REQUESTS", False)
-    prompts = make_prompts(65, 200)
-    engine = start(gemma, ferry=FERRY, num_gpu_blocks_override=256)
-    assert engine.generate(prompts) == expect(gemma, prompts)
-    assert "cannot recover" in engine.side.banner()
-    engine.forget_device()
-    assert engine.generate(prompts) == expect(gemma, prompts)
 
 
 def test_without_prefix_caching_kvferry_is_idle(start, expect, llama):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 from tests.integration.vllm.engine import FERRY as COPIES
+from tests.integration.vllm.engine import make_prompts, tampering
 
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
@@ -89,42 +89,6 @@ def test_many_aborts_at_random_moments(start, expect, llama):
     assert engine.stats.pool.evicted > 0
 
 
-def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
-    (prompt,) = make_prompts(24, 300)
-    with tampering(monkeypatch) as tampers:
-        engine = start(llama, ferry=FERRY)
-    tampers[0].holds_receipts = True
-    engine.generate([prompt])
-    assert not engine.scheduler.requests
-    tampers[0].holds_receipts = False
-    engine.check_idle()
-
-
-def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama, monkeypatch):
-    """Seen red with ``_go_on`` left out, and with what it stores beginning at the new turn."""
-    # However long the next turn takes: a busy machine may need more than it is waited for.
-    monkeypatch.setattr("kvferry.scheduler.stores.WAIT_SECONDS", 600.0)
-    (first, more, last) = make_prompts(26, 100, 60, 50)
-    engine = start(llama, ferry=FERRY)
-    (answer,) = engine.generate([first])
-    second = first + answer + more
-    (next_answer,) = engine.generate([second])
-    assert len(engine.side.serving.scheduler.deferred) == 1, (
-        "the second turn has what the first one left"
-    )
-    assert engine.stats.landed == 0
-    engine.settle()
-    assert engine.stats.landed == 1
-    third = second + next_answer + last
-    expected = expect(llama, [first, second, third])
-    assert [answer, next_answer] == expected[:2]
-    engine.forget_device()
-    assert engine.generate([third]) == expected[2:]
-    assert engine.loaded_blocks == (len(second) + 15) // BLOCK_TOKENS
-    engine.settle()
-    engine.check_idle()
-
-
 def test_no_request_is_preempted_for_blocks_that_a_store_gives_back(
     start, expect, llama, monkeypatch
 ):
@@ -182,24 +146,6 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     assert engine.generate(prompts) == expected
 
 
-def test_a_mistake_while_copies_are_polled_leaves_no_request_waiting(
-    start, expect, llama, monkeypatch
-):
-    from kvferry.worker import Worker
-
-    prompts = make_prompts(28, 300, 200, 250)
-    expected = expect(llama, prompts)
-    engine = start(llama, ferry=FERRY)
-    assert engine.generate(prompts) == expected
-    engine.forget_device()
-
-    def mistaken(self):
-        raise RuntimeError("a mistake")
-
-    monkeypatch.setattr(Worker, "poll", mistaken)
-    assert engine.generate(prompts) == expected
-
-
 def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, monkeypatch):
     from kvferry.connectors.vllm import connector
     from kvferry.errors import LayoutError
@@ -215,19 +161,6 @@ def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, mon
     assert engine.generate(prompts) == expected
     assert "strange tensors" in engine.side.refusal
     assert engine.side.banner().startswith("kvferry is idle")
-
-
-def test_a_running_request_survives_a_reset(start, expect, llama):
-    prompts = make_prompts(27, 300, 200)
-    expected = expect(llama, prompts, 40)
-    engine = start(llama, ferry=FERRY)
-    names = [engine.add(prompt, 40) for prompt in prompts]
-    for _ in range(6):
-        engine.step()
-    engine.llm.reset_prefix_cache(reset_connector=True)
-    done = engine.run()
-    assert [done[name] for name in names] == expected
-    engine.check_idle()
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_name(start, llama):

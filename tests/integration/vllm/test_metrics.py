@@ -19,10 +19,10 @@ from tests.integration.vllm.engine import make_prompts
 
 from kvferry.connectors.common import ranks
 from kvferry.connectors.common import worker as worker_side
-from kvferry.connectors.common.reports import EXPORTED, Figures, add, between, figures, values_of
+from kvferry.connectors.common.reports import EXPORTED, between, figures, values_of
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
 from kvferry.scheduler.transfers import TrafficCounts
-from kvferry.telemetry.catalog import FerryCollector, MetricKind, Snapshot, installed_version
+from kvferry.telemetry.catalog import FerryCollector, MetricKind, Snapshot
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats
 from kvferry.telemetry.stats import Histogram as OurHistogram
 from kvferry.tools.top.scrape import explain
@@ -120,31 +120,6 @@ def test_both_endpoints_say_the_same(start, llama):
         expected, said = ours(snapshot_of(stats, traffic)), exported.values(number)
         assert said == pytest.approx(expected)
         assert said.keys() == expected.keys()
-
-
-def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeypatch):
-    engine = start(llama, is_fresh=True, ferry=FERRY)
-    reports, told = engine.side.serving.reports, []
-    monkeypatch.setattr("kvferry.connectors.common.reports._STATS_SECONDS", 0.0)
-    real = reports.take_stats
-
-    def take_stats(**now: Any) -> Figures | None:
-        told.append(real(**now))
-        return told[-1]
-
-    monkeypatch.setattr(reports, "take_stats", take_stats)
-    for seed in range(3):
-        engine.generate(make_prompts(seed, 300, 150))
-        engine.settle()
-    take_stats(num_held=0)
-    total: Figures = {}
-    for interval in filter(None, told):
-        add(total, interval)
-    assert len(told) > 3
-    expected = figures(
-        Snapshot(engine.stats, installed_version(), reports._slot_bytes, 0, 0, idle="")
-    )
-    assert total == pytest.approx(expected)
 
 
 def test_the_planners_reason_reaches_the_explanation(start, llama, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from typing import Any
@@ -21,6 +22,9 @@ FERRY = {
     **COPIES,
     "overlap_loads": "auto",
 }
+ENOUGH = 1000 if os.environ.get("KVFERRY_TEST_PROFILE") == "soak" else 60
+"""Right answers in a life at random."""
+
 PART_SECONDS = 0.03
 """How long each part of a load takes here: long after its request has begun to run."""
 
@@ -172,8 +176,8 @@ def test_at_random(start, expect, llama, monkeypatch):
     told = told_early(engine, monkeypatch)
     running: dict[str, int] = {}
     num_right = num_left = 0
-    while num_right < 60 or running:
-        while len(running) < 4 and num_right < 60:
+    while num_right < ENOUGH or running:
+        while len(running) < 4 and num_right < ENOUGH:
             number = chooser.randrange(len(prompts))
             running[engine.add(prompts[number])] = number
         for name, tokens in engine.step().items():

@@ -105,16 +105,6 @@ def run_two_ranks(folder, model, prompts, settings=None, *, again=True, **env):
     return json.loads(line.removeprefix("RESULT ")), done.stdout + done.stderr
 
 
-def test_two_ranks_load_what_both_have_stored(expect, llama, tmp_path):
-    prompts = make_prompts(51, 300, 200, 100)
-    result, log = run_two_ranks(tmp_path, llama, prompts)
-    assert "on each of 2 rank(s)" in log
-    assert result["first"] == result["again"] == expect(llama, prompts)
-    # Not by kvferry's own count: vLLM 0.27 drops all figures of a step without an answer.
-    assert result["cached"] == [9 * 32, 6 * 32, 3 * 32]
-    assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
-
-
 def test_ranks_with_the_same_kv_store_it_once(expect, tmp_path):
     model = models.make_llama(tmp_path / "one-head", kv_heads=1)
     (tmp_path / "sitecustomize.py").write_text(EQUAL_RANKS)

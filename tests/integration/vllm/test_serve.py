@@ -17,7 +17,7 @@ import yaml
 from click.testing import CliRunner
 from tests.fakes.ports import free_port, free_ports
 from tests.integration.vllm.engine import make_prompts
-from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
+from tests.integration.vllm.server import Server, our_shared_memory
 
 from kvferry.config import Config
 from kvferry.tools.cli.commands import kvferry
@@ -185,45 +185,6 @@ def test_each_engine_of_a_data_parallel_server_tells_its_own(serve, llama):
     assert view.tiers[0].total == sum(tier.total for tier in slots.values())
     assert view.tiers[0].slot_bytes == slots[first].slot_bytes
     assert server.terminate() == 0
-
-
-def test_a_violent_end_leaves_nothing_behind(serve, llama):
-    server = serve(llama, ferry=FERRY)
-    for prompt in make_prompts(42, 300, 300):
-        server.complete(prompt)
-    server.kill()
-    server.wait_until_gone()
-    assert our_shared_memory() == []
-
-
-@pytest.mark.soak
-def test_the_published_benchmark_with_and_without(serve, llama, capsys):
-    """No figure is asserted: on a small CPU they mean little. That it runs and hits is."""
-    reports = {}
-    for name, ferry in [("without kvferry", None), ("with kvferry", FERRY)]:
-        server = serve(llama, ferry=ferry)
-        done = subprocess.run(
-            [
-                *(str(COMMAND), "bench", "serve", "--backend", "openai"),
-                *("--base-url", f"http://127.0.0.1:{server.port}", "--model", "tiny"),
-                *("--tokenizer", str(llama), "--dataset-name", "prefix_repetition"),
-                *("--prefix-repetition-prefix-len", "320", "--prefix-repetition-suffix-len", "32"),
-                *("--prefix-repetition-num-prefixes", "8", "--prefix-repetition-output-len", "8"),
-                *("--num-prompts", "48", "--max-concurrency", "4", "--seed", "1"),
-            ],
-            env=process_env(),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        reports[name] = done.stdout[done.stdout.index("====") :]
-        if ferry is not None:
-            assert server.metric("vllm:external_prefix_cache_hits_total") > 0
-        assert server.terminate() == 0
-    with capsys.disabled():
-        for name, report in reports.items():
-            print(f"\n-- vllm bench serve, {name}\n{report}")
 
 
 def connector_of(arguments: list[str]) -> dict[str, Any]:

@@ -27,18 +27,6 @@ def test_a_model_of_states_alone(start, expect, mamba_hits):
     engine.check_idle()
 
 
-def test_a_state_that_is_not_loaded_is_computed(start, expect, mamba_hits, monkeypatch):
-    prompts = make_prompts(102, 300, 200)
-    expected = expect(mamba_hits, prompts)
-    with tampering(monkeypatch, fails=lambda transfer: transfer.dst == "device") as tampers:
-        engine = start(mamba_hits, ferry=FERRY, **STATES_ALONE)
-    engine.generate(prompts)
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
-    assert tampers[0].num_failed == 2
-    engine.check_idle()
-
-
 def test_a_wrong_state_changes_the_output(start, granite_hits, monkeypatch):
     """The control: keys and values are right, only the states are zeros."""
     prompts = make_prompts(103, 300, 200)
@@ -75,12 +63,3 @@ def test_preempted_requests_go_on_where_they_were(expect, granite_hits, is_async
     assert answers == expect(granite_hits, prompts, 120)
     assert num_preempted > 0
     assert loaded_blocks > 0
-
-
-def test_on_an_older_vllm_kvferry_is_idle(start, granite, monkeypatch):
-    from kvferry.connectors.vllm import connector
-
-    monkeypatch.setattr(connector, "_RECOMPUTES_REQUESTS", False)
-    engine = start(granite, ferry=FERRY, enable_prefix_caching=True)
-    assert "cannot recover" in engine.side.banner()
-    assert engine.worker._memory is None

@@ -44,33 +44,6 @@ def test_weights_replaced_without_a_word_are_noticed(start, expect, llama, train
     engine.check_idle()
 
 
-def test_one_reset_is_enough_for_an_update(start, expect, llama, trained):
-    prompts = make_prompts(92, 200)
-    engine = start(llama, ferry=FERRY)
-    engine.generate(prompts)
-    engine.settle()
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    replace_weights(engine, trained)
-    for _ in range(2):
-        assert engine.generate(prompts) == expect(trained, prompts)
-        engine.forget_device()
-    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
-    assert engine.stats.resets == 1
-    engine.check_idle()
-
-
-def test_the_same_weights_again_are_no_update(start, llama):
-    prompts = make_prompts(93, 200)
-    engine = start(llama, ferry=FERRY)
-    expected = engine.generate(prompts)
-    engine.forget_device()
-    replace_weights(engine, llama)
-    assert engine.generate(prompts) == expected
-    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
-    assert engine.stats.resets == 0
-    engine.check_idle()
-
-
 def sleep(engine):
     engine.is_spoiled = True
     engine.llm.sleep(level=1)
