@@ -53,18 +53,18 @@ def is_asynchronous(engine: Engine) -> bool:
 
 
 def crowd(
-    model: Path, prompts: list[list[int]], num_blocks: int, is_async: bool = True
+    model: Path, prompts: list[list[int]], num_blocks: int
 ) -> tuple[list[list[int]], int, int]:
     """More requests than the device holds, twice; answers, preemptions and blocks loaded."""
     allow()
     engine = Engine(
         model,
         ferry=FERRY,
-        async_scheduling=is_async,
+        async_scheduling=True,
         num_gpu_blocks_override=num_blocks,
         max_model_len=256,
     )
-    assert is_asynchronous(engine) is is_async
+    assert is_asynchronous(engine)
     with pytest.MonkeyPatch.context() as monkeypatch:
         preempted = engine.note_preemptions(monkeypatch)
         answers = engine.generate(prompts, max_tokens=120)

@@ -54,11 +54,10 @@ def test_states_of_generated_tokens_come_back(start, expect, granite_hits):
     engine.check_idle()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["in step", "asynchronous"])
-def test_preempted_requests_go_on_where_they_were(expect, granite_hits, is_async):
+def test_preempted_requests_go_on_where_they_were(expect, granite_hits):
     prompts = make_prompts(106, 60, 70, 80, 90)
     answers, num_preempted, loaded_blocks = in_a_process(
-        asynchronous.crowd, granite_hits, prompts, 26, is_async
+        asynchronous.crowd, granite_hits, prompts, 26
     )
     assert answers == expect(granite_hits, prompts, 120)
     assert num_preempted > 0
