@@ -152,6 +152,26 @@ def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, tie
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1  # one is vLLM's own
 
 
+@pytest.mark.parametrize("tiers", KINDS)
+def test_a_hit_is_told_by_the_tier_that_had_its_blocks(make, tiers):
+    """To vLLM's statistics, also where only a part of the hit is loaded."""
+    sides = make(1, tiers=tiers, tier_write="through")
+    for number in range(8):
+        chat(sides, number)
+    told = []
+    for name in ("first", "again"):
+        request = request_of(name, hashes(0))
+        num_tokens, _ = ask(sides, request)
+        assert num_tokens == CHAT_BLOCKS * BLOCK_TOKENS
+        sides.side.allocated(request, sides.allocate(name, CHAT_BLOCKS + 1), num_tokens)
+        told.append([sides.side.hit_sources(name, count) for count in (num_tokens, BLOCK_TOKENS)])
+        sides.end(request)
+        settle(sides)
+    below = tiers.partition(":")[0]
+    for where, counted in zip((below, "host"), told, strict=True):
+        assert counted == [{where: CHAT_BLOCKS * BLOCK_TOKENS}, {where: BLOCK_TOKENS}]
+
+
 def test_tiers_have_the_least_places_of_all_ranks(make):
     sides = make(3)
     (tier,) = scheduler_of(sides).lower.tiers

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     SupportsHMA,
@@ -84,3 +87,14 @@ def test_a_newer_vllm_with_these_hooks_is_served(monkeypatch, caplog):
 
 def test_several_groups_are_supported():
     assert supports_hma(KvferryConnector)
+
+
+@pytest.mark.skipif(not hasattr(base, "CacheHitSource"), reason="this vLLM counts no hits by tier")
+def test_hits_are_told_in_vllms_own_words():
+    connector: Any = object.__new__(KvferryConnector)
+    told = {"host": 32, "disk": 16, "remote": 8, "memory": 8}
+    connector._session = SimpleNamespace(hit_sources=lambda name, count: told)
+    found = connector.get_external_cache_hit_sources(SimpleNamespace(request_id="r"), 64)
+    words = base.CacheHitSource
+    assert found == {words.HOST: 32, words.DISK: 16, words.EXTERNAL_UNSPECIFIED: 16}
+    assert connector.get_external_cache_hit_sources(None, 0) == {}
