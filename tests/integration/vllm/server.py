@@ -105,52 +105,26 @@ class Server:
             text = answer.read().decode()
         return json.loads(text) if text.strip() else None
 
+    def _ask(self, path: str, max_tokens: int, **asked: Any) -> dict[str, Any]:
+        """The first choice of an answer."""
+        fixed = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
+        choice: dict[str, Any] = self.post(path, {**fixed, **asked})["choices"][0]
+        return choice
+
     def complete(self, prompt: list[int] | str, max_tokens: int = 16) -> str:
-        answer = self.post(
-            "/v1/completions",
-            {
-                "model": "tiny",
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            },
-        )
-        text: str = answer["choices"][0]["text"]
-        return text
+        return str(self._ask("/v1/completions", max_tokens, prompt=prompt)["text"])
 
     def tokens(self, prompt: list[int], max_tokens: int = 16) -> list[int]:
         """The tokens that follow, as numbers."""
-        answer = self.post(
-            "/v1/completions",
-            {
-                "model": "tiny",
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            },
-        )
-        found: list[int] = answer["choices"][0]["token_ids"]
+        asked = {"prompt": prompt, "return_token_ids": True}
+        found: list[int] = self._ask("/v1/completions", max_tokens, **asked)["token_ids"]
         return found
 
     def chat(self, *messages: str, max_tokens: int = 16) -> str:
         roles = ("user", "assistant")
-        answer = self.post(
-            "/v1/chat/completions",
-            {
-                "model": "tiny",
-                "messages": [
-                    {"role": roles[i % 2], "content": text} for i, text in enumerate(messages)
-                ],
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            },
-        )
-        text: str = answer["choices"][0]["message"]["content"]
-        return text
+        said = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
+        answer = self._ask("/v1/chat/completions", max_tokens, messages=said)
+        return str(answer["message"]["content"])
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all labels besides these."""
