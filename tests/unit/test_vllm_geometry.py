@@ -32,73 +32,65 @@ def numbered(*shape):
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def assert_covers(layout, memory):
-    """Blocks are disjoint and together all of the memory."""
-    together = np.concatenate(blocks_of(layout, memory)).view(np.float32)
-    assert np.array_equal(np.sort(together), np.sort(memory.ravel()))
+SHAPES = {
+    "keys and values packed": ((NUM_BLOCKS, 2, 32, 8), lambda m: {"a": m}, lambda m, b: m[b], 1),
+    "as many blocks as tokens": ((32, 2, 32, 8), lambda m: {"a": m}, lambda m, b: m[b], 1),
+    "more blocks than tokens": ((64, 2, 32, 8), lambda m: {"a": m}, lambda m, b: m[b], 1),
+    "keys and values apart": (
+        (2, NUM_BLOCKS, 16, 4),
+        lambda m: {"a": m},
+        lambda m, b: m[:, b],
+        2,
+    ),
+    "a kernel that works on parts of a block": (
+        (NUM_BLOCKS * 4, 2, 16, 4),
+        lambda m: {"a": m},
+        lambda m, b: m[b * 4 : b * 4 + 4],
+        1,
+    ),
+    "layers inside blocks": (
+        (NUM_BLOCKS, 3, 2, 16, 4),
+        lambda m: {name: m[:, n] for n, name in enumerate("abc")},
+        lambda m, b: m[b],
+        1,
+    ),
+    "layers one after the other": (
+        (3, NUM_BLOCKS, 2, 16, 4),
+        lambda m: {name: m[n] for n, name in enumerate("abc")},
+        lambda m, b: m[:, b],
+        3,
+    ),
+    "heads before tokens in memory": (
+        (NUM_BLOCKS, 2, 4, 16, 8),
+        lambda m: {"a": m.transpose(0, 1, 3, 2, 4)},
+        lambda m, b: m[b],
+        1,
+    ),
+    "layers that share their cache, and one of another rank": (
+        (NUM_BLOCKS, 2, 16, 4),
+        lambda m: {"a": m, "b": m},
+        lambda m, b: m[b],
+        1,
+    ),
+}
 
 
-@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, 32, 64], ids="blocks={}".format)
-def test_packed_keys_and_values(num_blocks):
-    """As many blocks as tokens in a block: the axis in front counts the blocks."""
-    memory = numbered(num_blocks, 2, 32, 8)
-    (layout,) = layouts_of({"layer": memory}, [["layer"]], num_blocks)
-    assert (layout.num_segments, layout.block_bytes) == (1, 2 * 32 * 8 * 4)
+@pytest.mark.parametrize(("shape", "layers", "of", "segments"), SHAPES.values(), ids=SHAPES)
+def test_blocks_are_found_in_tensors_of_any_shape(shape, layers, of, segments):
+    """Each block's segments are its bytes and no others."""
+    memory = numbered(*shape)
+    num_blocks = shape[0] if shape[0] in (32, 64) else NUM_BLOCKS
+    (layout,) = layouts_of(layers(memory), [["a", "b", "c"]], num_blocks)
+    assert (layout.num_segments, layout.num_blocks) == (segments, num_blocks)
     for block, content in enumerate(blocks_of(layout, memory)):
-        assert np.array_equal(content.view(np.float32), memory[block].ravel())
-
-
-def test_keys_and_values_apart():
-    memory = numbered(2, NUM_BLOCKS, 16, 4)
-    (layout,) = layouts_of({"layer": memory}, [["layer"]], NUM_BLOCKS)
-    assert layout.num_segments == 2
-    for block, content in enumerate(blocks_of(layout, memory)):
-        assert np.array_equal(content.view(np.float32), memory[:, block].ravel())
-
-
-def test_kernels_that_work_on_parts_of_a_block():
-    memory = numbered(NUM_BLOCKS * 4, 2, 16, 4)
-    (layout,) = layouts_of({"layer": memory}, [["layer"]], NUM_BLOCKS)
-    assert (layout.num_segments, layout.num_blocks) == (1, NUM_BLOCKS)
-    for block, content in enumerate(blocks_of(layout, memory)):
-        assert np.array_equal(content.view(np.float32), memory[block * 4 : block * 4 + 4].ravel())
-
-
-def test_layers_inside_blocks_make_one_segment():
-    memory = numbered(NUM_BLOCKS, 3, 2, 16, 4)
-    layers = {f"layer{n}": memory[:, n] for n in range(3)}
-    (layout,) = layouts_of(layers, [list(layers)], NUM_BLOCKS)
-    assert layout.num_segments == 1
-    assert_covers(layout, memory)
-
-
-def test_layers_one_after_the_other_in_one_storage():
-    memory = numbered(3, NUM_BLOCKS, 2, 16, 4)
-    layers = {f"layer{n}": memory[n] for n in range(3)}
-    (layout,) = layouts_of(layers, [list(layers)], NUM_BLOCKS)
-    assert layout.num_segments == 3
-    assert_covers(layout, memory)
-
-
-def test_permuted_inside_a_block():
-    """Heads before tokens in memory, tokens before heads in the shape: bytes stay opaque."""
-    memory = numbered(NUM_BLOCKS, 2, 4, 16, 8)
-    (layout,) = layouts_of({"layer": memory.transpose(0, 1, 3, 2, 4)}, [["layer"]], NUM_BLOCKS)
-    assert layout.num_segments == 1
-    assert_covers(layout, memory)
+        assert np.array_equal(np.sort(content.view(np.float32)), np.sort(of(memory, block).ravel()))
 
 
 def test_groups_that_lie_over_each_other():
     memory = numbered(NUM_BLOCKS, 2, 16, 4)
     first, second = layouts_of({"full": memory, "window": memory}, [["full"], ["window"]], 12)
     assert np.array_equal(first.bases, second.bases)
-    assert_covers(first, memory)
-
-
-def test_layers_that_share_their_cache_count_once():
-    memory = numbered(NUM_BLOCKS, 2, 16, 4)
-    (layout,) = layouts_of({"a": memory, "b": memory}, [["a", "b"]], NUM_BLOCKS)
-    assert layout.block_bytes == 2 * 16 * 4 * 4
+    assert first.num_segments == second.num_segments == 1
 
 
 def test_states_of_several_parts():
@@ -112,12 +104,6 @@ def test_a_padded_page_leaves_its_padding_out():
     (layout,) = layouts_of({"layer": memory[:, :128]}, [["layer"]], NUM_BLOCKS)
     assert layout.block_bytes == 128 * 4
     assert layout.strides.tolist() == [160 * 4]
-
-
-def test_layers_of_other_ranks_are_left_out():
-    memory = numbered(NUM_BLOCKS, 2, 16, 4)
-    (layout,) = layouts_of({"layer1": memory}, [["layer0", "layer1"]], NUM_BLOCKS)
-    assert layout.num_segments == 1
 
 
 @pytest.mark.parametrize(
