@@ -1,8 +1,6 @@
-"""Weight digests: sums over the raw words of tensors, taken on a stream of their own.
+"""Weight digests: sums over the first words of tensors, taken on a stream of their own.
 
-They notice that tensors have changed; they do not prove that tensors have not. Of each tensor the
-first few million words are summed: an update that leaves most of them alone (a small step in a
-coarse number format) still changes some.
+They notice that tensors have changed; they do not prove that tensors have not.
 """
 
 from __future__ import annotations

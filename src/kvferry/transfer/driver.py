@@ -1,8 +1,6 @@
 """The one thin layer between kvferry and a card: libcuda.so.1 through ctypes.
 
-Everything the copy engine asks of a card goes through ``Driver``, so that a fake can stand in for
-all of it. Handles are plain integers. Every refusal is a DriverError in the driver's own words.
-Nothing here imports torch, and nothing is compiled.
+Handles are plain integers. Every refusal is a DriverError in the driver's own words.
 """
 
 from __future__ import annotations
@@ -81,8 +79,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 class SourceOrder(Enum):
     """When a batch copy may read its source. The write always lands in stream order.
 
-    ANY allows the read before earlier waits on the stream, even at call time: on live KV that is
-    a read of half-written blocks. Only a source that no one can be writing may be read so.
+    ANY allows the read before earlier waits on the stream, even at call time: only for a source
+    that is not being written.
     """
 
     STREAM = 1
@@ -97,11 +95,11 @@ class Priority(Enum):
 
 
 class BatchForm(Enum):
-    """Which form of the batch copy this driver has."""
+    """Which form of the batch copy this driver has, by the version that brought it."""
 
-    ABSENT = "absent"
-    WITH_FAIL_INDEX = "12080"  # CUDA 12.8: nine arguments, failIdx before the stream
-    WITHOUT_FAIL_INDEX = "13000"  # CUDA 13: eight
+    ABSENT = 0
+    WITH_FAIL_INDEX = 12080  # CUDA 12.8: nine arguments, failIdx before the stream
+    WITHOUT_FAIL_INDEX = 13000  # CUDA 13: eight
 
 
 @dataclass(frozen=True)
@@ -143,17 +141,15 @@ _BATCH_ARGUMENTS = (
 BATCH_WITH_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, POINTER(c_size_t), c_void_p)
 BATCH_WITHOUT_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, c_void_p)
 
-_FORMS: tuple[tuple[BatchForm, int, Any], ...] = (
-    (BatchForm.WITHOUT_FAIL_INDEX, 13000, BATCH_WITHOUT_FAIL_INDEX),
-    (BatchForm.WITH_FAIL_INDEX, 12080, BATCH_WITH_FAIL_INDEX),
-)
+_FORMS: dict[BatchForm, Any] = {
+    BatchForm.WITHOUT_FAIL_INDEX: BATCH_WITHOUT_FAIL_INDEX,
+    BatchForm.WITH_FAIL_INDEX: BATCH_WITH_FAIL_INDEX,
+}
+"""The newest first."""
 
 
 class PushedContext:
-    """Makes a context current; entered for every transfer, so it is a class and not a generator.
-
-    Push and pop, not set: the caller's thread may be working on another device.
-    """
+    """Pushes a context: the caller's thread may be working on another device."""
 
     def __init__(self, driver: Driver, context: int) -> None:
         self._driver = driver
@@ -172,10 +168,10 @@ class PushedContext:
 
 
 class Driver:
-    """The driver library bound to one device; owns a reference to the device's primary context.
+    """The driver library bound to one device; owns a reference to its primary context.
 
-    That is the context torch uses too. Leaves streams, events and memory to its callers. Calls may
-    come from any thread inside ``current()``.
+    Leaves streams, events and memory to its callers. Calls may come from any thread inside
+    ``current()``.
     """
 
     batch_form = BatchForm.ABSENT
@@ -185,7 +181,6 @@ class Driver:
         self._library = library
         self._closed = False
         self._calls = {name: self.bind(name, *argtypes) for name, argtypes in _CALLS.items()}
-        # The calls made for every transfer, without a dictionary in between.
         self._copy = self._calls["cuMemcpyAsync"]
         self._event_record = self._calls["cuEventRecord"]
         self._event_query = self._calls["cuEventQuery"]
@@ -319,10 +314,7 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Hold later work on ``stream`` until the last record of ``event`` so far is reached.
-
-        Captures that record now: the event may be recorded anew at once.
-        """
+        """Hold later work on ``stream`` until the last record of ``event`` so far is reached."""
         code = self._stream_wait_event(stream, event, 0)
         if code != SUCCESS:
             asked = f"stream {stream:#x}, event {event:#x}"
@@ -434,15 +426,14 @@ class Driver:
             )
         except DriverError:
             return  # older than CUDA 12, so without the batch copy too
-        version = self.version()
-        newest = next((needs for form, needs, _ in _FORMS if form is newest_form), 0)
-        for form, needs, prototype in _FORMS:
+        newest = min(self.version(), newest_form.value)
+        for form, prototype in _FORMS.items():
             # A driver asked for a form newer than itself may answer with its older one: nine
             # arguments called as eight. So what it is comes before what it says.
-            if version < needs or needs > newest:
+            if form.value > newest:
                 continue
             address, status = c_void_p(), c_int()
-            code = look_up(b"cuMemcpyBatchAsync", byref(address), needs, 0, byref(status))
+            code = look_up(b"cuMemcpyBatchAsync", byref(address), form.value, 0, byref(status))
             if code == 0 and address.value:
                 self.batch_form = form
                 self._batch_has_fail_index = form is BatchForm.WITH_FAIL_INDEX
@@ -506,10 +497,9 @@ class EventPool:
 
 
 def pcie_link(bus_id: str, sysfs: Path = SYSFS) -> str:
-    """The widest link the card can have here, as in ``"32.0 GT/s PCIe x16"``.
+    """The widest link the card can have here, as in ``"32.0 GT/s PCIe x16"``, or ``"unknown"``.
 
-    The maximum, not the current state: an idle card lowers its link, and a profile must not
-    depend on whether the card happened to be idle. Guests often hide it: then ``"unknown"``.
+    Not the current one: an idle card lowers its link.
     """
     # The driver may write the domain with eight digits, the kernel uses four.
     domain, _, rest = bus_id.lower().partition(":")

@@ -142,8 +142,7 @@ class CopyEngine(Protocol):
     """Copies blocks between paged device memory and host slots, asynchronously.
 
     Owns its streams, events and staging memory; leaves slots, keys and requests to the scheduler.
-    A store (device to host) is ordered after everything queued on the compute stream when it was
-    submitted; a load (host to device) too, because its destination may still be read there.
+    Stores and loads come after everything queued on the compute stream when they were submitted.
     """
 
     def submit(self, transfer: Transfer) -> None:
@@ -164,8 +163,7 @@ class CopyEngine(Protocol):
     def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
         """Begin transfers submitted inside on this thread, at the end of the ``with`` block.
 
-        For a caller that would only wait: no other thread has to wake up before the first bytes
-        move. ``compute_waits`` orders compute as ``order_compute_after_loads`` does.
+        ``compute_waits`` orders compute as ``order_compute_after_loads`` does.
         """
 
     def order_compute_after_loads(self) -> None:

@@ -10,8 +10,8 @@ tensors (heads before tokens, layers inside blocks) and keep the shapes::
     block-outermost        one storage, layers inside    block b: one segment in all
       [b0: layer 0 | layer 1 | ...][b1: layer 0 | layer 1 | ...]
 
-Blocks may be cut between layers into parts, so that the first layers can be read before the last
-have landed. The last part is half as long as the others: nothing hides what is read after it::
+Blocks may be cut between layers into parts that land one after the other. The last part is half as
+long as the others: nothing hides what is read after it::
 
     slot      | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | layer 5 | layer 6 |
     parts     |-------- 0 --------|-------- 1 --------|-------- 2 --------|--- 3 ---|
@@ -41,12 +41,9 @@ class GroupLayout:
     """The segments of one group's blocks, on the device and in a host slot.
 
     Segment ``s`` of device block ``b`` is the ``sizes[s]`` bytes at ``bases[s] + b * strides[s]``;
-    in a host slot they follow each other without gaps, so a slot holds a block as one run of
-    ``block_bytes``.
-
-    ``format`` names the order of the bytes in a slot without naming any address: slots of two
-    layouts may be exchanged (through disk, between processes) only if their formats are equal.
-    ``spans`` maps bytes of a slot to tensors: a tensor's name, first byte, byte after the last.
+    in a host slot they follow each other without gaps. ``format`` names the order of the bytes in
+    a slot: slots may be exchanged only where formats are equal. ``spans`` maps bytes of a slot to
+    tensors: a tensor's name, first byte, byte after the last.
     """
 
     bases: Int64s
@@ -154,10 +151,9 @@ def named_tensors(tensors: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
 
 
 def view_of(tensor: Any, name: str) -> TensorView:
-    """The view of a numpy array or a torch tensor (known by its methods; torch is not imported).
+    """The view of a numpy array or a torch tensor, known by its methods.
 
-    LayoutError, with the tensor's name, if it has no bytes at an address, or bytes that a load must
-    not write.
+    LayoutError if it has no bytes at an address, or bytes that a load must not write.
     """
     if isinstance(tensor, TensorView):
         return tensor
@@ -320,9 +316,8 @@ def _refuse_gaps(view: TensorView, axes: list[_Axis], run: int, block_stride: in
 def _in_slot_order(pieces: list[_Piece], num_blocks: int) -> list[tuple[int, _Piece]]:
     """Pieces with their place in tensor order, as a slot will hold them.
 
-    Tensor order, so that a slot's bytes never depend on where an allocator put a layer. Only
-    when all pieces interleave block by block in one storage is their order in it theirs to keep,
-    and sorting by address makes a block one run.
+    That order does not depend on where an allocator put a layer. Only where all pieces interleave
+    block by block in one storage they are sorted by address, which makes a block one run.
     """
     numbered = list(enumerate(pieces))
     low = min(piece.base for piece in pieces)
@@ -343,7 +338,6 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
     merged: list[_Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else None
-        # Merging past the block stride would take in the next block's bytes.
         is_next = last is not None and last.base + last.size == piece.base
         if last is not None and is_next and num_blocks > 1:
             is_next = last.stride == piece.stride >= last.size + piece.size

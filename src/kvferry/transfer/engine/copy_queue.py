@@ -32,9 +32,8 @@ class PendingCopy:
     """One transfer between submit and receipt."""
 
     transfer_id: TransferId
-    job: CopyJob
+    job: CopyJob = field(init=False)
     path: Path | None = None
-    """None until one is picked."""
     path_name: str = ""
     beside_model: bool = False
     compute_waits: bool = False
@@ -42,15 +41,13 @@ class PendingCopy:
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""
     pieces: Iterator[None] | None = None
-    """What is left to queue; None before the copy is begun."""
     start: int | None = None
     marks: list[int] = field(default_factory=list)
-    """Events, one for each part that is queued, in their order."""
     end: int | None = None
     queued: bool = False
-    """Nothing more will be queued for it; only its end is awaited."""
+    """Whether all of it is, as far as it will be."""
     reason: str = ""
-    """Why it failed: the first fault, empty while there is none."""
+    """Why it failed; empty while it did not."""
     seconds: float = 0.0
     trouble_since: float | None = None
 
@@ -77,10 +74,8 @@ class PendingCopy:
 class CopyQueue:
     """Owns one direction's copies in flight and their thread; leaves the stream to the engine.
 
-    Copies that take long to queue go to the thread, so that ``submit`` never holds the engine.
-    ``patience`` is how long a driver may refuse to say whether a copy is over; ``pick`` finds the
-    path of a copy that comes without one; ``num_first_pieces`` are queued by the caller that begins
-    a copy.
+    ``pick`` finds the path of a copy without one; ``num_first_pieces`` are queued by the caller
+    that begins a copy; ``patience`` is how long a driver may refuse to say whether a copy is over.
     """
 
     def __init__(
@@ -195,10 +190,7 @@ class CopyQueue:
                 return False
 
     def flush(self, timeout: float) -> bool:
-        """Queue everything submitted so far on the stream; False if that took longer.
-
-        What the thread has not taken yet is queued here: handing it over takes longer than that.
-        """
+        """Queue here what the thread has not taken yet; False if not all was queued in time."""
         end = time.monotonic() + timeout
         while self._queue_next(timeout):
             pass
@@ -246,10 +238,7 @@ class CopyQueue:
             self._turn.release()
 
     def _queue(self, copy: PendingCopy, *, whole: bool = True) -> bool:
-        """Wait for compute, copy, record the end; or queue one piece. False if some are left.
-
-        No fault escapes: a dead thread leaves others waiting.
-        """
+        """Wait for compute, copy, record the end; or queue one piece. False if some are left."""
         is_done = True
         try:
             with self._driver.current():
@@ -341,9 +330,12 @@ class CopyQueue:
     def _is_over(self, copy: PendingCopy) -> bool:
         try:
             with self._driver.current():
-                if not self._driver.event_is_done(self._record_end(copy)):
+                end = self._record_end(copy)
+                if not self._driver.event_is_done(end):
                     return False
-                self._measure(copy)
+                if copy.start is not None and not copy.reason:
+                    # A refusal is often the late news of a copy that went wrong.
+                    copy.seconds = self._driver.elapsed_seconds(copy.start, end)
         except Exception as error:
             copy.fail(error)
             return self._give_up(copy)
@@ -352,20 +344,8 @@ class CopyQueue:
                 self._timing_events.give(event)
         return True
 
-    def _measure(self, copy: PendingCopy) -> None:
-        if copy.start is None or copy.end is None or copy.reason:
-            return
-        try:
-            copy.seconds = self._driver.elapsed_seconds(copy.start, copy.end)
-        except Exception as error:
-            # Often the late news of a copy that went wrong: not a receipt to call good.
-            copy.fail(error)
-
     def _give_up(self, copy: PendingCopy) -> bool:
-        """Whether the driver has refused to answer for so long that it never will.
-
-        Its events stay with the pool, unused, until the engine closes: they may be pending.
-        """
+        """Whether the driver has refused to answer for so long that it never will."""
         now = time.monotonic()
         if copy.trouble_since is None:
             copy.trouble_since = now

@@ -7,11 +7,8 @@
     store                       └─▶[copy to host]──end    │
     load                        └─▶[copy to device]──end──┘
 
-Every copy waits for the compute queued when it was submitted: a store because compute may still be
-writing its source, a load because compute may still be reading its destination.
-
-Compute waits for a load by an event, so only when all of the load is queued. A load that is
-submitted for compute to wait for goes by a path that queues all of it at once.
+Compute waits for a load by an event, so only when all of it is queued: such a load goes by a path
+that queues all of it at once.
 """
 
 from __future__ import annotations
@@ -31,28 +28,22 @@ from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
 from kvferry.transfer.paths.direct import count_runs
 from kvferry.transfer.planner.choose import PathChoices, Planner
-from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt, Transfer, TransferId
+from kvferry.types import FIRST_RANK, Rank, Receipt, Transfer, TransferId
 
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 80 << 20
-"""A copy of few pieces: the caller queues them sooner than another thread wakes up. Of a larger one
-the first pieces are queued at once, and the thread wakes up while they are copied."""
+"""A caller queues all pieces of such a copy sooner than another thread wakes up."""
 
 _NUM_FIRST_PIECES = {Direction.LOAD: 1, Direction.STORE: 2}
-"""Pieces of a copy that its submitter queues itself: a store's first is over before another thread
-is sure to have had its turn at the interpreter."""
+"""Of a larger one. A store's first is over before another thread is sure to have had its turn."""
 
 _QUEUEING_SECONDS = 5e-5
-"""Rest of a waiting caller while copies are being queued: it would compete for the interpreter with
-the thread that queues them, and none of them is over yet."""
+"""Rest of a waiting caller, which would keep the interpreter from the thread that queues."""
 
 
 class StartHere:
-    """The context manager of ``starting_here``. Made once: it is entered for every transfer.
-
-    Threads wake up last: they would compete with this one for the interpreter.
-    """
+    """The context manager of ``starting_here``. Threads wake up last: they need the interpreter."""
 
     def __init__(self, queues: Iterable[CopyQueue], order: Callable[[], None] | None) -> None:
         self._queues = tuple(queues)
@@ -133,10 +124,7 @@ class GpuEngine(Closing):
         self._start_in_order = StartHere(self._queues.values(), self.order_compute_after_loads)
 
     def prepare(self) -> None:
-        """Make what the first transfers need: kernels, tables, buffers, the ring.
-
-        Without it they make it themselves, and take longer.
-        """
+        """Make what the first transfers need: kernels, tables, buffers, the ring."""
         try:
             with self._driver.current():
                 for job in self._jobs.samples():
@@ -150,18 +138,20 @@ class GpuEngine(Closing):
     def submit(self, transfer: Transfer) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
-        copy: PendingCopy | None = None
+        copy = PendingCopy(transfer.id)
         try:
-            job = self._jobs.of(transfer)
-            copy = PendingCopy(transfer.id, job)
+            copy.job = job = self._jobs.of(transfer)
             copy.compute_waits = job.in_parts is not None or self._start_in_order.is_entered
             self._mark_ready(copy)
             # A large job's path is picked by the queue's thread: the caller does not wait for that.
             if job.num_bytes <= QUICK_BYTES:
                 copy.path = self._pick(copy)
             quick = copy.path is not None and all(map(copy.path.is_quick, job.parts()))
-        except Exception as error:
-            self._end_unqueued(transfer.id, copy, error)
+        except Exception as error:  # nothing was queued, so there is nothing to wait for
+            copy.fail(error)
+            self._release_ready(copy)
+            with self._lock:
+                self._ended.append(copy.receipt(self._rank))
             return
         if job.in_parts is not None:
             self._in_parts[transfer.id] = copy
@@ -255,10 +245,7 @@ class GpuEngine(Closing):
                     self._driver.stream_wait_event(compute, mark)
 
     def close(self) -> None:
-        """Drain, then give back streams, events and paths. Safe to call twice.
-
-        Receipts that ``poll`` has not returned can still be polled.
-        """
+        """Drain, then give back streams, events and paths; the receipts can still be polled."""
         if self._closed:
             return
         self._closed = True
@@ -317,20 +304,6 @@ class GpuEngine(Closing):
             )
         return path
 
-    def _end_unqueued(
-        self, transfer_id: TransferId, copy: PendingCopy | None, error: Exception
-    ) -> None:
-        """Give a failed receipt at once: nothing was queued, so there is nothing to wait for."""
-        if copy is not None:
-            copy.fail(error)
-            self._release_ready(copy)
-            receipt = copy.receipt(self._rank)
-        else:
-            reason = f"{type(error).__name__}: {error}"
-            receipt = Receipt(transfer_id, self._rank, Outcome.FAILED, reason)
-        with self._lock:
-            self._ended.append(receipt)
-
     def _release_ready(self, copy: PendingCopy) -> None:
         if copy.ready is not None:
             self._order_events.give(copy.ready)
@@ -386,7 +359,7 @@ class GpuEngine(Closing):
 
 
 def torch_compute_stream(device: int) -> Callable[[], int]:
-    """A function that asks torch, at each submit, which stream the model's kernels go to now."""
+    """A function that asks torch which stream the model's kernels go to now."""
     import torch
 
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,7 +1,6 @@
 """Compiling, preparing and launching the copy kernel on a CUDA card.
 
-Triton only compiles here. The launch goes through the same thin driver as every copy, on a raw
-stream, so that it needs neither torch nor a C compiler and costs a few microseconds.
+Triton only compiles. The launch is a driver's call: it needs neither torch nor a C compiler.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class IdBuffers:
     """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time.
 
     A buffer holds the block ids of a job and then its slot numbers. It is taken by ``put`` and
-    free again when the event recorded by ``fence`` is reached. A pageable buffer would make the
-    copy to the device wait for the stream, and the caller with it.
+    free again when the event recorded by ``fence`` is reached.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -63,9 +61,9 @@ class IdBuffers:
             self._buffers.append(self._make(MIN_IDS))
 
     def put(self, job: CopyJob, stream: int, *, in_place: int = 0) -> int:
-        """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read.
+        """Write the ids of ``job``; returns where kernels on ``stream`` may read them.
 
-        It is on the device or, for up to ``in_place`` blocks, in host memory.
+        That is in host memory for up to ``in_place`` blocks.
         """
         count = len(job.device_blocks)
         buffer = self._taken = self._take(2 * count)
@@ -163,11 +161,7 @@ def row_shape(layout: GroupLayout, alignment: int) -> RowShape:
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """The rows of one block of a layout, and the tables the kernel finds them by.
-
-    A row is at most ``row_bytes`` contiguous bytes of one segment. Rows never cross a segment, so
-    each has one device address and one place in the block.
-    """
+    """The rows of one block: each is at most ``row_bytes`` contiguous bytes of one segment."""
 
     layout: GroupLayout
     shape: RowShape
@@ -333,9 +327,8 @@ class CudaLauncher:
             self._launches.clear()
 
     def _launch_of(self, function: int, threads: int) -> Launch:
-        # A closure, no look-up: what comes before the launch of a small copy is part of its time.
-        # No signature: to convert eleven arguments by one takes as long as the call. So what is an
-        # address must be a c_void_p, or ctypes cuts it to 32 bits.
+        # Without a signature, which would take as long as the call. So what is an address must be a
+        # c_void_p, or ctypes cuts it to 32 bits.
         call, check, kernel = (
             self._driver.bind("cuLaunchKernel"),
             self._driver.check,
@@ -418,10 +411,7 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """All of a launch that does not change from job to job.
-
-    ``arguments`` is filled in anew for each job: by one thread at a time, as a path is used.
-    """
+    """All of a launch that does not change from job to job; ``arguments`` are filled in anew."""
 
     rows: RowTable
     launch: Launch
@@ -512,7 +502,7 @@ class Kernels:
         return Prepared(rows, self._launcher.prepare(variant), arguments)
 
     def _upload(self, rows: RowTable) -> int:
-        """Copy on a stream of its own and wait: the next user of the table may be on any stream."""
+        """Copy and wait: the next user of the table may be on any stream."""
         table = rows.tables()
         driver, meanwhile, kept = self._driver, Handles(), Handles()
         try:

@@ -1,9 +1,8 @@
 """The copy kernel, in Triton: blocks addressed by block tables, in both directions.
 
 The device side of a copy is paged: segment ``s`` of block ``b`` lies at
-``bases[s] + b * strides[s]``. The other side is packed: whole blocks one after another, either in
-pinned host slots (``kernel``) or in a ring in device memory (``staged``). One kernel serves both;
-it never sees a descriptor.
+``bases[s] + b * strides[s]``. The other side is packed: whole blocks one after another, in pinned
+host slots (``kernel``) or in a ring in device memory (``staged``).
 
 A copy is cut into *rows*: at most ``row_bytes`` contiguous bytes of one segment of one block::
 
@@ -104,9 +103,8 @@ def copy_rows(
 
     A word that is read holds at least one byte of the row, so no access leaves its page.
 
-    With as many ``ROWS`` as warps, the shape of the tile gives each warp one row: its threads hold
-    one pair of addresses and ``STEPS`` accesses in flight. Rows shared between warps would cost a
-    pair of addresses per access, and the registers run out long before the link is full.
+    With as many ``ROWS`` as warps each warp has one row: its threads hold one pair of addresses
+    and ``STEPS`` accesses in flight.
     """
     LANES: tl.constexpr = 64 if WIDE else 32
     ROW_BYTES: tl.constexpr = 8 * LANES * STEPS

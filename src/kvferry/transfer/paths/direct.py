@@ -82,9 +82,7 @@ class DmaPath(Path):
 
 
 MAX_CALL = 16
-"""The most copies of one batch call. The driver starts no copy before it has read the whole call,
-half a microsecond each (one NVIDIA H200): the first call is over soon, and the next one is read
-while the link is busy."""
+"""The most copies of one batch call: the driver starts none before it has read all of them."""
 
 
 class HostRuns:

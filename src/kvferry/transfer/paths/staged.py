@@ -7,15 +7,10 @@
     load    inbound        [copy 1──────────][copy 2──────────][copy 3]
             slot streams                     └▶[scatter 1]     └▶[scatter 2]└▶[scatter 3]
 
-The copy engines run at the full rate of the link and take nothing from the model; the kernel works
-inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
-stream, because a copy engine loses some ten microseconds when it turns to another one. A copy that
-waits for a kernel, or a kernel for a copy, starts that much later too: the gathers of a job run
-while the job before it is copied, and only the first chunk of the first job, kept small, makes the
-link wait.
-
-Every slot has a stream for its kernels: beside a model that fills the card, a kernel starts only
-when one of the model's ends, and then all waiting chunks must go at once.
+The copy engines run at the full rate of the link and take nothing from the model. Copies of one
+direction share a stream: a copy engine loses some ten microseconds when it turns to another one.
+The gathers of a job run while the job before it is copied. Every slot has a stream for its kernels:
+beside a model that fills the card, all waiting chunks must go when one of its kernels ends.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle
 
 from kvferry.core.quantities import MiB
@@ -66,8 +62,7 @@ class RingSlot:
 class Ring:
     """One direction's device memory, streams and events; takes them on ``open``.
 
-    Two large slots are used in turn. The small one is for a store's first chunk and a load's last
-    one, which nothing hides.
+    Two large slots are used in turn. What no copy hides goes through the small one.
     """
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
@@ -131,8 +126,7 @@ GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
 FIRST, TAIL = 4 * MiB, 3 * MiB
-"""A store's first chunk, whose gather no copy hides, and a load's last chunk, whose scatter no copy
-hides. They use the ring's small slot."""
+"""A store's first chunk and a load's last one, whose gather and scatter no copy hides."""
 
 
 class StagedPath(Path):
@@ -214,7 +208,7 @@ class StagedPath(Path):
         driver.record_event(slot.filled, slot.stream)
         driver.stream_wait_event(stream, slot.filled)
         # After the launch: the card need not wait for it.
-        trip.host_runs().copy(driver, chunk.start, chunk.end, slot.address, stream)
+        trip.host_runs.copy(driver, chunk.start, chunk.end, slot.address, stream)
         driver.record_event(slot.emptied, stream)
 
     def _load_chunk(self, trip: _Trip) -> None:
@@ -225,7 +219,7 @@ class StagedPath(Path):
         self._wait_until_free(slot, inbound)
         # Not behind the job's stream: a leased slot does not change, so it may be read before the
         # stream has finished waiting. Only scatters write blocks that compute may still read.
-        trip.host_runs().copy(driver, chunk.start, chunk.end, slot.address, inbound)
+        trip.host_runs.copy(driver, chunk.start, chunk.end, slot.address, inbound)
         driver.record_event(slot.filled, inbound)
         if is_first:  # after the first copy: the link need not wait for it
             self._begin_kernels(trip)
@@ -265,11 +259,7 @@ class StagedPath(Path):
             self._driver.stream_wait_event(stream, slot.emptied)
 
     def _join_after_fault(self, trip: _Trip) -> None:
-        """Order everything queued already before the failed job's receipt.
-
-        If the driver refuses to order it, wait for it here: the memory that a stray copy or kernel
-        still touches is reused afterwards.
-        """
+        """Order everything queued already before the failed job's receipt, or wait for it here."""
         driver, ring, stream = self._driver, trip.ring, trip.stream
         streams = (ring.inbound, ring.for_ids, *(slot.stream for slot in trip.slots))
         try:
@@ -294,10 +284,7 @@ class StagedPath(Path):
 
 
 class ChunkCursor:
-    """Goes through a job in chunks that fit ring slots; its attributes describe the current chunk.
-
-    Rows ``first_row`` to ``last_row`` of the job are bytes ``start`` to ``end`` of its blocks.
-    """
+    """Goes through a job in chunks: rows ``first_row`` to ``last_row``, ``start`` to ``end``."""
 
     def __init__(self, job: CopyJob, rows: RowTable) -> None:
         self._rows = rows
@@ -334,14 +321,12 @@ class _Trip:
         self.chunk = ChunkCursor(job, prepared.rows)
         self.slots: dict[RingSlot, bool] = {}
         """The slots it uses, and whether their streams come after ids and compute."""
-        self._runs: HostRuns | None = None
 
     def take(self, slot: RingSlot) -> RingSlot:
         """Count ``slot`` among those it uses, before anything is queued there."""
         self.slots.setdefault(slot, False)
         return slot
 
+    @cached_property
     def host_runs(self) -> HostRuns:
-        if self._runs is None:
-            self._runs = HostRuns(self.job)
-        return self._runs
+        return HostRuns(self.job)

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kvferry.errors import InputError, KvferryError
-from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, Cost, candidates
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, candidates
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
@@ -38,10 +38,7 @@ GB = 1e9
 
 
 class Estimate(NamedTuple):
-    """What one path would cost one transfer. The best has the lowest ``score``.
-
-    That is its seconds and, weighted by ``MODEL_WEIGHT``, those taken from the model.
-    """
+    """What one path would cost one transfer; the seconds it takes from the model weigh more."""
 
     score: float
     path: str
@@ -84,12 +81,9 @@ class Planner:
         917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens came after
         26.6 and 29.7 ms. One NVIDIA H200, vLLM 0.26, 2026-11-18.)
         """
-        costs = self._costs[direction]
-        if at_once:
-            costs = {n: cost for n, cost in costs.items() if BY_NAME[n].queues_at_once} or costs
-        if len(costs) == 1:
-            return next(iter(costs))
-        return min(_estimates(costs, layout, num_blocks, busy, num_runs)).path
+        return self.estimates(direction, layout, num_blocks, busy, num_runs, at_once=at_once)[
+            0
+        ].path
 
     def estimates(
         self,
@@ -98,9 +92,21 @@ class Planner:
         num_blocks: int,
         busy: bool,
         num_runs: int = 1,
+        *,
+        at_once: bool = False,
     ) -> list[Estimate]:
         """What each path would cost, the best first."""
-        return sorted(_estimates(self._costs[direction], layout, num_blocks, busy, num_runs))
+        costs = self._costs[direction]
+        if at_once:
+            costs = {n: cost for n, cost in costs.items() if BY_NAME[n].queues_at_once} or costs
+        num_bytes, num_segments = num_blocks * layout.block_bytes, num_blocks * layout.num_segments
+        found = []
+        for path, cost in costs.items():
+            seconds, lost = cost.seconds(num_bytes, num_segments, num_runs), 0.0
+            if busy:
+                seconds, lost = seconds * cost.stretch, cost.lost_seconds(num_bytes)
+            found.append(Estimate(seconds + MODEL_WEIGHT * lost, path, seconds, lost))
+        return sorted(found)
 
     def explain(
         self,
@@ -140,25 +146,9 @@ class Planner:
         return "\n".join(lines)
 
 
-def _estimates(
-    costs: Mapping[str, Cost], layout: GroupLayout, num_blocks: int, busy: bool, num_runs: int
-) -> list[Estimate]:
-    num_bytes, num_segments = num_blocks * layout.block_bytes, num_blocks * layout.num_segments
-    found = []
-    for path, cost in costs.items():
-        seconds, lost = cost.seconds(num_bytes, num_segments, num_runs), 0.0
-        if busy:
-            seconds, lost = seconds * cost.stretch, cost.lost_seconds(num_bytes)
-        found.append(Estimate(seconds + MODEL_WEIGHT * lost, path, seconds, lost))
-    return found
-
-
 @dataclass(frozen=True)
 class PathChoices:
-    """What one rank picks paths by, as plain data: another process can explain a choice.
-
-    Sent once by a rank, so that no transfer has to carry its reason along.
-    """
+    """What one rank picks paths by, as plain data: another process can explain a choice."""
 
     profile: Profile
     paths: tuple[str, ...]

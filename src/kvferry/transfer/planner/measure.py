@@ -1,8 +1,7 @@
 """Calibration: time the paths on this very machine, in a fraction of a second.
 
-Each path is timed by direction and transfer size on an idle card, with host slots in one run and
-scattered, and the costs that fit best are kept. A server's first start waits for all this, so
-nothing is timed more often than a choice between paths needs.
+Each path is timed by direction and size on an idle card, with host slots in one run and scattered.
+The costs that fit best are kept.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ Call = Callable[[int], object]
 class CopyRig:
     """Owns ``host_bytes`` of pinned host memory, device memory, and a stream per direction.
 
-    Jobs have up to ``num_bytes``; the device memory is twice that. Blocks are spread over all of
-    it, layer by layer, and picked at random. ``ready`` is an event of an idle compute stream, as an
-    engine passes it while no model runs.
+    Jobs have up to ``num_bytes``; the device memory is twice that. ``ready`` is an event of an idle
+    compute stream.
     """
 
     def __init__(
@@ -89,10 +87,7 @@ class CopyRig:
         *,
         scattered: bool = False,
     ) -> CopyJob:
-        """Random blocks, from or to host slots in one run or, ``scattered``, at random too.
-
-        Scattered slots are every second one: no two of them are neighbours.
-        """
+        """Random blocks, from or to host slots in one run or ``scattered``: no two neighbours."""
         layout = self.layout(segment_bytes, segments)
         slots = np.arange(self.host_bytes // layout.block_bytes)
         if scattered:
@@ -113,11 +108,7 @@ class CopyRig:
     def time_in_turn(
         self, calls: Sequence[Call], direction: Direction, *, repeats: int
     ) -> list[Timing]:
-        """Median times of several calls, each once per turn.
-
-        Neighbours of a virtual machine share its link and processors: a disturbance hits all calls
-        of a turn, so the ratios stay valid.
-        """
+        """Median times of several calls, in turn: what disturbs one disturbs all."""
         found: list[list[tuple[float, float]]] = [[] for _ in calls]
         collecting = gc.isenabled()
         gc.disable()

@@ -1,8 +1,6 @@
-"""A profile: what paths cost on one machine, measured once and kept as a small JSON file.
+"""A profile: what paths cost on one machine, kept as a JSON file per card, driver and link.
 
-There is one file per card, driver and link. A file may come from anywhere, and nonsense in it would
-be planned by for as long as it is kept. So a file that cannot be used counts as none, and the
-machine is measured again.
+A file that cannot be used counts as none, and the machine is measured again.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ MOST_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured on one machine, by direction and path, and how.
-
-    What it does not have costs what ``COPY_PATHS`` says.
-    """
+    """What was measured on one machine; what it does not have costs what ``COPY_PATHS`` says."""
 
     costs: Mapping[tuple[Direction, str], Cost] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
@@ -55,17 +50,18 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
-        """The reverse of ``to_json``; ValueError for anything a planner could not plan by."""
-        version = _object("profile", data).get("format")
-        if version != FORMAT:
-            raise ValueError(f"profile format {version!r}, ours is {FORMAT}")
-        provenance = _object("provenance", data.get("provenance"))
+        """The reverse of ``to_json``; raises for anything a planner could not plan by."""
+        if data["format"] != FORMAT:
+            raise ValueError(f"profile format {data['format']!r:.20}, ours is {FORMAT}")
         costs = {
-            (Direction(way), path): _cost(Direction(way), path, numbers)
-            for way, paths in _object("costs", data.get("costs")).items()
-            for path, numbers in _object("costs", paths).items()
+            (Direction(way), path): replace(
+                builtin_cost(Direction(way), path),
+                **{name: _number(numbers[name], *most) for name, most in MEASURED.items()},
+            )
+            for way, paths in data["costs"].items()
+            for path, numbers in paths.items()
         }
-        return cls(costs, {_word(name): _word(value) for name, value in provenance.items()})
+        return cls(costs, {_word(k): _word(v) for k, v in data["provenance"].items()})
 
 
 def builtin_cost(direction: Direction, path: str) -> Cost:
@@ -78,22 +74,11 @@ def builtin_profile(reason: str = "nothing was measured on this machine yet") ->
     return Profile(provenance={"source": f"the built-in profile, because {reason}"})
 
 
-def _cost(direction: Direction, path: str, data: Any) -> Cost:
-    if path not in BY_NAME:
-        raise ValueError(f"costs: there is no path {_word(path)}")
-    found: dict[str, Any] = {name: _object("costs", data).get(name) for name in MEASURED}
-    for name, (least, most) in MEASURED.items():
-        value = found[name]
-        # A bool is no number here, and NaN is never within.
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise ValueError(f"costs: {name} of {path} is not a number from {least:g} to {most:g}")
-    return replace(builtin_cost(direction, path), **found)
-
-
-def _object(what: str, data: Any) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{what}: expected an object, got {type(data).__name__}")
-    return data
+def _number(value: Any, least: float, most: float) -> float:
+    # A bool is no number here, and NaN is never within.
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise ValueError(f"expected a number from {least:g} to {most:g}")
+    return float(value)
 
 
 def _word(value: Any) -> str:
@@ -142,8 +127,9 @@ def load_profile(file: Path, paths: Collection[str]) -> Profile | None:
                     raise ValueError(f"it does not say what a {direction.value} by {path} costs")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:  # the last one for JSON without a bottom
-        log.warning("profile %s cannot be used (%s); measuring again replaces it", file, error)
+    except Exception as error:  # whatever is in the file
+        words = f"{type(error).__name__}: {error}"
+        log.warning("profile %s cannot be used (%.500s); measuring again replaces it", file, words)
         return None
     return profile
 
