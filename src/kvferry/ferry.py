@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -27,7 +26,7 @@ from kvferry.hints import Hints, read_seconds
 from kvferry.hostmem.growth import GrowthStats
 from kvferry.rank import RankMemory
 from kvferry.scheduler.control import Acted
-from kvferry.scheduler.journal import Copy, Explanation
+from kvferry.scheduler.journal import Explanation
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode, lower_tier
@@ -292,18 +291,15 @@ class Ferry(Closing):
 
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
-        if current_thread() is not self._owner.thread:
-            self._owner.require()
-        if self._is_inside or self._is_torn:
-            self._recover()
+        self._owner.require()
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
-        request = hit.request
+        self._inside(self._release, hit.request)
+
+    def _release(self, request: Request) -> None:
         if request in self._scheduler and request.state is not State.LOADING:
-            self._is_inside = True
             self._pending.pop(request, None)
             request.end()
-            self._is_inside = False
 
     # -- store ----------------------------------------------------------------------------------
 
@@ -636,16 +632,29 @@ class Ferry(Closing):
         """
         self._owner.require()
         if self._endpoint is None:
+            from kvferry.telemetry.catalog import why_path  # few ask, and it imports the planner
+            from kvferry.telemetry.endpoint import ControlApi, Endpoint
+
             # The parts, not this ferry, or a ferry that is dropped would never be collected.
-            self._endpoint = _open_endpoint(
-                self._scheduler,
+            rank, namespace, config = self._rank, self.namespace, self._config
+            control = None
+            if config.control_token is not None and config.control != "off":
+                control = ControlApi(
+                    self._scheduler.control,
+                    self._mailbox,
+                    config.control_token,
+                    keys_of_tokens=lambda tokens, salt: chain(namespace, tokens, salt=salt),
+                    local_only=config.control == "local",
+                )
+            source = Source(
+                self._scheduler.onlooker,
                 self._mailbox,
-                self._rank,
-                self._config,
-                self.namespace,
-                host=host,
-                port=port,
+                slot_bytes=dict.fromkeys((HOST, *rank.tiers), rank.host.tier.slot_bytes),
+                pinned_bytes=lambda: rank.host.stats().pinned_bytes,
+                why_path=lambda copy: why_path(copy, getattr(rank.engine, "choices", None)),
+                disks=rank.disks,
             )
+            self._endpoint = Endpoint(source, host=host, port=port, control=control)
             self._parts.callback(self._endpoint.close)
         return self._endpoint.url
 
@@ -682,9 +691,7 @@ class Ferry(Closing):
     def _forget(self, is_kept: bool) -> None:
         self._scheduler.reset(is_kept=is_kept)
         for request in self._scheduler.requests:
-            if request.state is not State.LOADING:
-                self._pending.pop(request, None)
-                request.end()
+            self._release(request)
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.
@@ -774,53 +781,3 @@ def _scheduler_of(
         ],
         joins_loads=False,
     )
-
-
-# -- metrics over HTTP: the server's threads must not hold the memory, which goes with its ferry
-
-
-def _open_endpoint(
-    scheduler: Scheduler,
-    mailbox: Mailbox,
-    rank: RankMemory,
-    config: Config,
-    namespace: Namespace,
-    *,
-    host: str,
-    port: int,
-) -> Endpoint:
-    from kvferry.telemetry.endpoint import ControlApi, Endpoint
-
-    memory = weakref.ref(rank)
-
-    def of_rank(read: Callable[..., T], gone: T) -> Callable[..., T]:
-        def ask(*given: object) -> T:
-            found = memory()
-            return read(found, *given) if found is not None else gone
-
-        return ask
-
-    source = Source(
-        scheduler.onlooker,
-        mailbox,
-        slot_bytes=dict.fromkeys((HOST, *rank.tiers), rank.host.tier.slot_bytes),
-        pinned_bytes=of_rank(lambda found: found.host.stats().pinned_bytes, None),
-        why_path=of_rank(_why_path, ""),
-        disks=of_rank(RankMemory.disks, {}),
-    )
-    control = None
-    if config.control_token is not None and config.control != "off":
-        control = ControlApi(
-            scheduler.control,
-            mailbox,
-            config.control_token,
-            keys_of_tokens=lambda tokens, salt: chain(namespace, tokens, salt=salt),
-            local_only=config.control == "local",
-        )
-    return Endpoint(source, host=host, port=port, control=control)
-
-
-def _why_path(rank: RankMemory, copy: Copy) -> str:
-    from kvferry.telemetry.catalog import why_path  # here: few ask, and it imports the planner
-
-    return why_path(copy, getattr(rank.engine, "choices", None))
