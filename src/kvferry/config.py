@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-from kvferry.core.quantities import GiB, MiB, nearest, parse_size, quoted, shown
+from kvferry.core.quantities import GiB, MiB, nearest, quoted, shown
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.settings.kinds import read_file
 from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV
@@ -482,12 +482,8 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in known:
             raise _unknown(source, "setting", name, known)
-        kind = _kind(name)
         try:
-            is_number = isinstance(value, (int, float)) and 0 < value < MiB
-            if is_number and kind.words.startswith(SIZE.words):
-                parse_size(value, name=name, needs_unit=True)
-            read[name] = kind.read(name, value)
+            read[name] = _kind(name).read(name, value)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
     return read

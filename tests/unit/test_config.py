@@ -121,6 +121,8 @@ def test_a_size_without_a_unit_is_refused_unless_it_can_be_bytes(bare, meant):
         words = rf"attach: {name}: .* did you mean {re.escape(meant)}\?"
         with pytest.raises(ConfigError, match=words):
             Config.load(None, {}, {name: bare}, source="attach")
+        with pytest.raises(ConfigError, match=rf"^{name}: .* did you mean {re.escape(meant)}\?"):
+            Config(**{name: bare})
     with pytest.raises(ConfigError, match=r"tiers: memory: .* did you mean 64GiB\?"):
         Config.load(None, {}, {"tiers": "memory:64"})
     for right in ("64B", str(MiB), MiB, "64GiB"):

@@ -125,7 +125,7 @@ def two_stories(**settings: object) -> Desk:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_loading_blocks": 6}, {"blocks": 8}, {"block_bytes": [1], "max_bytes_in_flight": 3}],
+    [{"max_loading_blocks": 6}, {"blocks": 8}, {"block_bytes": [1], "max_bytes_in_flight": "3B"}],
     ids=["blocks", "device", "bytes"],
 )
 def test_a_load_beyond_the_bound_waits_its_turn(settings: dict[str, object]) -> None:

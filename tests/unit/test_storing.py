@@ -101,7 +101,7 @@ def test_the_bound_is_a_quarter_of_the_device_but_small_devices_store_all(
 
 
 def test_bytes_in_flight_bound_stores() -> None:
-    desk = Desk(block_bytes=[100], max_bytes_in_flight=250)
+    desk = Desk(block_bytes=[100], max_bytes_in_flight="250B")
     told = story(1, 8)
     assert desk.store("a", told, 32) == {0: [0, 1]}
     assert desk.store("b", story(2, 2), 8) == {}
@@ -110,7 +110,7 @@ def test_bytes_in_flight_bound_stores() -> None:
 
 
 def test_loads_take_the_bytes_before_stores_do() -> None:
-    desk = Desk(block_bytes=[100], max_bytes_in_flight=450)
+    desk = Desk(block_bytes=[100], max_bytes_in_flight="450B")
     desk.keep("a", story(1, 4), 16)
     desk.match("b", story(1, 4))
     desk.load("b", 16)

@@ -84,12 +84,12 @@ def test_only_what_was_asked_for_again_is_written() -> None:
 
 
 def test_other_tiers_take_what_they_always_took() -> None:
-    desk = desk_of(TierName("store"), disk_admission="requested-twice", disk_write_per_day=1)
+    desk = desk_of(TierName("store"), disk_admission="requested-twice", disk_write_per_day="1B")
     assert live(desk, 1, 2, 3, 4, 5, 6) >= {1, 2, 3}
 
 
 def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
-    desk = desk_of(disk_admission="all", disk_write_per_day=8 * 10 * 1000)
+    desk = desk_of(disk_admission="all", disk_write_per_day="80kB")
     live(desk, 1, 2, 3, 4, 5, 6)
     pool = desk.scheduler.lower.tiers[0].pool
     assert pool is not None

@@ -183,9 +183,13 @@ def _is_ipv6(text: str) -> bool:
     return text.isascii() and text.isprintable()
 
 
+class Bytes(int):
+    """A size that was read before: it may be small, where a bare number may not."""
+
+
 def _read_size(name: str, value: object, minimum: int = 1) -> int:
-    # A number may be a setting that was read before; what is new is checked by its source.
-    return parse_size(value, name=name, minimum=minimum, needs_unit=isinstance(value, str))
+    is_new = not isinstance(value, Bytes)
+    return Bytes(parse_size(value, name=name, minimum=minimum, needs_unit=is_new))
 
 
 SIZE = Kind("size", _read_size, format_size)
