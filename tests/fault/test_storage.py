@@ -61,7 +61,6 @@ def test_a_drive_that_comes_after_the_start_serves_what_it_has(tmp_path: Path) -
         while engine.load() != [True] * COUNT:
             assert time.monotonic() < end, engine.storage.ailments
             time.sleep(0.05)
-        assert engine.storage.num_blocks == {"disk": COUNT}
     finally:
         engine.storage.close()
 

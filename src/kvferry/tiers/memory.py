@@ -24,6 +24,8 @@ _Name = TypeVar("_Name", int, Key)
 class DictTier(ThreadedTier, Generic[_Name]):
     """Blocks in a dict, one ``bytes`` each. Owns the bytes; the contract's plainest reading."""
 
+    _most_blocks: int | None = None
+
     def __init__(self, block_bytes: int, *, name: TierName = MEMORY, num_threads: int = 2) -> None:
         super().__init__(name, block_bytes, num_threads=num_threads)
         self._blocks: dict[_Name, bytes] = {}
@@ -39,27 +41,27 @@ class DictTier(ThreadedTier, Generic[_Name]):
 
     def _carry_out(self, task: Task) -> Result:
         batch = task.batch
-        ok = np.zeros(len(batch), dtype=bool)
         reasons: dict[int, str] = {}
         for at, (name, key) in enumerate(zip(self._names(batch), batch.keys, strict=True)):
             reason = task.stopped or self.ailment or self._move(task, at, name, key)
-            ok[at] = not reason
             if reason:
                 reasons[at] = reason
+        ok = np.array([at not in reasons for at in range(len(batch))])
         return Result(batch.id, ok, reasons, int(ok.sum()) * batch.block_bytes)
 
     def _move(self, task: Task, at: int, name: _Name, key: Key) -> str:
         """Look up, write or read one block; return why it failed, or nothing."""
-        is_current = task.generation == self._generation
-        if task.batch.way is Way.FIND:
+        way, is_current = task.batch.way, task.generation == self._generation
+        if way is Way.FIND:
             return "" if name in self._blocks and is_current else "not here"
         pieces = zip(task.batch.addresses[at].tolist(), task.batch.sizes.tolist(), strict=True)
-        if task.batch.way is Way.WRITE:
+        if way is Way.WRITE:
             return self._keep(task, name, b"".join(ctypes.string_at(*piece) for piece in pieces))
         block = self._blocks.get(name) if is_current else None
         if block is None:
-            words = f"place {name}" if isinstance(name, int) else f"key {name.hex()[:16]}"
-            return f"tier {self.name}: {words} holds nothing"
+            return (
+                f"tier {self.name}: {name if isinstance(name, int) else name.hex()} holds nothing"
+            )
         start = 0
         for address, size in pieces:
             ctypes.memmove(address, block[start : start + size], size)
@@ -71,6 +73,8 @@ class DictTier(ThreadedTier, Generic[_Name]):
             if task.generation != self._generation:
                 return f"tier {self.name} was told to forget it"
             self._blocks[name] = block
+            if self._most_blocks is not None and len(self._blocks) > self._most_blocks:
+                del self._blocks[next(iter(self._blocks))]
             return ""
 
 
@@ -112,13 +116,6 @@ class KeyedMemoryTier(DictTier[Key]):
 
     def _names(self, batch: Batch) -> Iterable[Key]:
         return batch.keys
-
-    def _keep(self, task: Task, name: Key, block: bytes) -> str:
-        with self._changed:
-            reason = super()._keep(task, name, block)
-            if self._most_blocks is not None and len(self._blocks) > self._most_blocks:
-                del self._blocks[next(iter(self._blocks))]
-            return reason
 
 
 def open_placed(setup: TierSetup) -> MemoryTier:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -97,8 +97,8 @@ class Storage:
     """Owns the tiers below an engine's own host memory, and the index of what they hold.
 
     The engine owns the memory. It keeps it mapped until :meth:`close`, and keeps a job's blocks
-    unchanged until :meth:`poll` or :meth:`wait` has returned the job. A fault is a failed block,
-    never an exception. Not thread-safe. Every call but ``wait`` and ``close`` returns at once.
+    unchanged until :meth:`poll` has returned the job. A fault is a failed block,
+    never an exception. Not thread-safe. Every call but ``drain`` and ``close`` returns at once.
     """
 
     def __init__(
@@ -152,12 +152,6 @@ class Storage:
             for level in self._levels
             if level.medium.ailment
         }
-
-    @property
-    def num_blocks(self) -> dict[str, int]:
-        """How many blocks each tier with slots holds."""
-        pools = ((level.blocks.name, level.blocks.pool) for level in self._levels)
-        return {str(name): pool.counts.cached for name, pool in pools if pool is not None}
 
     @property
     def is_busy(self) -> bool:
@@ -220,19 +214,11 @@ class Storage:
         done, self._done = self._done, []
         return done
 
-    def wait(self, is_over: Callable[[], bool], seconds: float) -> bool:
-        """Poll until ``is_over`` returns True, or for so long; jobs stay for :meth:`poll`."""
-        end = time.monotonic() + seconds
-        while not is_over():
-            if time.monotonic() >= end:
-                return False
-            time.sleep(_POLL_SECONDS)
-            self._collect()
-        return True
-
     def drain(self) -> None:
         """Wait until nothing is under way; every tier bounds that by its deadlines."""
-        self.wait(lambda: not self._under_way, float("inf"))
+        while self._under_way:
+            time.sleep(_POLL_SECONDS)
+            self._collect()
 
     def reset(self) -> None:
         """Forget every block, also for later processes."""
@@ -248,12 +234,12 @@ class Storage:
                 log.error("tier %s: it hangs; the memory it may touch stays", level.blocks.name)
                 _kept.append(self._keep_alive)
 
+    # -- inside ---------------------------------------------------------------------------------
+
     def _collect(self) -> None:
         for level in self._levels:
             for result in level.medium.poll():
                 self._ended(result)
-
-    # -- inside ---------------------------------------------------------------------------------
 
     def _healthy(self) -> Iterable[_StorageTier]:
         """The tiers that can be used now."""
