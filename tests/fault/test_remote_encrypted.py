@@ -41,10 +41,11 @@ def sealed(objects: ObjectFormat, block: bytes, number: int = 7) -> bytearray:
     return stored
 
 
-def test_a_block_opens_under_its_key_and_any_changed_bit_does_not() -> None:
-    ours, block = PLAIN.with_key(KEY), secrets.token_bytes(64)
+@pytest.mark.parametrize("ours", [PLAIN, PLAIN.with_key(KEY)], ids=["checksum", "encrypted"])
+def test_a_block_proves_itself_and_any_changed_bit_does_not(ours: ObjectFormat) -> None:
+    block = secrets.token_bytes(64)
     sealing, stored = open_sealer(ours), sealed(ours, block)
-    assert isinstance(sealing, AesSealer)
+    assert isinstance(sealing, AesSealer) is (ours.secret is not None)
     assert bytes(sealing.unseal(memoryview(stored), key(7)) or b"") == block
     for at in range(len(stored)):
         stored[at] ^= 1
@@ -55,20 +56,28 @@ def test_a_block_opens_under_its_key_and_any_changed_bit_does_not() -> None:
     assert sealing.unseal(memoryview(b""), key(7)) is None
 
 
+@pytest.mark.parametrize("secret", [None, KEY])
 @pytest.mark.parametrize(
     "other",
     [
         PLAIN.with_key(bytes(32)),
-        ObjectFormat(bytes(32), 64, 1, 2).with_key(KEY),
-        ObjectFormat(PLAIN.namespace, 64, 0, 2).with_key(KEY),
-        ObjectFormat(PLAIN.namespace, 64, 1, 3).with_key(KEY),
+        ObjectFormat(bytes(32), 64, 1, 2),
+        ObjectFormat(PLAIN.namespace, 64, 0, 2),
+        ObjectFormat(PLAIN.namespace, 64, 1, 3),
+        ObjectFormat(PLAIN.namespace, 63, 1, 2),
     ],
 )
-def test_what_is_sealed_otherwise_is_neither_found_nor_opened(other: ObjectFormat) -> None:
-    ours = PLAIN.with_key(KEY)
-    assert open_sealer(ours).unseal(memoryview(sealed(other, bytes(64))), key(7)) is None
-    assert not set(ours.names([key(7)])) & set(other.names([key(7)]))
-    assert not set(ours.names([key(7)])) & set(PLAIN.names([key(7)]))
+def test_what_is_sealed_otherwise_is_neither_found_nor_opened(
+    other: ObjectFormat, secret: bytes | None
+) -> None:
+    ours = PLAIN.with_key(secret)
+    other = other if other.secret is not None else other.with_key(secret)
+    stored = memoryview(sealed(other, bytes(other.block_bytes)))
+    assert open_sealer(ours).unseal(stored, key(7)) is None
+    if other.block_bytes == ours.block_bytes:
+        assert not set(ours.names([key(7)])) & set(other.names([key(7)]))
+    if secret is not None:
+        assert not set(ours.names([key(7)])) & set(PLAIN.names([key(7)]))
 
 
 def test_neither_bytes_nor_names_tell_what_was_asked() -> None:

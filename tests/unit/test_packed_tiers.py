@@ -32,21 +32,6 @@ def served(chain: Keys, most: int = 8) -> tuple[Desk, PackedStore]:
     return Desk(tiers=[packing()], slots=512), store
 
 
-def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
-    common = list(range(50))
-    desk = Desk(tiers=[packing()], slots=1024)
-    first, second = keys([*common, *range(100, 130)]), keys([*common, *range(200, 230)])
-    desk.match("a", first)
-    desk.match("b", second)
-    desk.match("c", first)
-    desk.match("d", first[:60])
-    desk.plan()
-    (question,) = desk.asked
-    assert list(Keys(question.keys)) == [*first, *second[50 - (MOST - 1) :]]
-    assert question.runs is not None
-    assert len(set(question.runs.tolist())) == 2
-
-
 def num_asked(desk: Desk, store: PackedStore, chain: Keys) -> int:
     """How many names a request makes the store look up, who comes now."""
     before = store.num_heads
@@ -64,19 +49,6 @@ def test_a_chain_that_parts_asks_nothing_where_no_object_could_have_its_names() 
     assert num_asked(desk, store, A) == 0, "others who asked changed nothing"
     assert num_asked(desk, store, A + B[10:]) == 0, "nor could it if the prompt has grown"
     assert num_asked(desk, store, A[: MOST - 1]) == MOST - 1
-
-
-def test_blocks_of_a_window_are_objects_of_their_own_and_their_no_is_everybodys() -> None:
-    """All that full attention needs is there, and nothing of the window."""
-    groups = (reach.FullAttention(4), reach.SlidingWindow(4, window=9))
-    desk, store = Desk(*groups, tiers=[packing()], slots=512), PackedStore()
-    store.put(A[:20], 8)
-    assert brought(desk, "a", A[:20], store, most=80) == 0
-    first = store.num_heads
-    assert first >= 20
-    for name, most in (("b", 80), ("c", 79), ("d", 41)):
-        assert brought(desk, name, A[:20], store, most=most) == 0
-    assert store.num_heads == first
 
 
 @pytest.mark.parametrize("what", ["away", "reset"])
@@ -152,59 +124,6 @@ def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
         tier.answered(Answer(asked, answer), 0.0)
         assert tier.lookup(A[:4], 1.0).readable.tolist() == [True, True, False, True]
         assert not tier.lookup(A[:4], 1.0).unknown.any()
-
-
-def test_what_a_server_did_not_find_it_writes_for_requests_of_that_chain() -> None:
-    """Though this very server wrote it once, in an object that ends on another's way."""
-    store = PackedStore()
-    one = Desk(tiers=[packing()], slots=128)
-    store.keep(one, "b", B)
-    tier = one.scheduler.lower.tiers[0]
-    one.now += 60.0
-    assert tier.known(B[:60], one.now).all(), "it knows what it sent"
-    tier.answered(Answer(A[:60], np.arange(60) < 8), one.now)
-    assert tier.known(A[:60], one.now).tolist() == [n < 8 for n in range(60)]
-
-
-def test_what_is_known_to_be_there_is_named_again_for_what_lies_before_it() -> None:
-    """Its object may have become longer: written again by who had more of the chain."""
-    chain = keys(range(12))
-    desk, store = served(chain[4:8])
-    assert brought(desk, "a", chain, store, computed=16) == 8
-    desk.pool.reset()
-    store.put(chain[:8], 8)
-    assert brought(desk, "b", chain, store) == 8
-
-
-@pytest.mark.parametrize("pack", [1, 4, 8, 16])
-@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.SPILL])
-def test_another_server_finds_every_conversation_behind_one_system_prompt(
-    write: WriteMode, pack: int
-) -> None:
-    store = PackedStore()
-    one = Desk(tiers=[packing(write)], slots=128)
-    chains = {u: keys([*SYSTEM, *range(u * 100, u * 100 + 20)]) for u in (1, 2, 3)}
-    for number, chain in chains.items():
-        store.keep(one, str(number), chain, pack)
-    for number in range(10, 50):  # what is spilled goes before these
-        store.keep(one, str(number), keys(range(100 * number, 100 * number + 8)), pack)
-    for chain in chains.values():
-        two = Desk(tiers=[packing()], slots=512)
-        assert brought(two, "r", chain, store) == len(chain)
-
-
-def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -> None:
-    store = PackedStore()
-    one = Desk(tiers=[packing(WriteMode.SPILL)], slots=1024)
-    for name, chain in (("a", A), ("b", B)):
-        store.keep(one, name, chain)
-    lower = one.scheduler.lower
-    for part in (A[10:], B):
-        one.scheduler.writeback._flush_to(lower.tiers[0], part, one.now)
-        store.serve(one)
-    two = Desk(tiers=[packing()], slots=512)
-    assert brought(two, "a", A, store) == len(A)
-    assert brought(two, "b", B, store) == len(B)
 
 
 def test_what_two_share_is_written_twice_and_no_more() -> None:
@@ -306,8 +225,3 @@ def test_two_remember_the_same_where_the_same_blocks_follow(
         for another, others in told:
             # A run is as good as told by its ends.
             assert (one == another) == ((ones[0], ones[-1]) == (others[0], others[-1]))
-
-
-def test_nothing_that_is_wanted_has_no_runs() -> None:
-    nothing = Wanted.of(0, A[:4], np.zeros(4, dtype=np.bool_), 4, MOST - 1)
-    assert len(nothing.keys) == len(nothing.runs) == len(with_furthest(A[:0], nothing.runs, MOST))

@@ -50,44 +50,6 @@ def test_a_busy_store_is_not_left_alone_for_a_batch_whose_turn_came_too_late(bus
     run(busy, story)
 
 
-def test_a_store_that_hangs_is_left_alone_after_one_deadline(busy: Busy) -> None:
-    """Whatever it answered before the order came."""
-
-    async def story() -> None:
-        before = busy.order(1, within=1.0)
-        await busy.settle()
-        await busy.answer(SAYS_NO)
-        await before
-        await busy.settle(0.1)
-        order = busy.order(8, within=1.0)
-        await busy.settle(0.5)
-        assert not order.done()
-        await busy.settle(1.0)
-        await order
-        assert busy.ailment == "the store has not answered in time"
-
-    run(busy, story)
-
-
-def test_so_is_one_that_finds_objects_and_does_not_give_them(busy: Busy) -> None:
-    """Seen red where an answer to a look-up counted for reads."""
-
-    async def story() -> None:
-        read = busy.order(1, within=1.0, way=Way.READ)
-        await busy.settle()
-        (reading,) = busy.store.waiting
-        found = busy.order(1, within=100.0)
-        await busy.settle(0.5)
-        busy.store.waiting[-1].set_result(SAYS_NO)
-        await found
-        assert not reading.done()
-        await busy.settle(1.0)
-        await read
-        assert busy.ailment == "the store has not answered in time"
-
-    run(busy, story)
-
-
 def test_a_store_that_gave_no_block_is_trusted_again_only_when_it_gives_one(busy: Busy) -> None:
     """Seen red where look-ups, or answers without a block, made the next wait short again."""
 

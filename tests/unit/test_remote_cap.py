@@ -50,24 +50,6 @@ def test_orders_given_up_while_they_wait_do_not_stop_the_line(capped: Busy) -> N
     run(capped, story)
 
 
-def test_a_cancelled_order_takes_nothing(capped: Busy) -> None:
-    """Seen red where the cap was asked first."""
-
-    async def story() -> None:
-        for _ in range(20):
-            batch = capped.batch(8, 100.0, Way.WRITE)
-            batch.is_cancelled = True
-            carried = capped.carry(batch)
-            await capped.settle()
-            assert carried.done()
-        wanted = capped.order(1, within=1.0, way=Way.READ)
-        await capped.settle()
-        await capped.answer(SAYS_NO)
-        assert (await wanted).reasons == {0: SAYS_NO.reason}
-
-    run(capped, story)
-
-
 def test_one_cancelled_while_it_waits_takes_nothing(capped: Busy) -> None:
     """Seen red where bytes were claimed before the wait."""
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.fakes.crafted_keys import key
 from tests.fakes.doors import Passing, standing_open
 
 from kvferry.config import Config
@@ -23,52 +18,10 @@ from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.movers import open_tier
 from kvferry.tiers.remote.client import Unavailable
 from kvferry.tiers.remote.health import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
-from kvferry.tiers.remote.objects import SEAL_BYTES, ObjectFormat, best_in_one
+from kvferry.tiers.remote.objects import SEAL_BYTES, best_in_one
 from kvferry.tiers.remote.stores import azure_config, ca_bundle, google_config, s3_config
 from kvferry.tiers.remote.tier import open_remote
 from kvferry.types import TierName
-
-OURS = ObjectFormat(bytes(range(32)), 64, rank=1, num_ranks=2)
-
-
-def sealed(objects: ObjectFormat = OURS, number: int = 7) -> bytearray:
-    stored = bytearray(secrets.token_bytes(objects.block_bytes) + bytes(SEAL_BYTES))
-    view = memoryview(stored)
-    view[objects.block_bytes :] = objects.seal(view[: objects.block_bytes], key(number))
-    return stored
-
-
-def test_a_block_proves_itself_and_any_changed_bit_does_not() -> None:
-    stored = sealed()
-    assert OURS.is_whole(memoryview(stored), key(7))
-    for at in range(len(stored)):
-        for bit in (1, 128):
-            stored[at] ^= bit
-            assert not OURS.is_whole(memoryview(stored), key(7)), f"byte {at}"
-            stored[at] ^= bit
-    assert OURS.is_whole(memoryview(stored), key(7))
-
-
-@given(st.binary(max_size=300))
-def test_garbage_is_never_a_block(garbage: bytes) -> None:
-    assert not OURS.is_whole(memoryview(garbage), key(7))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(OURS, namespace=bytes(32)),
-        replace(OURS, rank=0),
-        replace(OURS, num_ranks=3),
-        replace(OURS, block_bytes=63),
-        replace(OURS, block_bytes=65),
-    ],
-)
-def test_what_is_anothers_is_neither_found_nor_taken(other: ObjectFormat) -> None:
-    assert not OURS.is_whole(memoryview(sealed(other)), key(7))
-    if other.block_bytes == OURS.block_bytes:
-        assert not set(OURS.names([key(7)])) & set(other.names([key(7)]))
-    assert not OURS.is_whole(memoryview(sealed(number=8)), key(7)), "another block of ours"
 
 
 def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvferry.core.keys import Key
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers import movers as tier_mover
-from kvferry.tiers.contract import Batch, Way
+from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import SharedMover, TierMover
 from kvferry.types import (
     DEVICE,
@@ -78,21 +77,6 @@ def rig() -> Iterator[Rig]:
     yield made
     made.disk.fault = None
     made.mover.close()
-
-
-def test_the_tier_is_given_the_slots_themselves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[Batch] = []
-    monkeypatch.setattr(rig.disk, "submit", batches.append)
-    before = time.monotonic()
-    rig.down([3, 1], [0, 2])
-    (batch,) = batches
-    assert batch.way is Way.WRITE
-    assert batch.addresses.tolist() == [[rig.host.address + s * rig.host.pitch] for s in (3, 1)]
-    assert batch.sizes.tolist() == [SLOT_BYTES]
-    assert batch.places is not None
-    assert batch.places.tolist() == [0, 2]
-    assert batch.keys == keys([3, 1])
-    assert before + 9 < batch.deadline < time.monotonic() + 11
 
 
 def test_orders_that_cannot_be_are_refused_and_touch_nothing(rig: Rig) -> None:

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 from tests.fakes.desk import Desk, routes, story
-from tests.fakes.pools import cached_slots, evict, forget
+from tests.fakes.pools import cached_slots, evict
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
@@ -153,22 +153,6 @@ def test_spilling_is_no_sign_of_use() -> None:
     assert desk.hit(story(2, 8)) == 32
 
 
-def test_what_the_host_evicts_can_still_be_had() -> None:
-    """Four times the host's size, spilled as it goes: nothing is lost."""
-    desk = Desk(tiers=[tier(slots=256, write=WriteMode.SPILL)], slots=16)
-    for number in range(16):
-        for end in (8, 16):
-            desk.store(f"r{number}", story(number, 4), end)
-            settle_down(desk)
-        desk.scheduler.finish(f"r{number}")
-    below = below_pool(desk)
-    there = 0
-    for number in range(16):
-        keys = desk.scheduler.matcher.slot_keys(0, story(number, 4), range(4))
-        there += int((below.cached(keys) | desk.pool.cached(keys)).all())
-    assert there == 16
-
-
 def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
     """Stored step by step, the oldest blocks are the first: without them the rest is useless."""
     small = tier(slots=6)
@@ -232,33 +216,6 @@ def test_what_comes_up_within_the_bound_is_of_use() -> None:
     assert (match.state, match.num_tokens) == (MatchState.HIT, 24)
 
 
-@pytest.mark.parametrize("num_keys", range(5, 14))
-def test_blocks_of_one_token_come_up_within_the_bound(num_keys: int) -> None:
-    desk = Desk(reach.FullAttention(1), tiers=[tier()], slots=16)
-    told = story(1, num_keys)
-    desk.keep("a", told, num_keys)
-    settle_down(desk)
-    forget_host(desk)
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert sum(map(len, desk.plan())) == 4
-    desk.land()
-    assert desk.match("b", told).num_tokens == 4
-
-
-def test_a_second_request_joins_a_promotion_under_way() -> None:
-    """Neither computes what is coming up, and it comes up once."""
-    told = story(1, 4)
-    desk = below_only(told)
-    assert desk.match("b", told).state is MatchState.WAIT
-    (move,) = desk.plan()
-    assert desk.match("c", told).state is MatchState.WAIT
-    assert desk.plan() == []
-    desk.scheduler.abort("b")  # whoever began it
-    assert desk.match("c", told).state is MatchState.WAIT
-    desk.land(move)
-    assert desk.match("c", told).num_tokens == 16
-
-
 def test_a_longer_request_joins_and_brings_up_the_rest() -> None:
     told = story(1, 6)
     desk = below_only(told, slots=64)
@@ -317,17 +274,3 @@ def test_a_tier_is_measured_by_the_time_in_which_it_had_something_to_bring() -> 
     desk.land(hung)
     desk.scheduler.finish("d")
     desk.check_empty()
-
-
-def test_a_tier_further_down_serves_what_a_nearer_one_lost() -> None:
-    near, far = tier(slots=64), tier(slots=64, name=FAR)
-    desk = Desk(tiers=[near, far])
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    settle_down(desk)
-    forget_host(desk)
-    forget(near.pool, desk.scheduler.matcher.slot_keys(0, told, range(1, 3)))
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert routes(desk.plan()) == [(DISK, HOST), (FAR, HOST)]
-    desk.land()
-    assert desk.match("b", told).num_tokens == 16
