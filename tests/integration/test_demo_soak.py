@@ -22,7 +22,6 @@ from kvferry.core.keys import Key
 from kvferry.errors import TransferError
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tools.demo import engine as offload
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
@@ -156,9 +155,8 @@ def truth(model: ModelShape, requests: list[ServedRequest]) -> dict[str, list[in
 def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(str(life))
     model = MODELS[life.model]
-    monkeypatch.setattr(
-        offload, "CpuEngine", unreliable(random.Random(f"copies {life}"), life.failure_rate)
-    )
+    engine_class = unreliable(random.Random(f"copies {life}"), life.failure_rate)
+    monkeypatch.setattr("kvferry.rank.CpuEngine", engine_class)
     answers: dict[str, list[int]] = {}
     served: list[ServedRequest] = []
     settings = {"store_mode": life.store_mode, "load_policy": "always", "match_deadline": 0.05}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,25 +16,19 @@ from kvferry.core.identity import Namespace, chain
 from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError
-from kvferry.hostmem.slots import HostTier
-from kvferry.rank import Contents, tier_setup
+from kvferry.rank import Contents, open_on_cpu
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tiers.movers import Mover, open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.demo.model import Decoder, Floats, Span
 from kvferry.tools.demo.workload import Chat, Dialogue
-from kvferry.transfer.engine.cpu import CpuEngine, Stream
-from kvferry.transfer.job import CopyEngine
+from kvferry.transfer.engine.cpu import Stream
 from kvferry.transfer.layout import describe
-from kvferry.types import DEVICE, HOST, MatchState, RequestId
-from kvferry.worker import Route, Worker
-
-if TYPE_CHECKING:
-    from kvferry.tiers.disk.protocol import DiskFigures
+from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState, RequestId
+from kvferry.worker import Worker
 
 
 class Runner(Closing):
@@ -96,19 +89,19 @@ class Offloader(Closing):
 
     def __init__(self, runner: Runner, *, host_bytes: int, config: Config | None = None) -> None:
         """Open host memory of this size and the tiers that ``config`` names below it."""
-        config = config if config is not None else Config()
+        config = replace(config if config is not None else Config(), host=host_bytes)
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
         if host_bytes < slot_bytes:
             raise InputError(
                 f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
             )
-        self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
-        setup = tier_setup(config, layouts, Contents(runner.namespace))
-        self._tiers = open_tiers(config.all_tiers, self.host, setup)
+        contents = Contents(runner.namespace)
+        self.rank = open_on_cpu(layouts, config, compute=runner.compute, contents=contents)
         tier_policy = policy_named(config.tier_policy)
+        num_slots, num_ready = self.rank.host.num_slots, self.rank.ready_slots
         self.scheduler = Scheduler(
-            Pool(self.host.num_slots, policy_named(config.policy)),
+            Pool(num_slots, policy_named(config.policy), num_ready=num_ready),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
@@ -122,16 +115,15 @@ class Offloader(Closing):
                     recovered=[each.recovered()],
                     most_in_one=each.most_in_one,
                 )
-                for name, each in self._tiers.items()
+                for name, each in self.rank.tiers.items()
             ],
         )
         self.scheduler.watch_requests()
         self.mailbox = Mailbox()
         self.mailbox.before_answers = self.scheduler.book.drain
-        # Threads start here. Nothing after this line can fail and leave them behind.
-        copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
-        movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
-        self.worker = Worker(movers, tiers=self._tiers)
+        copies = self.rank.engine
+        routes = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
+        self.worker = Worker(routes, tiers=self.rank.tiers)
 
     @property
     def has_pending(self) -> bool:
@@ -148,6 +140,7 @@ class Offloader(Closing):
     def settle(self) -> Settled:
         """Learn which transfers ended since the last call. Answer questions of other threads."""
         self.mailbox.answer()
+        self.scheduler.note_ready(FIRST_RANK, self.rank.ready_slots)
         for change in self.worker.health():
             self.scheduler.note_health(change)
         return self.scheduler.settle(self.worker.poll())
@@ -157,19 +150,18 @@ class Offloader(Closing):
 
     def source(self) -> Source:
         """The figures for a metrics endpoint."""
-        slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._tiers), self.host.slot_bytes)
-
-        def disks() -> dict[str, DiskFigures]:
-            found = {name: tier.figures() for name, tier in self._tiers.items()}
-            return {name: figures for name, figures in found.items() if figures is not None}
-
-        return Source(self.scheduler.onlooker, self.mailbox, slot_bytes=slot_bytes, disks=disks)
+        slot_bytes: dict[str, int] = dict.fromkeys(
+            (HOST, *self.rank.tiers), self.rank.host.tier.slot_bytes
+        )
+        return Source(
+            self.scheduler.onlooker, self.mailbox, slot_bytes=slot_bytes, disks=self.rank.disks
+        )
 
     def close(self) -> None:
         """Finish the transfers under way, then end both halves. Safe to call twice."""
         self.worker.close()
         self.scheduler.close()
-        self.host.close()
+        self.rank.close()
 
 
 IDLE_SECONDS = 0.0005
