@@ -17,7 +17,7 @@ from importlib import metadata
 from kvferry.config import Config
 from kvferry.connectors.vllm import CONNECTOR_NAME
 from kvferry.connectors.vllm.versions import Standing, refusal, seeds_are_fixed, standing
-from kvferry.core.quantities import GiB, MiB, format_size, rounded_size
+from kvferry.core.quantities import GiB, MiB, rounded_size
 from kvferry.errors import ConfigError, DriverError, install
 from kvferry.hostmem.limits import Machine, find_placement, read_text, size_for
 from kvferry.settings.copy_paths import path_names
@@ -35,7 +35,6 @@ from kvferry.tools.doctor.drive import (
 from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
 from kvferry.transfer.planner.profile import has_profile
 
-_OLDEST, _NEWEST = (3, 10), (3, 14)
 _PLUGINS = "vllm.general_plugins"
 _RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
@@ -177,14 +176,6 @@ class Environment:
     has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = has_profile
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
 
-    @property
-    def env(self) -> Mapping[str, str]:
-        return self.machine.env
-
-    def read(self, path: str) -> str | None:
-        """A file's text, or None where it cannot be read."""
-        return self.machine.read(path)
-
 
 def examine(env: Environment) -> list[Finding]:
     """Run all checks. A check that breaks is a finding, not the end."""
@@ -210,15 +201,15 @@ def examine(env: Environment) -> list[Finding]:
 
 def check_python(env: Environment) -> Finding:
     version = ".".join(map(str, env.python))
-    if not _OLDEST <= env.python <= _NEWEST:
-        return fail("python", f"{version} is not supported", "use Python 3.10 to 3.14")
-    return ok("python", version)
+    if (3, 10) <= env.python <= (3, 14):
+        return ok("python", version)
+    return fail("python", f"{version} is not supported", "use Python 3.10 to 3.14")
 
 
 def check_settings(env: Environment) -> tuple[Finding, Config]:
     """Read the settings. Returns the defaults if they are refused."""
     try:
-        config = env.config(env.env)
+        config = env.config(env.machine.env)
     except ConfigError as error:
         remedy = "correct the file or the variable; kvferry config shows them all"
         return fail("settings", str(error), remedy), Config()
@@ -253,7 +244,7 @@ def _connector(env: Environment) -> Finding:
             'set "kv_connector": "KvferryConnector" and "kv_connector_module_path": '
             '"kvferry.connectors.vllm.connector"',
         )
-    allowed = env.env.get("VLLM_PLUGINS")
+    allowed = env.machine.env.get("VLLM_PLUGINS")
     if allowed is not None and CONNECTOR_NAME not in allowed.split(","):
         words = f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading kvferry"
         return fail("connector", words, f"unset VLLM_PLUGINS, or add {CONNECTOR_NAME} to it")
@@ -262,7 +253,7 @@ def _connector(env: Environment) -> Finding:
 
 def _hash_seed(env: Environment, version: str, config: Config) -> Finding:
     """vLLM takes any text as seed, and without one makes its own: see its ``NONE_HASH``."""
-    seed = env.env.get("PYTHONHASHSEED")
+    seed = env.machine.env.get("PYTHONHASHSEED")
     if seed is not None:
         return ok("hash seed", f"PYTHONHASHSEED={seed}")
     if seeds_are_fixed(version):
@@ -283,7 +274,7 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
         yield _without(env, str(error))
         return
     yield ok("gpu", gpu.identity.name)
-    release = _RELEASE.search(env.read("/proc/driver/nvidia/version") or "")
+    release = _RELEASE.search(env.machine.read("/proc/driver/nvidia/version") or "")
     newest = f"{gpu.identity.driver_version // 1000}.{gpu.identity.driver_version % 1000 // 10}"
     yield ok("driver", f"{f'{release[1]}, ' if release else ''}for CUDA up to {newest}")
     if gpu.batch_form is BatchForm.ABSENT:
@@ -350,7 +341,7 @@ def _number(text: str) -> float:
 
 
 def _numa(env: Environment, gpu: Gpu) -> Finding:
-    placement = find_placement(gpu.identity.pci_bus_id, env.read)
+    placement = find_placement(gpu.identity.pci_bus_id, env.machine.read)
     node = placement.node
     if node is None or not placement.cpus or env.processors() & placement.cpus:
         return ok("numa", placement.words)
@@ -397,16 +388,18 @@ def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
         auto = " (auto)" if config.host is AUTO else ""
         each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
         if limits:
-            yield ok("host memory", f"{_shown(size)}{auto}{each} fits")
+            yield ok("host memory", f"{rounded_size(size)}{auto}{each} fits")
         else:
-            words = f"{_shown(size)}{each} are needed, and the machine's memory is unknown here"
+            words = (
+                f"{rounded_size(size)}{each} are needed, and the machine's memory is unknown here"
+            )
             remedy = "let the process read /proc/meminfo and its cgroup, or check it yourself"
             yield warn("host memory", words, remedy)
     for limit in [limit for limit in limits if limit.name.startswith("the container")][:1]:
-        yield ok("container", f"{_shown(limit.left)} left of {_shown(limit.total)}")
+        yield ok("container", f"{rounded_size(limit.left)} left of {rounded_size(limit.total)}")
     yield _memlock(env, config, config.host if isinstance(config.host, int) else size)
     yield _shm(env)
-    huge = env.read(_THP)
+    huge = env.machine.read(_THP)
     if huge is None:
         yield ok("huge pages", "unknown: this kernel does not report them")
     elif "[never]" in huge:
@@ -422,13 +415,13 @@ def _memlock(env: Environment, config: Config, needed: int | None) -> Finding:
     if limit is None:
         return ok("locked memory", "no limit")
     if config.host_pin == "never" or (needed is not None and limit >= needed):
-        return ok("locked memory", f"at most {_shown(limit)}, which is enough")
-    size = "an unknown size" if needed is None else _shown(needed)
+        return ok("locked memory", f"at most {rounded_size(limit)}, which is enough")
+    size = "an unknown size" if needed is None else rounded_size(needed)
     # Not a failure even if pinning is required: CUDA does not count pinned memory.
     return warn(
         "locked memory",
-        f"at most {_shown(limit)}, and {size} is needed; CUDA's pinned memory does not count, "
-        "that of other drivers may",
+        f"at most {rounded_size(limit)}, and {size} is needed; CUDA's pinned memory does not "
+        "count, that of other drivers may",
         "if pinning fails: ulimit -l unlimited; docker run --ulimit memlock=-1; systemd "
         "LimitMEMLOCK=infinity; in Kubernetes add the capability IPC_LOCK",
     )
@@ -440,14 +433,10 @@ def _shm(env: Environment) -> Finding:
     remedy += "medium: Memory at /dev/shm"
     if room is None:
         return fail("/dev/shm", "cannot be used: engines with several processes need it", remedy)
-    words = f"{_shown(room[1])} free of {_shown(room[0])}"
+    words = f"{rounded_size(room[1])} free of {rounded_size(room[0])}"
     if room[1] >= _LEAST_SHM:
         return ok("/dev/shm", words)
     return warn("/dev/shm", f"{words}: engines with several processes need more", remedy)
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / GiB:.1f} GiB" if num_bytes >= GiB else format_size(num_bytes)
 
 
 _FAR = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre", "glusterfs")
@@ -481,7 +470,10 @@ def check_disk(env: Environment, config: Config) -> Iterator[Finding]:
     for directory in settings.directories:
         name = f"disk {directory}"
         here = nearest_directory(directory)
-        kind = file_system(here, env.read("/proc/self/mountinfo") or "") or "unknown file system"
+        kind = (
+            file_system(here, env.machine.read("/proc/self/mountinfo") or "")
+            or "unknown file system"
+        )
         if here != directory:
             words = f"does not exist yet; it would be made in {here} ({kind})"
             yield warn(name, words, "mount the drive first, or do nothing if this place is right")
@@ -541,7 +533,7 @@ def _speed(name: str, here: str, facts: DriveFacts) -> Finding:
 def _key(env: Environment, settings: DiskSettings) -> Finding:
     name = "disk encryption"
     try:
-        key = settings.read_key(env.env)
+        key = settings.read_key(env.machine.env)
     except ConfigError as error:
         return fail(name, str(error), "correct the key, or leave it out")
     if key is None:
