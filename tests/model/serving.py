@@ -792,18 +792,12 @@ class Serving:
         for request in list(self.requests.values()):
             assert request.state != "loading", f"{request.id} waits for a load that is over"
             self.abort(request)
-        pools = [tier.pool for tier in self.tiers if tier.pool is not None]
-        for pool in (self.pool, *pools):
-            assert pool.num_leases == 0
+        request_laws.check_nothing_left(scheduler)
+        for pool in scheduler._pools:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
         assert not scheduler._requests.promoter.loads
-        assert not scheduler.transfers.blocks_to_device
-        assert not scheduler.requests
-        assert not scheduler.hits._being_loaded.any()
-        assert not scheduler.lower.moves
-        assert not scheduler.lower._asking
 
     def describe(self) -> str:
         states = [f"{r.id} {r.state} {r.computed}/{r.target}" for r in self.requests.values()]

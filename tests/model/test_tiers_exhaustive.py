@@ -19,7 +19,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode, lower_tier
-from kvferry.types import MatchState, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.types import MatchState, Opened, Outcome, Rank, Receipt, TierName, Transfer
 
 NAME = TierName("below")
 NUM_BLOCKS = 3
@@ -170,7 +170,8 @@ def test_what_ranks_recovered_of_a_request_in_every_way(moved: int | None) -> No
         for rank, there in enumerate((first, second)):
             at = [place for place in range(NUM_BLOCKS) if there[place]]
             places = [place + 4 * (rank == 1 and place == moved) for place in at]
-            sets.append((told.take(np.array(at, dtype=np.int64)), as_slots(places)))
+            keys = told.take(np.array(at, dtype=np.int64))
+            sets.append(Opened(8, keys.array, as_slots(places)))
         tier = lower_tier(NAME, 8, WriteMode.THROUGH, recovered=sets)
         both = [
             a and b and at != moved for at, (a, b) in enumerate(zip(first, second, strict=True))

@@ -165,6 +165,16 @@ def test_requests_can_be_named_while_they_are_remembered():
     assert len(control.request_ids()) == 1024
 
 
+def test_a_chain_that_repeats_is_not_kept_and_does_no_harm():
+    """An engine's mistake: what it calls a request has a block twice."""
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 4), 16)
+    request = desk.scheduler.open("r", story(1, 4) + story(1, 2), Hints(pin_seconds=60))
+    request.end()
+    desk.scheduler.check_integrity()
+    assert desk.scheduler.stats().pool.pinned == 0
+
+
 def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
     """Seen red: `do_not_store` after the request was taken, and nothing came of it."""
     desk = Desk(slots=16)

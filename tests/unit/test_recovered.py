@@ -12,7 +12,7 @@ from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
-from kvferry.types import TierName
+from kvferry.types import Opened, TierName
 
 DISK = TierName("disk")
 
@@ -50,7 +50,9 @@ def test_places_that_others_lack_are_left_out() -> None:
 
 
 def test_a_tier_that_is_wrong_begins_empty(caplog: pytest.LogCaptureFixture) -> None:
-    tier = lower_tier(DISK, 4, WriteMode.SPILL, recovered=[found((1, 9))])
+    tier = lower_tier(
+        DISK, 4, WriteMode.SPILL, recovered=[Opened(4, keys([1]).array, as_slots([9]))]
+    )
     assert tier.pool is not None
     assert tier.pool.counts.cached == 0
     assert "begins empty" in caplog.text
@@ -60,7 +62,10 @@ def test_many_blocks_are_restored_and_the_oldest_go_first() -> None:
     rng = np.random.default_rng(5)
     places = rng.permutation(20_000)[:10_000]
     tier = lower_tier(
-        DISK, 20_000, WriteMode.SPILL, recovered=[(keys(range(10_000)), as_slots(places))]
+        DISK,
+        20_000,
+        WriteMode.SPILL,
+        recovered=[Opened(20_000, keys(range(10_000)).array, as_slots(places))],
     )
     assert isinstance(tier, SlotTier)
     assert tier.num_restored == 10_000

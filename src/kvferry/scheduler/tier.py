@@ -459,7 +459,7 @@ def lower_tier(
     write: WriteMode,
     policy: EvictionPolicyMaker = Lru,
     *,
-    recovered: Sequence[Recovered | Opened | None] = (),
+    recovered: Sequence[Opened | None] = (),
     is_shared: bool = False,
     most_in_one: int = 1,
     remembers_noes: bool = True,
@@ -476,15 +476,11 @@ def lower_tier(
         return PackedTier(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
     if num_places is None:
         return KeyedTier(name, write)
-    ranks = [
-        Opened(num_places, each[0].array, each[1]) if isinstance(each, tuple) else each
-        for each in recovered
-    ]
-    total = num_places * (len(ranks) if is_shared else 1)
-    pool = Pool(total, policy, placed=True, num_ready=0 if None in ranks else total)
+    total = num_places * (len(recovered) if is_shared else 1)
+    pool = Pool(total, policy, placed=True, num_ready=0 if None in recovered else total)
     tier = SlotTier(name, pool, write)
     try:
-        tier.open_all(ranks, is_shared=is_shared)
+        tier.open_all(recovered, is_shared=is_shared)
     except InputError as error:  # a tier's mistake must not keep an engine from starting
         log.error("tier %s begins empty: %s", name, error)
     return tier
