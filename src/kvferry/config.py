@@ -317,9 +317,7 @@ class Config:
     not."""
     record_size: int = setting(256 * MiB, SIZE)
     """Bytes of that file and the older ones beside it; the oldest goes first."""
-    log_level: str = setting(
-        "warning", one_of("debug", "info", "warning", "error", "critical"), basic=True
-    )
+    log_level: str = setting("warning", LOG_LEVEL, basic=True)
     """The least severe messages to log."""
 
     def __post_init__(self) -> None:

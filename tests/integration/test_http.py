@@ -88,10 +88,10 @@ def test_a_reply_has_a_deadline_too():
     ):
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         for _ in range(600):  # never reads a byte
-            if not server.num_connections:
+            if not server._connections:
                 break
             time.sleep(0.05)
-        assert server.num_connections == 0
+        assert not server._connections
 
 
 def test_a_large_reply_arrives_whole(server):

@@ -99,19 +99,6 @@ def test_a_time_that_is_none_is_an_input_error_wherever_it_is_said(ferry, second
             say()
 
 
-def test_what_is_said_later_counts_as_well(ferry):
-    keys = keep(ferry, 1)
-    assert ferry.hint(keys, {"continues": "30s"}).held_blocks == 8  # in the host and below
-    assert ferry.unpin(keys).blocks == 8
-    ferry.hint(keys, {"ended": True})
-    for number in range(2, 5):
-        keep(ferry, number)
-    assert ferry.stats().pool.free == 0
-    keep(ferry, 5)
-    assert ferry.lookup(keys).host_tokens == 0
-    assert all(ferry.lookup(chat(ferry, number)).host_tokens == 16 for number in range(2, 6))
-
-
 def test_a_prefetch_brings_the_right_bytes_up_before_the_match(ferry):
     keys = keep(ferry, 1)
     wanted = b"".join(tensor[4:8].tobytes() for tensor in ferry.kv)
@@ -164,12 +151,3 @@ def test_a_drop_right_after_a_store_is_a_drop(ferry):
     settle(ferry)
     told = ferry.lookup(chat(ferry, 2))
     assert (told.host_tokens, told.lower_tokens) == (0, 0)
-
-
-def test_a_reset_and_a_close_forget_every_pin(ferry):
-    keys = keep(ferry, 1)
-    ferry.pin(keys)
-    ferry.reset()
-    assert ferry.stats().pool.pinned == 0
-    assert ferry.lookup(keys).host_tokens == 0
-    ferry.pin(keep(ferry, 1))

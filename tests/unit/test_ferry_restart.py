@@ -62,27 +62,6 @@ def test_the_next_life_is_warm(attach: Open, write: str) -> None:
     second._scheduler.check_integrity()
 
 
-def test_what_is_not_written_out_is_lost_and_no_more(attach: Open) -> None:
-    first = attach(SHELF, tier_flush=0)
-    wanted = fill(first)
-    first.close()
-    second = attach(SHELF)
-    num_found = second.stats().tiers["shelf"].cached
-    assert CHATS * CHAT_BLOCKS - HOST_BLOCKS <= num_found < CHATS * CHAT_BLOCKS
-    found = [find(second, number) for number in range(CHATS)]
-    whole = [number for number, (count, _) in enumerate(found) if count == CHAT_BLOCKS]
-    assert len(whole) >= CHATS // 2
-    assert all(found[number][1] == wanted[number] for number in whole)
-
-
-def test_what_is_stored_as_it_closes_is_written_out_too(attach: Open) -> None:
-    first = attach(SHELF)
-    first.store(chat(first, 0), list(range(CHAT_BLOCKS)))
-    wanted = content(first, list(range(CHAT_BLOCKS)))
-    first.close()
-    assert find(attach(SHELF), 0) == (CHAT_BLOCKS, wanted)
-
-
 def test_after_a_reset_nothing_is_written_out(attach: Open) -> None:
     first = attach(SHELF)
     first.reset()

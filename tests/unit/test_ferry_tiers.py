@@ -232,16 +232,6 @@ def test_a_block_that_cannot_be_read_makes_the_hit_shorter(attach):
     assert ferry.stats().lost_blocks == 1
 
 
-def test_a_tier_that_never_answers_counts_as_having_nothing(attach):
-    ferry = attach("tests.fakes.tiers:open_keyed", lookup_deadline="50ms")
-    gate = threading.Event()
-    tier().fault = lambda way, key: gate.wait(20)
-    hit = ferry.match(chat(ferry, 0))
-    assert hit.is_pending
-    assert len(ferry.await_hit(hit, 20)) == 0
-    gate.set()
-
-
 def test_a_tier_that_cannot_be_opened_leaves_nothing_behind(attach):
     before = threading.active_count()
     with pytest.raises(ConfigError, match="the cupboard is locked"):

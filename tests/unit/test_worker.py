@@ -194,14 +194,6 @@ def test_a_tier_that_cannot_forget_is_shut_out() -> None:
     worker.close()
 
 
-def test_health_of_all_tiers_is_passed_on() -> None:
-    first, second = FakeLowerTier(), FakeLowerTier()
-    worker = Worker({}, tiers={DISK: first, TierName("far"): second})
-    second.changes = [Health(Rank(0), TierName("far"), "gone")]
-    assert worker.health() == [Health(Rank(0), TierName("far"), "gone")]
-    assert worker.health() == []
-
-
 def test_a_mover_that_raises_does_not_stop_the_plan() -> None:
     broken, fine = FakeMover(), FakeMover()
     broken.fault = OSError("bus error")

@@ -258,10 +258,6 @@ class HttpServer:
         name = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}/"
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
     def close(self) -> None:
         """End every connection and stop listening. Safe to call twice."""
         if self._is_closing:
