@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.kv import make_kv
 
 from kvferry.cache.slots import as_slots
 from kvferry.errors import ClosedError
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
-from kvferry.transfer.layout import describe
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -40,40 +40,20 @@ NUM_BLOCKS = 6
 NUM_SLOTS = 8
 
 
-def layer_outermost() -> tuple[list[np.ndarray], int]:
-    return [np.zeros((NUM_BLOCKS, 4, 3), np.float32) for _ in range(3)], 0
-
-
-def keys_and_values_apart() -> tuple[list[np.ndarray], int]:
-    return [np.zeros((2, NUM_BLOCKS, 5), np.float16) for _ in range(2)], 1
-
-
-def block_outermost() -> tuple[list[np.ndarray], int]:
-    storage = np.zeros((NUM_BLOCKS, 3, 8), np.int8)
-    return [storage[:, layer] for layer in range(3)], 0
-
-
-LAYOUTS = [layer_outermost, keys_and_values_apart, block_outermost]
-
-
 class Rig:
     """KV tensors, host slots and an engine between them."""
 
-    def __init__(self, make, *, compute: Stream | None = None) -> None:
-        self.tensors, self.axis = make()
-        self.layout = describe(self.tensors, block_axis=self.axis)
+    def __init__(self, layout: str = "layers", *, compute: Stream | None = None) -> None:
+        self.kv = make_kv(layout, num_blocks=NUM_BLOCKS, page=12)
+        self.layout, self.block = self.kv.layout, self.kv.block
         self.host = np.full((NUM_SLOTS, self.layout.block_bytes + 3), 0xEE, np.uint8)
         self.engine = CpuEngine([self.layout], self.host, compute=compute, rank=Rank(1))
         self.count = 0
 
-    def block(self, number: int) -> bytes:
-        return b"".join(np.take(t, number, axis=self.axis).tobytes() for t in self.tensors)
-
     def fill(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        for tensor in self.tensors:
-            raw = rng.integers(0, 100, tensor.shape)
-            tensor[...] = raw.astype(tensor.dtype)
+        for block in range(NUM_BLOCKS):
+            self.kv.set_block(block, rng.bytes(self.layout.block_bytes))
 
     def store(self, blocks: list[int], slots: list[int]) -> Transfer:
         return self.submit(DEVICE, HOST, as_slots(blocks), as_slots(slots))
@@ -90,7 +70,7 @@ class Rig:
         return transfer
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=["layers", "split", "block-outermost"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     made = Rig(request.param)
     made.fill(1)
@@ -171,7 +151,7 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_after_slow_compute(compute: Stream, patience: float) -> bool:
     """Compute writes block 0 late; was the store right to read it when it did?"""
-    rig = Rig(layer_outermost, compute=compute)
+    rig = Rig(compute=compute)
     gate = threading.Event()
 
     def work() -> None:
@@ -189,7 +169,7 @@ def store_after_slow_compute(compute: Stream, patience: float) -> bool:
 
 def load_after_slow_reader(compute: Stream, patience: float) -> bool:
     """Compute still reads block 0 of another request; does it see what was there?"""
-    rig = Rig(layer_outermost, compute=compute)
+    rig = Rig(compute=compute)
     rig.fill(4)
     before = rig.block(0)
     seen: list[bytes] = []
@@ -211,7 +191,7 @@ def load_after_slow_reader(compute: Stream, patience: float) -> bool:
 
 def reader_after_slow_load(compute: Stream, patience: float) -> bool:
     """Compute queued after a load reads its block; does it see the loaded bytes?"""
-    rig = Rig(layer_outermost, compute=compute)
+    rig = Rig(compute=compute)
     gate = threading.Event()
     rig.engine._loads.run(lambda: gate.wait(60))
     seen: list[bytes] = []
@@ -300,7 +280,7 @@ def _after_checks(code: CodeType) -> frozenset[int]:
 
 @pytest.mark.parametrize("verb", ["poll", "drain", "wait_for_end", "submit"])
 def test_an_interrupt_anywhere_in_a_call_hangs_nothing_and_loses_no_receipt(verb: str) -> None:
-    rig = Rig(layer_outermost)
+    rig = Rig()
     calls: dict[str, Callable[[], object]] = {
         "poll": lambda: received.extend(rig.engine.poll()),
         "drain": lambda: received.extend(rig.engine.drain(LONG)),

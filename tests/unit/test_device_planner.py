@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.fakes.driver import FakeDriver
 
 from kvferry.errors import DriverError, InputError
@@ -264,7 +262,7 @@ def replaced(data: Any, at: tuple[Any, ...], value: Any) -> Any:
     return result
 
 
-RATE = ("costs", "load", "staged", "rate")
+STAGED = ("costs", "load", "staged")
 NO_NUMBERS: list[Any] = [0, -1, math.nan, math.inf, -math.inf, "1", None, True, [], {}, 10**400]
 NO_PROFILES = {
     "empty": "",
@@ -278,7 +276,12 @@ NO_PROFILES = {
     "a path missing": json.dumps(replaced(GOOD, ("costs", "load"), {"kernel": {}})),
     "text for a terminal": json.dumps(replaced(GOOD, ("provenance", "source"), "\x1b[31m")),
     "endless text": json.dumps(replaced(GOOD, ("provenance", "source"), "a" * 2000)),
-    **{f"rate {number!r:.9}": json.dumps(replaced(GOOD, RATE, number)) for number in NO_NUMBERS},
+    **{
+        f"{name} {number!r:.9}": json.dumps(replaced(GOOD, (*STAGED, name), number))
+        for name in ("start", "rate", "per_run")
+        for number in NO_NUMBERS
+        if number != 0 or name == "rate"
+    },
 }
 
 
@@ -292,48 +295,3 @@ def test_an_unusable_profile_is_ignored_and_logged_once(
     (record,) = caplog.records
     assert str(file) in record.getMessage()
     assert len(record.getMessage()) < 1500
-
-
-def places(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to everything inside ``data``, and to itself."""
-    inside = data.items() if isinstance(data, dict) else ()
-    return [at, *(place for name, part in inside for place in places(part, (*at, name)))]
-
-
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(10**30), 10**30),
-    st.floats(),
-    st.sampled_from([0, -0.0, 5e-324, 1e308, 2**63, "NaN", "load", "kernel"]),
-    st.text(max_size=5),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kept") / "profile.json"
-
-
-@given(st.data())
-def test_whatever_a_file_says_it_is_none_or_can_be_planned_by(
-    kept: Path, data: st.DataObject
-) -> None:
-    content: Any = GOOD
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.sampled_from(places(content)))
-        content = replaced(content, at, data.draw(ODD))
-    kept.write_text(json.dumps(content), errors="surrogatepass")
-    profile = load_profile(kept, PATHS)
-    if profile is None:
-        return
-    planner = Planner(profile, PATHS)
-    for each in (layout(1, 1), layout(4096), layout(3 << 20, 2)):
-        for way in Direction:
-            for what in ((1, False, 1), (1000, True, 700)):
-                assert planner.choose(way, each, *what) in PATHS
-                assert planner.explain(way, each, *what)
-                for estimate in planner.estimates(way, each, *what):
-                    assert 0 < estimate.seconds < math.inf
-                    assert 0 <= estimate.lost_seconds < math.inf

@@ -206,7 +206,7 @@ class RowTable:
     def row_at(self, position: int) -> int:
         """The last row that starts at or before byte ``position`` of blocks laid end to end."""
         block, within = divmod(position, self.layout.block_bytes)
-        return block * self.rows_per_block + int(np.searchsorted(self.places, within, "right")) - 1
+        return block * self.rows_per_block + int(self.places.searchsorted(within, "right")) - 1
 
     def position_of(self, row: int) -> int:
         """The byte at which ``row`` starts in blocks laid end to end."""

@@ -98,14 +98,16 @@ class HostRuns:
         """Queue the copy of bytes ``start`` to ``end`` between their slots and ``ring``."""
         low = int(self._bounds.searchsorted(start, "right")) - 1
         high = int(self._bounds.searchsorted(end))
+        if high - low == 1:
+            address = int(self._host[low]) + start - int(self._bounds[low])
+            dst, src = (ring, address) if self._is_load else (address, ring)
+            driver.copy_async(dst, src, end - start, stream)
+            return
         host, bounds = self._host[low:high].copy(), self._bounds[low : high + 1].copy()
         host[0] += start - bounds[0]
         bounds[0], bounds[-1] = start, end
         packed, sizes = bounds[:-1] + (ring - start), bounds[1:] - bounds[:-1]
         ends = (packed, host) if self._is_load else (host, packed)
-        if len(sizes) == 1:
-            driver.copy_async(int(ends[0][0]), int(ends[1][0]), end - start, stream)
-            return
         # A ring is filled by the kernel before: only STREAM keeps the read behind it. A committed
         # host slot does not change while it is leased, so it may be read early.
         order = SourceOrder.ANY if self._is_load else SourceOrder.STREAM
