@@ -75,13 +75,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the tables here")
     parser.add_argument(
-        "--from",
-        dest="given",
-        type=Path,
-        metavar="FILE",
-        help="tables of an earlier --json; no run",
-    )
-    parser.add_argument(
         "--shape", action="append", choices=list(KV_HEADS), help="only this one (may be repeated)"
     )
     parser.add_argument(
@@ -97,9 +90,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=32, metavar="GIB", help="host memory (32)")
     parser.add_argument("--rounds", type=int, default=10, help="of fits, for kvferry (10)")
     parser.add_argument("--over-rounds", type=int, default=2, help="of over (2)")
-    parser.add_argument(
-        "--again", action="store_true", help="start everything once more at the end"
-    )
     parser.add_argument("--seconds", type=int, default=0, help="start no process after so long")
     parser.add_argument("--quick", action="store_true", help="a little of everything")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
@@ -113,9 +103,6 @@ def main() -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # an engine in the process makes the interpreter's own end slow
-    if args.given:
-        print(report(json.loads(args.given.read_text(encoding="utf-8"))))
-        return 0
     missing = what_is_missing()
     if missing:
         print(f"cannot measure here: {missing}", file=sys.stderr)
@@ -148,7 +135,6 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
             sections if number == 0 else tuple(s for s in sections if s in ("ttft", "bytes")),
             fits_rounds=0 if number else (1 if args.quick else args.rounds),
             over_rounds=1 if args.quick else args.over_rounds,
-            starts_again=args.again and number == 0,
         )
         parts.append(Part(case_of(args, shape), tuple(wanted), amount))
     run.measure(parts)

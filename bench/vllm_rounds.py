@@ -11,9 +11,8 @@ memory, side by side on the card, round by round in turn:
   bound   28 prompts of 16,000 tokens that live in host memory, answers of 4 tokens, 4 at a time, 3
           GiB on the device, pages of 32 KiB: loads are what everybody waits for
 
---other adds the kvferry of another checkout (one from before a change, say).
---also '{"max_loading_blocks": 1755}' adds a kvferry with other settings. --cpu does it with a tiny
-model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
+--other adds the kvferry of another checkout (one from before a change, say). --cpu does it with a
+tiny model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the tables here")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--rounds", type=int, default=3, help="of each section (3)")
-    parser.add_argument("--also", action="append", default=[], metavar="JSON", help="see above")
     parser.add_argument("--alone", action="store_true", help="kvferry without its peers")
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
     parser.add_argument("--lmcache", action="store_true", help="LMCacheConnectorV1 as a peer, too")
@@ -191,8 +189,6 @@ def cases(args: argparse.Namespace, section: str) -> dict[str, RoundsCase]:
         case = replace(case, pool_bytes=64 * MiB, device_bytes=int(2.5 * MiB), load=load)
         case = replace(case, prompt_tokens=960, num_prompts=4)
     found = {"kvferry": case}
-    for text in args.also:
-        found[f"kvferry {text}"] = replace(case, settings=json.loads(text))
     if args.other:
         found[OTHER] = case
     peers = [] if args.alone else ["OffloadingConnector"]

@@ -35,7 +35,6 @@ class Amount:
     sections: tuple[str, ...]
     fits_rounds: int
     over_rounds: int
-    starts_again: bool
 
     def rounds_of(self, connector: str) -> int:
         """Of the load that fits; kvferry's cost is the one that is claimed to be small."""
@@ -64,8 +63,6 @@ class Part:
         if self.has_base:
             is_timed = "kvferry" in self.connectors and "start" in self.amount.sections
             turns = [("none", False), *([("kvferry", True)] if is_timed else []), *turns]
-        if self.amount.starts_again:
-            turns += [(name, True) for name in (*self.connectors, "none")]
         return turns
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from connectors.disk_case import CPU_OPTIONS, TinyShape
@@ -30,7 +30,6 @@ class RoundsCase:
     load: Load
     prompt_tokens: int
     num_prompts: int
-    settings: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +55,6 @@ class RoundsMeasurer(Measuring):
             case.connector,
             pool_bytes=case.pool_bytes,
             device_bytes=case.device_bytes,
-            settings=case.settings,
             options=(CPU_OPTIONS if case.is_cpu else {})
             | {"max_num_seqs": max(16, case.load.num_clients)},
         )
