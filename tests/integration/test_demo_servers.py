@@ -172,7 +172,7 @@ def test_a_server_that_cannot_serve_is_an_error(
     mark: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
-    setup = ServerSetup(shape, 8, 1 << 20, 16, {"no_such_setting": 1})
+    setup = ServerSetup(shape, 8, 1 << 20, {"no_such_setting": 1})
     with ServerProcesses(setup, 1) as fleet, pytest.raises(TransferError, match="ended with 1"):
         fleet.hear()
     assert "no_such_setting" in capfd.readouterr().err
@@ -190,7 +190,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_servers.Door]:
 def sharing(door: s3_servers.Door) -> ServerSetup:
     shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
     address = f"s3://{s3_servers.BUCKET}/demo?endpoint={door.endpoint}"
-    return ServerSetup(shape, 8, 1 << 20, 16, {"remote": address})
+    return ServerSetup(shape, 8, 1 << 20, {"remote": address})
 
 
 def refusing(door: s3_servers.Door, num_requests: int | None = None) -> Callable[[], datetime]:

@@ -18,7 +18,7 @@ from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
 from kvferry.tools.cli.output import Rows, is_stdout, json_option, options, put
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.model import ModelShape, limit_matrix_threads
+from kvferry.tools.demo.model import BLOCK_TOKENS, ModelShape, limit_matrix_threads
 from kvferry.tools.demo.mooncake_master import require_mooncake
 from kvferry.tools.demo.parts import Scenario, compare, run_fleet, run_restart
 from kvferry.tools.demo.report import OnTurn, Part, render
@@ -126,7 +126,7 @@ def _scenario(given: dict[str, Any]) -> Scenario:
         vocab=shape.vocab,
         seed=given["seed"],
     )
-    a_quarter = max(-(-chat.longest // 16), chat.num_blocks(16) // 4)
+    a_quarter = max(-(-chat.longest // BLOCK_TOKENS), chat.num_blocks(BLOCK_TOKENS) // 4)
     return Scenario(
         chat=chat,
         shape=shape,

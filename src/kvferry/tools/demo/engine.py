@@ -6,6 +6,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
-from kvferry.tools.demo.model import Decoder, Floats, Span
+from kvferry.tools.demo.model import BLOCK_TOKENS, Decoder, Floats, Span
 from kvferry.tools.demo.workload import Chat, Dialogue
 from kvferry.transfer.engine.cpu import Stream
 from kvferry.transfer.layout import describe
@@ -34,7 +35,9 @@ from kvferry.worker import Worker
 class Runner(Closing):
     """Owns one device's KV tensors and its compute stream. The engine owns the block tables."""
 
-    def __init__(self, decoder: Decoder, *, num_blocks: int, block_tokens: int = 16) -> None:
+    def __init__(
+        self, decoder: Decoder, *, num_blocks: int, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
         shape = decoder.shape.kv_shape(num_blocks, block_tokens)
         self.kv: list[Floats] = [np.zeros(shape, np.float32) for _ in decoder.layers]
         self.groups = decoder.shape.groups(block_tokens)
@@ -89,7 +92,8 @@ class Offloader(Closing):
 
     def __init__(self, runner: Runner, *, host_bytes: int, config: Config | None = None) -> None:
         """Open host memory of this size and the tiers that ``config`` names below it."""
-        config = replace(config if config is not None else Config(), host=host_bytes)
+        host: Any = f"{host_bytes}B"
+        config = replace(config if config is not None else Config(), host=host)
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
         if host_bytes < slot_bytes:

@@ -21,6 +21,7 @@ from kvferry.cache import reach
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
+BLOCK_TOKENS = 16
 _LARGEST = 127
 _SPREAD = np.float32(32)
 """The usual size of a value."""

@@ -21,7 +21,7 @@ from kvferry.core.quantities import MiB
 from kvferry.errors import InputError
 from kvferry.settings.tiers import TierSpec, show_tiers
 from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.model import BLOCK_TOKENS, ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster
 from kvferry.tools.demo.report import (
     FIRST_TOKEN,
@@ -51,7 +51,6 @@ class Scenario:
     shape: ModelShape
     device_blocks: int
     host_bytes: int
-    block_tokens: int = 16
     tiers: tuple[TierSpec, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,7 +60,7 @@ class Scenario:
                 f"a conversation grows to {longest} tokens, the model ends at "
                 f"{self.shape.max_tokens}; make it shorter"
             )
-        needed = -(-longest // self.block_tokens)
+        needed = -(-longest // BLOCK_TOKENS)
         if self.device_blocks < needed:
             raise InputError(
                 f"a conversation grows to {longest} tokens, that is {needed} blocks; "
@@ -81,12 +80,12 @@ class Scenario:
     @property
     def working_set(self) -> int:
         """Blocks of all conversations at their longest."""
-        return self.chat.num_blocks(self.block_tokens)
+        return self.chat.num_blocks(BLOCK_TOKENS)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self.shape.num_layers * int(np.prod(self.shape.kv_shape(1, self.block_tokens))) * 4
+        return self.shape.num_layers * int(np.prod(self.shape.kv_shape(1, BLOCK_TOKENS))) * 4
 
     @property
     def short_chat(self) -> Chat:
@@ -97,9 +96,7 @@ class Scenario:
 
     def server(self, **settings: Any) -> ServerSetup:
         """The setup of a server process of these sizes."""
-        return ServerSetup(
-            self.shape, self.device_blocks, self.host_bytes, self.block_tokens, settings
-        )
+        return ServerSetup(self.shape, self.device_blocks, self.host_bytes, settings)
 
     def describe(self, *, is_fleet: bool = False) -> str:
         """The setting in words."""
@@ -113,8 +110,8 @@ class Scenario:
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
             f"at a time. Each starts with about {chat.opening_tokens} tokens. Each turn adds about "
             f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. "
-            f"Together they need {chat.num_blocks(self.block_tokens):,} blocks of "
-            f"{self.block_tokens} tokens. {device} has {self.device_blocks:,}. The model is a "
+            f"Together they need {chat.num_blocks(BLOCK_TOKENS):,} blocks of "
+            f"{BLOCK_TOKENS} tokens. {device} has {self.device_blocks:,}. The model is a "
             f"numpy decoder ({layers}, width {shape.width}) with fixed random weights on this "
             "machine's CPU."
         )
@@ -122,6 +119,7 @@ class Scenario:
     def to_dict(self) -> dict[str, Any]:
         """The setting as plain data."""
         sizes = {"working_set_blocks": self.working_set, "block_bytes": self.block_bytes}
+        sizes["block_tokens"] = BLOCK_TOKENS
         return asdict(self) | sizes | {"tiers": show_tiers(self.tiers)}
 
 
@@ -254,7 +252,7 @@ def run_fleet(
     With ``kill``, one server is killed at half of the turns of each run.
     """
     chat = scenario.short_chat
-    total = chat.num_blocks(scenario.block_tokens) * scenario.block_bytes
+    total = chat.num_blocks(BLOCK_TOKENS) * scenario.block_bytes
     # Room for everything twice: objects lie on random segments, and one segment may be lost.
     segment = -(-2 * total // (num_servers * _SEGMENT_UNIT)) * _SEGMENT_UNIT
 

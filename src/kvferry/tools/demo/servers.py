@@ -52,7 +52,6 @@ class ServerSetup:
     shape: ModelShape
     device_blocks: int
     host_bytes: int
-    block_tokens: int
     settings: dict[str, Any] | None
 
 
@@ -70,12 +69,9 @@ class ServerAnswer:
 def serve_questions(setup: ServerSetup, router: Connection) -> None:
     """Answer every question. Raises EOFError once the router has closed its end."""
     limit_matrix_threads(1)
-    num_blocks, offloader = setup.device_blocks, None
+    offloader = None
     with ExitStack() as stack:
-        runner = Runner(
-            Decoder(setup.shape), num_blocks=num_blocks, block_tokens=setup.block_tokens
-        )
-        stack.enter_context(runner)
+        runner = stack.enter_context(Runner(Decoder(setup.shape), num_blocks=setup.device_blocks))
         if setup.settings is not None:
             config = Config.from_dict(setup.settings)
             offloader = Offloader(runner, host_bytes=setup.host_bytes, config=config)
