@@ -31,8 +31,10 @@ import numpy.typing as npt
 from kvferry.core.keys import KeyArray, Keys
 from kvferry.tiers.disk.files import allocate
 from kvferry.tiers.disk.index import FILE_NAME, DiskIndex, Shape
+from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 
 STORE_ID = b"recovery-bench-1"
+IDENTITY = StoreIdentity(bytes(32), 1 << 20)
 PROOF_BYTES = 16
 BATCH = 100_000
 MIB = 1 << 20
@@ -57,7 +59,7 @@ def write_store(folder: Path, num_blocks: int) -> float:
     rng = np.random.default_rng(1)
     again = rng.permutation(num_blocks)[: num_blocks // 2]
     began = time.perf_counter()
-    index = DiskIndex.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    index = DiskIndex.open(folder, Superblock(IDENTITY, num_blocks, STORE_ID))
     for generation, order in enumerate((np.arange(num_blocks, dtype=np.int64), again)):
         for start in range(0, len(order), BATCH):
             places = order[start : start + BATCH]
@@ -72,7 +74,7 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
     """Open what is there, as the next process would; nothing was closed."""
     before = _resident()
     began = time.perf_counter()
-    index = DiskIndex.open(folder, STORE_ID, num_blocks, PROOF_BYTES)
+    index = DiskIndex.open(folder, Superblock(IDENTITY, num_blocks, STORE_ID))
     opened = time.perf_counter() - began
     handed = right = 0
     for keys, places, _ in index.blocks():

@@ -89,7 +89,7 @@ def test_a_page_is_as_written(tmp_path: Path) -> None:
     shape, rows, last = Shape(16), table("page"), Shape(16).per_page + 1
     (tmp_path / "index").write_bytes(bytes(shape.file_bytes(100)))
     (tmp_path / "state").write_bytes(bytes(4096))
-    index = DiskIndex.open(tmp_path, b"i" * 16, 100, 16)
+    index = DiskIndex.open(tmp_path, Superblock(StoreIdentity(bytes(32), 4096), 100, b"i" * 16))
     index.reset(1 << 60)
     for turn in (1, 2):
         index.record_written(as_slots([last]), keys([turn]), np.full((1, 16), turn, np.uint8))

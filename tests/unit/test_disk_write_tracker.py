@@ -12,6 +12,7 @@ from tests.fakes.crafted_keys import keys
 from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk.index import DiskIndex, Shape
 from kvferry.tiers.disk.io_workers import WriteTracker
+from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 from kvferry.tiers.ipc.memory import StatusPage
 
 
@@ -19,7 +20,7 @@ from kvferry.tiers.ipc.memory import StatusPage
 def index(tmp_path: Path) -> Iterator[DiskIndex]:
     (tmp_path / "index").write_bytes(bytes(Shape(16).file_bytes(10)))
     (tmp_path / "state").write_bytes(bytes(4096))
-    made = DiskIndex.open(tmp_path, b"s" * 16, 10, 16)
+    made = DiskIndex.open(tmp_path, Superblock(StoreIdentity(bytes(32), 4096), 10))
     yield made
     made.close()
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -38,6 +38,7 @@ from kvferry.errors import StoreError
 from kvferry.tiers.disk.files import DIGEST_BYTES, DiskFile, read_whole, runs, write_whole
 from kvferry.tiers.disk.state import FILE_NAME as STATE_NAME
 from kvferry.tiers.disk.state import NOT_KEPT, raise_reset, read_reset, write_reset
+from kvferry.tiers.disk.superblock import Superblock
 from kvferry.tiers.ipc.messages import Flags
 from kvferry.types import SlotArray
 
@@ -327,22 +328,21 @@ class DiskIndex:
     def open(
         cls,
         folder: Path,
-        store_id: bytes,
-        num_places: int,
-        proof_bytes: int,
+        store: Superblock,
         reset_number: int | None = None,
         is_kept: bool = True,
     ) -> DiskIndex:
         """Open the index in ``folder``, whose files are there and long enough."""
         with ExitStack() as undo:
             try:
-                file, state = DiskFile(folder / FILE_NAME), DiskFile(folder / STATE_NAME)
-                undo.callback(file.close)
-                undo.callback(state.close)
-                shape = Shape(proof_bytes)
-                index = cls(file, state, store_id, num_places, shape, reset_number, is_kept)
+                file, state = (
+                    undo.enter_context(closing(DiskFile(folder / name)))
+                    for name in (FILE_NAME, STATE_NAME)
+                )
             except OSError as error:
                 raise StoreError(f"{folder}: the index cannot be opened: {error}") from error
+            known = store.num_places, Shape(store.identity.proof_bytes), reset_number, is_kept
+            index = cls(file, state, store.store_id, *known)
             undo.pop_all()
             return index
 

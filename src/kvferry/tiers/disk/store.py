@@ -26,7 +26,7 @@ from kvferry.errors import StoreError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
-from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, Prover, key_check, open_prover
 from kvferry.tiers.disk.files import DiskFile, allocate, create_file, sync_folder
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
 from kvferry.tiers.disk.index import (
@@ -39,12 +39,10 @@ from kvferry.tiers.disk.index import (
 from kvferry.tiers.disk.protocol import ReadyMessage
 from kvferry.tiers.disk.quota import StoreFolder, StoreLock
 from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity, Superblock
-from kvferry.tiers.ipc.messages import Flags
 from kvferry.types import SlotArray
 
 log = logging.getLogger(__name__)
 
-_CHECKED_AT_ONCE = 1024
 _BUFFER_BYTES = 32 << 20
 
 
@@ -95,7 +93,7 @@ class Store(Closing):
                     lock = undo.enter_context(StoreLock.take(folder, on_behalf_of=on_behalf_of))
                     superblock = _require_unchanged(folder, _superblock(folder), before)
                     _require_same(folder, superblock, identity, key)
-                    index = _open_index(folder, superblock, before.reset_number, is_kept)
+                    index = DiskIndex.open(folder, superblock, before.reset_number, is_kept)
                 else:
                     if before is None:
                         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -264,18 +262,9 @@ def _lengthen(folder: Path, superblock: Superblock, notes: list[str]) -> None:
             )
 
 
-def _open_index(
-    folder: Path, superblock: Superblock, reset_number: int | None = None, is_kept: bool = True
-) -> DiskIndex:
-    proof_bytes = superblock.identity.proof_bytes
-    return DiskIndex.open(
-        folder, superblock.store_id, superblock.num_places, proof_bytes, reset_number, is_kept
-    )
-
-
 def _shortened(folder: Path, superblock: Superblock) -> DiskIndex:
     """Cut files that are too long, once the index no longer names what is cut."""
-    index = _open_index(folder, superblock)
+    index = DiskIndex.open(folder, superblock)
     try:
         superblock.write(folder)
         for name, length in _lengths(superblock).items():
@@ -311,7 +300,6 @@ class StoreContent:
     """What a store's index says, read without changing anything."""
 
     superblock: Superblock
-    blocks_path: Path
     report: RecoveryReport
     pieces: Iterator[tuple[Keys, SlotArray, Proofs]]
     """Keys, places and proofs of all blocks, by ascending place."""
@@ -366,17 +354,37 @@ def verify_store(
     Raises StoreError if the store is encrypted and ``key`` is missing or another one,
     StoreInUseError if a process has it open.
     """
-    with reading(path) as content, contextlib.closing(BlockChecker(content, key)) as checker:
-        total = content.report.num_blocks
-        report = VerifyReport(total, 0, [], content.report)
-        for keys, places, proofs in content.pieces:
-            for start in range(0, len(places), _CHECKED_AT_ONCE):
-                part = slice(start, start + _CHECKED_AT_ONCE)
-                right = checker.check(places[part], keys[part], proofs[part])
-                report.bad_places += places[part][~right].tolist()
-                report.num_checked += len(right)
-                progress(report.num_checked, total)
+    with reading(path) as content:
+        mine, prover = content.superblock.identity, _prover(content.superblock, key)
+        most = max(1, _BUFFER_BYTES // mine.pitch)
+        buffer = Buffer(most, mine.pitch, is_sealed=mine.is_sealed)
+        report = VerifyReport(content.report.num_blocks, 0, [], content.report)
+        with contextlib.closing(BlockFile(str(path / quota.BLOCKS_NAME), mine.pitch)) as file:
+            for keys, places, proofs in content.pieces:
+                for start in range(0, len(places), most):
+                    part = slice(start, start + most)
+                    here = places[part]
+                    read = list(file.move(Way.READ, here, np.arange(len(here)), buffer))
+                    right = prover.check(buffer, here, keys.array[part], proofs[part])
+                    for first, last, error in read:
+                        right[first:last] &= error is None
+                    report.bad_places += here[~right].tolist()
+                    report.num_checked += len(right)
+                    progress(report.num_checked, report.num_blocks)
     return report
+
+
+def _prover(superblock: Superblock, key: bytes | None) -> Prover:
+    mine = superblock.identity
+    if not mine.is_sealed:
+        return open_prover(mine.block_bytes, superblock.store_id, None)
+    if key is None:
+        raise StoreError(
+            "it is encrypted: name the key, by disk_key_file or KVFERRY_DISK_KEY, to verify it"
+        )
+    if key_check(key, superblock.store_id) != superblock.key_check:
+        raise StoreError("it is encrypted with another key than the one given")
+    return open_prover(mine.block_bytes, superblock.store_id, key)
 
 
 def purge_store(path: Path) -> str:
@@ -422,39 +430,4 @@ def _content(path: Path) -> Iterator[StoreContent]:
         report = table.recover(counts).report
         if reset is None:
             report.words = "its reset number is damaged: everything is left out"
-        blocks_path = path / quota.BLOCKS_NAME
-        yield StoreContent(superblock, blocks_path, report, table.pieces(counts))
-
-
-class BlockChecker:
-    """Reads blocks of a locked store and compares them with their proofs. Owns file and buffer."""
-
-    def __init__(self, content: StoreContent, key: bytes | None) -> None:
-        superblock, mine = content.superblock, content.superblock.identity
-        if mine.is_sealed and key is None:
-            raise StoreError(
-                "it is encrypted: name the key, by disk_key_file or KVFERRY_DISK_KEY, to verify it"
-            )
-        key = key if mine.is_sealed else None
-        if key is not None and key_check(key, superblock.store_id) != superblock.key_check:
-            raise StoreError("it is encrypted with another key than the one given")
-        self._prover = open_prover(mine.block_bytes, superblock.store_id, key)
-        self._most = max(1, _BUFFER_BYTES // mine.pitch)
-        self._buffer = Buffer(self._most, mine.pitch, is_sealed=mine.is_sealed)
-        self._file = BlockFile(str(content.blocks_path), mine.pitch)
-
-    def check(self, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
-        """Return which of these blocks are as they were written; unreadable ones are not."""
-        right = np.zeros(len(places), dtype=bool)
-        for start in range(0, len(places), self._most):
-            part = slice(start, start + self._most)
-            here, buffer = places[part], self._buffer
-            read = list(self._file.move(Way.READ, here, np.arange(len(here)), buffer))
-            right[part] = self._prover.check(buffer, here, keys.array[part], proofs[part])
-            for first, last, error in read:
-                right[start + first : start + last] &= error is None
-        return right
-
-    def close(self) -> None:
-        """Give the file back."""
-        self._file.close()
+        yield StoreContent(superblock, report, table.pieces(counts))
