@@ -251,17 +251,17 @@ class Deaf(SimFile):
 
 
 def no_sync_of_a_commit(patch: pytest.MonkeyPatch) -> None:
-    write = DiskIndex._write_unsaved
+    write = DiskIndex._write
 
-    def without(self: DiskIndex) -> None:
+    def without(self: DiskIndex, *told: Any) -> None:
         real = self._table.file
         self._table.file = Deaf(real)  # type: ignore[arg-type]
         try:
-            write(self)
+            write(self, *told)
         finally:
             self._table.file = real
 
-    patch.setattr(DiskIndex, "_write_unsaved", without)
+    patch.setattr(DiskIndex, "_write", without)
 
 
 def no_second_copy(patch: pytest.MonkeyPatch) -> None:
@@ -315,9 +315,9 @@ def no_number_before_what_follows(patch: pytest.MonkeyPatch) -> None:
     commit = DiskIndex.commit
 
     def late(self: DiskIndex, num_recorded: int | None = None) -> None:
-        due, self._reset = self._reset, None
+        due, self._reset_due = self._reset_due, None
         commit(self, num_recorded)
-        self._reset = due
+        self._reset_due = due
 
     patch.setattr(DiskIndex, "commit", late)
 

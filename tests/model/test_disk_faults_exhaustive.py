@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.fakes.sim_disk import SimDisk, images
@@ -124,16 +125,16 @@ def believes_the_cached_number(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_a_commit_that_failed(patch: pytest.MonkeyPatch) -> None:
-    real = DiskIndex._write_unsaved
+    real = DiskIndex._write
 
-    def write(self: DiskIndex) -> None:
+    def write(self: DiskIndex, *told: Any) -> None:
         try:
-            real(self)
+            real(self, *told)
         except OSError:
             self._commit += 1
             raise
 
-    patch.setattr(DiskIndex, "_write_unsaved", write)
+    patch.setattr(DiskIndex, "_write", write)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,11 @@ def test_a_dead_medium_promises_nothing_and_keeps_everything(
         life.write((2, turn))
         with pytest.raises(StoreError, match="could not be written"):
             life.commit()
-    assert len(life.index._unsaved) == 5
+    assert len(life.index._queue) == 5
     for file in life.disk.files:
         file.fault = None
     life.commit()
-    assert len(life.index._unsaved) == 0
+    assert len(life.index._queue) == 0
     content, _ = recovered(SMALL, life.disk.media)
     life.history.check(content, *life.history.moment())
     assert set(content) == {1, 2}

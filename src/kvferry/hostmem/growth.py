@@ -195,7 +195,6 @@ class Growth:
         return self._registrar is not None
 
     def stats(self) -> GrowthStats:
-        """How far the growth is now."""
         with self._lock:
             return GrowthStats(
                 progress=self._progress,

@@ -89,7 +89,7 @@ class DriveServer:
         health = self._health = DriveHealth(
             queue,
             file,
-            lambda reason: self._channel.send(messages.pack_text(FrameKind.AILS, reason)),
+            lambda reason: self._channel.send(messages.pack(FrameKind.AILS, reason)),
             path=setup.path,
             keep_free=setup.bound.keep_free,
             check_seconds=setup.check_seconds,
@@ -104,9 +104,7 @@ class DriveServer:
             health,
             self._status,
             check_seconds=setup.check_seconds,
-            was_reset=lambda number: self._channel.send(
-                messages.pack_number(FrameKind.FORGOT, number)
-            ),
+            was_reset=lambda number: self._channel.send(messages.pack(FrameKind.FORGOT, number)),
             note_written=self._note_written,
         )
         if setup.refill:
@@ -151,9 +149,9 @@ class DriveServer:
         if kind is FrameKind.ORDER:
             self._submit(messages.unpack_order(body))
         elif kind is FrameKind.CANCEL:
-            self._queue.cancel(messages.unpack_number(body))
+            self._queue.cancel(messages.unpack(body))
         elif kind is FrameKind.FORGET:
-            number, is_kept = messages.unpack_numbers(body)
+            number, is_kept = messages.unpack(body)
             self._tracker.reset(number, is_kept=bool(is_kept))
 
     def _submit(self, order: OrderMessage) -> None:
@@ -223,7 +221,6 @@ class DayBudget:
 
 
 def open_store(setup: DriveSetup) -> Store:
-    """Open the store that a drive is told to serve. Raises StoreError."""
     if setup.before is not None and os.stat(setup.path).st_dev != setup.before.device:
         raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
     return Store.open(
@@ -257,5 +254,4 @@ def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
 
 
 def main() -> None:
-    """Run a drive process."""
     child.main(lambda engine: DriveServer(engine).serve())

@@ -83,7 +83,6 @@ class DiskFile:
 
     @property
     def num_bytes(self) -> int:
-        """How long the file is."""
         return os.fstat(self._fd).st_size
 
     def read_at(self, offset: int, count: int) -> bytes:

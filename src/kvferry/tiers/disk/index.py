@@ -271,9 +271,8 @@ class DiskIndex:
         self._state = state
         self._lock = threading.Lock()  # the queue, and what is present; never held while waiting
         self._queue: list[tuple[int, SlotArray, Records]] = []
-        self._reset: tuple[int, bool] | None = None  # to take from the queue
-        self._reset_due: tuple[int, bool] | None = None  # taken, and not yet on the medium
-        self._unsaved: list[tuple[int, SlotArray, Records]] = []
+        """What is not durable yet: how many were recorded by then, places, records."""
+        self._reset_due: tuple[int, bool] | None = None
         self.num_pending = 0
         """How many blocks were written, and are not durable yet."""
         self._is_closed = False
@@ -392,24 +391,26 @@ class DiskIndex:
         What is recorded from now on has this number; unless ``is_kept`` no other process finds it.
         """
         with self._lock:
-            self._queue.clear()
-            self.num_pending = 0
+            self._keep([])
             # After the clock was put back the number must still be one of its own.
             self.reset_number = max(number, self.reset_number + 1)
-            self._reset = (self.reset_number, is_kept)
+            self._reset_due = (self.reset_number, is_kept)
             self.present.fill(False)
 
     def drop_queued(self) -> None:
-        """What no commit has taken was never written: its bytes may not be on the medium."""
+        """What is not durable yet was never written: its bytes may not be on the medium."""
         with self._lock:
-            for _, places, records in self._queue:
-                self.num_pending -= num_blocks(records)
+            for _, places, _ in self._queue:
                 self.present[places] = False
-            self._queue.clear()
+            self._keep([])
 
     def _enqueue(self, places: SlotArray, records: Records) -> None:
         self.num_recorded += len(places)
         self._queue.append((self.num_recorded, places, records))
+
+    def _keep(self, queue: list[tuple[int, SlotArray, Records]]) -> None:
+        self._queue = queue
+        self.num_pending = sum(num_blocks(records) for _, _, records in queue)
 
     # -- committing -------------------------------------------------------------------------------
 
@@ -424,35 +425,25 @@ class DiskIndex:
         """
         with self._lock:
             upto = self.num_recorded if num_recorded is None else num_recorded
-            reset, self._reset = self._reset, None
-            queued = [each for each in self._queue if each[0] <= upto]
-            self._queue = self._queue[len(queued) :]
-        if reset is not None:  # whatever waited was recorded before
-            self._unsaved, self._reset_due = [], reset
-        self._unsaved += queued
+            due, some = self._reset_due, [each for each in self._queue if each[0] <= upto]
         try:
-            if self._reset_due is not None:
-                number, is_kept = self._reset_due
+            if due is not None:
                 # Before any page of the new number: with one there the older must not count.
-                raise_reset(self._state, number)
-                self._page_reset = number if is_kept else NOT_KEPT
-                self._reset_due = None
-            self._write_unsaved()
+                raise_reset(self._state, due[0])
+                self._page_reset = due[0] if due[1] else NOT_KEPT
+            if some:
+                places = np.concatenate([each[1] for each in some])
+                self._write(places, np.concatenate([each[2] for each in some]))
         except OSError as error:
             raise StoreError(
-                f"the index could not be written: {error}; {self.num_unsaved} records wait"
+                f"the index could not be written: {error}; {self.num_pending} blocks wait"
             ) from error
+        with self._lock:
+            if self._reset_due is due:
+                self._reset_due = None
+            self._keep([each for each in self._queue if each[0] > upto])
 
-    @property
-    def num_unsaved(self) -> int:
-        """How many records the last commit could not write."""
-        return sum(len(places) for _, places, _ in self._unsaved)
-
-    def _write_unsaved(self) -> None:
-        if not self._unsaved:
-            return
-        places = np.concatenate([each[1] for each in self._unsaved])
-        records = np.concatenate([each[2] for each in self._unsaved])
+    def _write(self, places: SlotArray, records: Records) -> None:
         numbers = places // self._table.shape.per_page
         touched = np.unique(numbers)
         for start in range(0, len(touched), _CHUNK_PAGES):
@@ -461,9 +452,6 @@ class DiskIndex:
             self._write_pages(some, numbers[mine], places[mine], records[mine])
         self._table.file.sync()
         self._commit += 1
-        with self._lock:
-            self.num_pending = max(0, self.num_pending - num_blocks(records))
-        self._unsaved = []
 
     def _write_pages(
         self, some: SlotArray, numbers: SlotArray, places: SlotArray, records: Records

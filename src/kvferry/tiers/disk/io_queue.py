@@ -125,7 +125,6 @@ class IoQueue:
             self._work[message.way].notify(len(jobs))
 
     def cancel(self, order_id: int) -> None:
-        """Begin no further job of an order."""
         with self._lock:
             order = self._orders.get(order_id)
             if order is not None:
@@ -175,7 +174,6 @@ class IoQueue:
             return True
 
     def end_delivery(self, job: Job) -> None:
-        """The engine's memory is not written any more."""
         with self._lock:
             job.order.num_delivering -= 1
 
@@ -314,13 +312,11 @@ class DriveHealth:
         self._page = PrivateMemory(SECTOR).bytes.data
 
     def succeeded(self, way: Way) -> None:
-        """One call to the drive succeeded."""
         if self._errors_in_a_row[way]:
             with self._lock:
                 self._errors_in_a_row[way] = 0
 
     def failed(self, way: Way, error: Exception) -> None:
-        """One call for one block failed."""
         is_full = isinstance(error, OSError) and error.errno in _NO_SPACE and way is Way.WRITE
         with self._lock:
             self._errors_in_a_row[way] += 1

@@ -155,7 +155,6 @@ class WriteTracker:
             self._show()
 
     def end_commit(self) -> None:
-        """Everything before the commit point is durable."""
         with self._changed:
             self._committing = None
             self._show()

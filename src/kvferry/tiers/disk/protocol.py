@@ -133,7 +133,6 @@ class DiskFigures:
 
 
 def figures_of(status: StatusPage) -> DiskFigures:
-    """Return what a drive process has counted."""
     get = status.get
     since = get(Count.PENDING_SINCE)
     return DiskFigures(

@@ -103,7 +103,8 @@ class StoreLock(Closing):
     def _write(self, words: bytes) -> None:
         """Write in place, in the bytes that the file has. It is locked all the same without."""
         with contextlib.suppress(OSError, StoreError):  # the drive may be gone, or full
-            file = open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT, self.fd)
+            create = os.O_CREAT if words else 0  # at the end the folder may be going away
+            file = open_file(LOCK_NAME, os.O_RDWR | create, self.fd)
             try:
                 os.pwrite(file, words[:_LOCK_BYTES].ljust(_LOCK_BYTES), 0)
                 os.utime(file)
@@ -214,12 +215,10 @@ class StoreFolder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a process has it open."""
         return bool(self.holder)
 
     @classmethod
     def of(cls, path: Path) -> StoreFolder:
-        """Look at one store."""
         superblock, trouble = None, ""
         try:
             fd = open_folder(path)
@@ -256,7 +255,6 @@ def apparent_bytes(folder: Path) -> int:
 
 
 def allocated_bytes(folder: Path) -> int:
-    """Return what a store takes on the file system now."""
     return sum(found.st_blocks * 512 for found in _files(folder))
 
 
@@ -409,7 +407,6 @@ class SpaceQuota:
         return self._left_of_bound() + sum(each.num_bytes for each in ours)
 
     def _lacks(self, share: int, *, grows: bool) -> int:
-        """How many bytes of its share the store could not have now."""
         left = self._left_of_bound()
         return share - (min(left, self._above_floor()) if grows else left)
 

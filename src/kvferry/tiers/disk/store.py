@@ -190,7 +190,6 @@ def _require_same(
 
 
 def _lengths(superblock: Superblock) -> dict[str, int]:
-    """How long the files must be."""
     return {
         INDEX_NAME: Shape(superblock.identity.proof_bytes).file_bytes(superblock.num_places),
         quota.BLOCKS_NAME: superblock.num_places * superblock.identity.pitch,
@@ -277,7 +276,6 @@ def _shortened(folder: Path, superblock: Superblock) -> DiskIndex:
 
 
 def _shrink(other: StoreFolder, num_places: int) -> None:
-    """Make an idle store smaller."""
     assert other.superblock is not None
     with StoreLock.take(other.path):
         _shortened(other.path, replace(other.superblock, num_places=num_places)).close()

@@ -89,7 +89,6 @@ class StoreIdentity:
 
     @property
     def folder_name(self) -> str:
-        """What the store's folder is called."""
         return (
             f"kvferry-{self.namespace.hex()[:16]}-r{self.rank}of{self.num_ranks}"
             f"-d{self.stripe}of{self.num_stripes}"
@@ -114,7 +113,6 @@ class DiskBound:
 
 
 def pitch_of(block_bytes: int) -> int:
-    """Return the bytes from one place to the next for blocks of this size."""
     return -(-block_bytes // SECTOR) * SECTOR
 
 
@@ -137,7 +135,6 @@ class Superblock:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def pack(self) -> bytes:
-        """Return the superblock as one sector."""
         sector = bytearray(SECTOR_BYTES)
         # As much of the label as there is room for, in whole characters.
         label = self.identity.label.encode()[:MAX_LABEL_BYTES].decode(errors="ignore").encode()

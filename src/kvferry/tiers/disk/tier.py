@@ -81,7 +81,6 @@ Launch = Callable[[DriveSetup], ChildProcess]
 
 
 def start_drive(setup: DriveSetup) -> ChildProcess:
-    """Start a drive process. Raises OSError if that is impossible."""
     return ChildProcess("kvferry.tiers.disk.drive", pickle.dumps(setup))
 
 
@@ -184,9 +183,8 @@ class DriveClient:
         return ""
 
     def cancel(self, order_id: int) -> None:
-        """Begin nothing more of an order."""
         if order_id in self._orders and self._child is not None:
-            self._child.channel.send(messages.pack_number(FrameKind.CANCEL, order_id))
+            self._child.channel.send(messages.pack(FrameKind.CANCEL, order_id))
 
     def reset(self, number: int, *, is_kept: bool) -> None:
         """Forget everything. A drive that is away is told when it is back, before anything else."""
@@ -204,12 +202,11 @@ class DriveClient:
             self._send_reset(self._child)
 
     def _send_reset(self, child: ChildProcess) -> None:
-        frame = messages.pack_number(FrameKind.FORGET, self.number, int(self._is_kept))
+        frame = messages.pack(FrameKind.FORGET, self.number, int(self._is_kept))
         child.channel.send(frame)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it was opened, or refused."""
         return self.ready is not None or bool(self.refusal)
 
     @property
@@ -218,7 +215,6 @@ class DriveClient:
         return self._persisted == self.number
 
     def figures(self) -> DiskFigures:
-        """What the drive has counted in all its lives."""
         now = DiskFigures() if self._child is None else figures_of(self._child.status)
         return replace(
             add_up([self._past, now]),
@@ -310,7 +306,7 @@ class DriveClient:
 
     def _handle(self, child: ChildProcess, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.SAYS:
-            level, text = messages.unpack_says(body)
+            level, text = messages.unpack(body)
             log.log(level, "%s: %s", self.path, text)
             return
         with self._changed:
@@ -320,13 +316,13 @@ class DriveClient:
                     self._ended(result.id, result)
                     self._orders.discard(result.id)
             elif kind is FrameKind.AILS:
-                self._ail(messages.unpack_text(body))
+                self._ail(messages.unpack(body))
             elif kind is FrameKind.FORGOT:
-                self._persisted = messages.unpack_number(body)
+                self._persisted = messages.unpack(body)
             elif kind is FrameKind.READY:
                 self._be_ready(child, pickle.loads(body))
             elif kind is FrameKind.REFUSED:
-                self._refuse(messages.unpack_text(body))
+                self._refuse(messages.unpack(body))
             self._changed.notify_all()
 
     def _be_ready(self, child: ChildProcess, ready: ReadyMessage) -> None:
@@ -620,7 +616,6 @@ class DiskTier:
             return sum(drive.ready.spent for drive in self._drives if drive.ready is not None)
 
     def figures(self) -> DiskFigures:
-        """Return what was moved, and what went wrong, so far."""
         with self._changed:
             return add_up([drive.figures() for drive in self._drives])
 

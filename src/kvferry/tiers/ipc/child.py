@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
-from kvferry.tiers.ipc.messages import Channel, FrameKind, pack_says, pack_text
+from kvferry.tiers.ipc.messages import Channel, FrameKind, pack
 
 _LAST_SECONDS = 1.8
 """What a child has for its last commit once its engine has died."""
@@ -49,7 +49,7 @@ class _LogHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(pack_says(record.levelno, record.getMessage()))
+        self._channel.send(pack(FrameKind.SAYS, record.levelno, record.getMessage()))
 
 
 def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: EngineMemory) -> None:
@@ -64,7 +64,7 @@ def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: Eng
                 if not is_known:
                     traceback.print_exc()
                 reason = str(error) if is_known else f"{type(error).__name__}: {error}"
-                channel.send(pack_text(FrameKind.REFUSED, reason))
+                channel.send(pack(FrameKind.REFUSED, reason))
                 channel.wait(1.0)
             return
 

@@ -144,11 +144,9 @@ class StatusPage:
             self._words[counter] += amount
 
     def put(self, counter: int, value: int) -> None:
-        """Set a counter."""
         self._words[counter] = value
 
     def get(self, counter: int) -> int:
-        """Return a counter."""
         return int(self._words[counter])
 
     def set_copying(self, thread: int, is_copying: bool) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -200,7 +201,6 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-_SAYS = struct.Struct("<I")
 _WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
 Flags = npt.NDArray[np.bool_]
@@ -238,7 +238,6 @@ class ResultMessage:
 
 
 def pack_order(order: OrderMessage) -> bytes:
-    """Return the frame of an order."""
     arrays = (order.sizes, order.places, order.keys, order.addresses, order.runs)
     parts = [None if each is None else np.ascontiguousarray(each).tobytes() for each in arrays]
     head = (order.id, _WAYS.index(order.way), order.generation, order.deadline)
@@ -272,43 +271,17 @@ def pack_result(result: ResultMessage) -> bytes:
 
 
 def unpack_result(body: bytes) -> ResultMessage:
-    """Return the result in a frame's body."""
     number, num_bytes, seconds, ok, groups = marshal.loads(body)
     reasons = {at: reason for reason, positions in groups.items() for at in positions}
     return ResultMessage(number, np.frombuffer(ok, bool).copy(), reasons, num_bytes, seconds)
 
 
-def pack_number(kind: FrameKind, *numbers: int) -> bytes:
-    """Return a frame whose body is one number, or some."""
-    return frame(kind, struct.pack(f"<{len(numbers)}q", *numbers))
+def pack(kind: FrameKind, *values: int | str) -> bytes:
+    """Return a frame whose body is some numbers and texts."""
+    return frame(kind, marshal.dumps(values))
 
 
-def unpack_numbers(body: bytes) -> tuple[int, ...]:
-    """Return the numbers in a frame's body."""
-    return struct.unpack(f"<{len(body) // 8}q", body)
-
-
-def unpack_number(body: bytes) -> int:
-    """Return the one number in a frame's body."""
-    (number,) = unpack_numbers(body)
-    return number
-
-
-def pack_text(kind: FrameKind, text: str) -> bytes:
-    """Return a frame whose body is text."""
-    return frame(kind, text.encode(errors="replace"))
-
-
-def unpack_text(body: bytes) -> str:
-    """Return the text in a frame's body."""
-    return body.decode(errors="replace")
-
-
-def pack_says(level: int, text: str) -> bytes:
-    """Return the frame of a log line; ``level`` is that of ``logging``."""
-    return frame(FrameKind.SAYS, _SAYS.pack(level) + text.encode(errors="replace"))
-
-
-def unpack_says(body: bytes) -> tuple[int, str]:
-    """Return the level and the text of a log line."""
-    return int(_SAYS.unpack_from(body)[0]), body[_SAYS.size :].decode(errors="replace")
+def unpack(body: bytes) -> Any:
+    """Return the numbers and texts of a frame's body as a tuple, or the one there is."""
+    values = marshal.loads(body)
+    return values[0] if len(values) == 1 else values

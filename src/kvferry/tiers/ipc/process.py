@@ -90,12 +90,10 @@ class ChildProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     @property
     def ending(self) -> str:
-        """How it ended, for people."""
         code = self._process.poll()
         if code is None:
             return "hung up"

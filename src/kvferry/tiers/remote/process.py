@@ -40,10 +40,9 @@ from kvferry.tiers.ipc.messages import (
     OrderMessage,
     ResultMessage,
     frame,
+    pack,
     pack_result,
-    pack_says,
-    pack_text,
-    unpack_number,
+    unpack,
     unpack_order,
 )
 from kvferry.tiers.remote.client import (
@@ -423,7 +422,7 @@ class StoreProcess:
 
     def _report(self, way: Way, ailment: str) -> None:
         kind = FrameKind.FULL if way is Way.WRITE else FrameKind.AILS
-        self._channel.send(pack_text(kind, ailment))
+        self._channel.send(pack(kind, ailment))
 
     def serve(self) -> None:
         """Take orders until the engine hangs up or is gone."""
@@ -444,11 +443,11 @@ class StoreProcess:
             self._batches[batch.order.id] = batch
             self._spawn(self._carry(batch))
         elif kind is FrameKind.CANCEL:
-            cancelled = self._batches.get(unpack_number(body))
+            cancelled = self._batches.get(unpack(body))
             if cancelled is not None:
                 cancelled.is_cancelled = True
         elif kind is FrameKind.FORGET:
-            self._spawn(self._client.forget(self._objects.folder(unpack_number(body))))
+            self._spawn(self._client.forget(self._objects.folder(unpack(body))))
 
     async def _carry(self, batch: InFlightBatch) -> None:
         result = await self._transfers.carry(batch)
@@ -472,7 +471,7 @@ class StoreProcess:
             self._log(logging.ERROR, f"{type(error).__name__}: {error}")
 
     def _log(self, level: int, text: str) -> None:
-        self._channel.send(pack_says(level, shown(text)))
+        self._channel.send(pack(FrameKind.SAYS, level, shown(text)))
 
     def close(self) -> None:
         """Give up what is still under way."""

@@ -28,11 +28,10 @@ from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Wa
 from kvferry.tiers.ipc.messages import (
     FrameKind,
     OrderMessage,
-    pack_number,
+    pack,
     pack_order,
+    unpack,
     unpack_result,
-    unpack_says,
-    unpack_text,
 )
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.queued import QueuedTier, Task
@@ -130,7 +129,7 @@ class RemoteTier(QueuedTier):
         with self._changed:
             task = self._tasks.get(batch_id)
             if task is not None and task.is_begun and self._child is not None:
-                self._child.channel.send(pack_number(FrameKind.CANCEL, batch_id))
+                self._child.channel.send(pack(FrameKind.CANCEL, batch_id))
             super().cancel(batch_id)
 
     def poll(self) -> list[Result]:
@@ -157,7 +156,7 @@ class RemoteTier(QueuedTier):
             # The shared generation belongs to other servers too, and stays. Only this server knows
             # a generation of its own.
             if before != SHARED and self._child is not None:
-                self._child.channel.send(pack_number(FrameKind.FORGET, before))
+                self._child.channel.send(pack(FrameKind.FORGET, before))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
         with self._changed:
@@ -224,15 +223,15 @@ class RemoteTier(QueuedTier):
             if kind is FrameKind.RESULT:
                 self._take_result(body)
             elif kind is FrameKind.AILS:
-                self._note_store(unpack_text(body))
+                self._note_store(unpack(body))
             elif kind is FrameKind.FULL:
-                self._note_full(unpack_text(body))
+                self._note_full(unpack(body))
             elif kind is FrameKind.READY:
                 self._process_ailment, self._wait = "", _FIRST_WAIT
             elif kind is FrameKind.REFUSED:
-                self.refusal = self._process_ailment = unpack_text(body)
+                self.refusal = self._process_ailment = unpack(body)
             elif kind is FrameKind.SAYS:
-                level, text = unpack_says(body)
+                level, text = unpack(body)
                 log.log(level, "tier %s: %s", self.name, text)
         if child.channel.is_ended and child is self._child:
             self._give_up_child(self.refusal or f"its process {child.ending}", kill=True)
