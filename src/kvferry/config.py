@@ -23,8 +23,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from kvferry.core.quantities import GiB, MiB, nearest, quoted, shown
 from kvferry.errors import ConfigError, UnknownSettingError
-from kvferry.settings.kinds import read_file
-from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -55,10 +53,13 @@ from kvferry.settings.kinds import (
     one_of,
     optional,
     or_auto,
+    read_file,
     read_file_name,
     read_secret,
 )
 from kvferry.settings.tiers import (
+    KEY_ENV,
+    REMOTE_KEY_ENV,
     DiskSettings,
     RemoteSettings,
     TierSpec,

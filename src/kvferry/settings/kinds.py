@@ -141,6 +141,7 @@ def _key_of(content: bytes, what: str) -> bytes:
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Auto(Enum):
@@ -222,26 +223,23 @@ def one_of(*choices: str) -> Kind[str]:
 
 def optional(kind: Kind[T]) -> Kind[T | None]:
     """The same kind, or None; files and the environment write None as "none"."""
-
-    def read(name: str, value: object) -> T | None:
-        is_none = value is None or (isinstance(value, str) and value.strip().lower() == "none")
-        return None if is_none else kind.read(name, value)
-
-    return Kind(f"{kind.words}|none", read, lambda value: _or(value, None, "none", kind))
+    return _or(kind, None, "none")
 
 
 def or_auto(kind: Kind[T]) -> Kind[T | Auto]:
     """The same kind, or "auto": found by looking at the machine."""
-
-    def read(name: str, value: object) -> T | Auto:
-        is_auto = value is AUTO or (isinstance(value, str) and value.strip().lower() == AUTO.value)
-        return AUTO if is_auto else kind.read(name, value)
-
-    return Kind(f"{kind.words}|auto", read, lambda value: _or(value, AUTO, AUTO.value, kind))
+    return _or(kind, AUTO, AUTO.value)
 
 
-def _or(value: Any, special: object, word: str, kind: Kind[Any]) -> str:
-    return word if value is special else kind.show(value)
+def _or(kind: Kind[T], special: U, word: str) -> Kind[T | U]:
+    def read(name: str, value: object) -> T | U:
+        is_special = value is special or (isinstance(value, str) and value.strip().lower() == word)
+        return special if is_special else kind.read(name, value)
+
+    def show(value: Any) -> str:
+        return word if value is special else kind.show(value)
+
+    return Kind(f"{kind.words}|{word}", read, show)
 
 
 def split_list(name: str, value: object, expected: str, most: int) -> list[object]:

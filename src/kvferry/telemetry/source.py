@@ -39,7 +39,6 @@ ORDER_SECONDS = 5.0
 """So long an order waits for the engine; a step of a busy one takes less."""
 
 ORDER_PAUSE_SECONDS = 0.01
-MAX_ORDERS = 16
 
 _LOOKS = 10
 
@@ -109,7 +108,7 @@ class Mailbox:
     def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
         """The result of ``work()``, done on the engine's thread and on no other.
 
-        StateError if too many orders wait, DeadlineError if the engine did not come by: then
+        StateError once abandoned, DeadlineError if the engine did not come by: then
         nothing was done, nor will it be.
         """
         future: Future[T] = Future()
@@ -117,8 +116,6 @@ class Mailbox:
         with self._lock:
             if self._ended:
                 raise StateError(self._ended)
-            if len(self._orders) >= MAX_ORDERS:
-                raise StateError(f"{MAX_ORDERS} orders wait for the engine already")
             self._orders.append(order)
             self.has_mail = True
         self.wake()

@@ -137,19 +137,34 @@ def read_header(first: dict[str, Any], block_tokens: int | None) -> TraceHeader:
 
 def read_request(found: dict[str, Any], header: TraceHeader) -> TraceRequest:
     """The request on one line."""
-    block_tokens = header.block_tokens
+    block_tokens, hit, hints = header.block_tokens, None, None
     if header.format is TraceFormat.MOONCAKE:
         ids = found.get("hash_ids")
         if not isinstance(ids, list):
             raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
         at, numbers = _seconds(found, "timestamp") / 1000, _numbers(ids)
-        whole = len(ids) * block_tokens  # where the length is missing: all blocks are full
-        lengths = (
-            _count(found, "input_length", default=whole),
-            _count(found, "output_length", default=0),
+        # Where the length is missing, all blocks are full.
+        asked = _count(found, "input_length", default=len(ids) * block_tokens)
+        answered = _count(found, "output_length", default=0)
+    else:
+        at, numbers = _seconds(found, "time"), _decoded(found.get("keys"))
+        asked, answered = _count(found, "input"), _count(found, "output", default=0)
+        hit = _count(found, "hit") if "hit" in found else None
+        hints = _hints(found)
+    # The last block, where the prompt only begins it, may be named or not; none else may be left
+    # out: tokens that no block has would count among those that are asked for.
+    num_full, most = asked // block_tokens, -(-asked // block_tokens)
+    if not num_full <= len(numbers) <= most:
+        raise BadLineError(
+            f"{len(numbers)} blocks for {asked} tokens, which are {most} blocks of "
+            f"{block_tokens}; say another block size (--block-tokens)"
         )
-        return _request(at, numbers, *lengths, block_tokens)
-    text = found.get("keys")
+    if len(np.unique(numbers)) < len(numbers):
+        raise BadLineError("it names a block twice; a chain never repeats")
+    return TraceRequest(at, numbers, num_full, asked, answered, hit, hints)
+
+
+def _decoded(text: object) -> Numbers:
     if not isinstance(text, str):
         raise BadLineError(f"keys must be base64 of 8 bytes for each block, got {quoted(text)}")
     try:
@@ -158,38 +173,7 @@ def read_request(found: dict[str, Any], header: TraceHeader) -> TraceRequest:
         raise BadLineError(f"keys is no base64: {str(error)[:100]}") from None
     if len(raw) % NUMBER_BYTES:
         raise BadLineError(f"keys has {len(raw)} bytes, which are no blocks of {NUMBER_BYTES}")
-    return _request(
-        _seconds(found, "time"),
-        np.frombuffer(raw, dtype="<u8").astype(np.uint64, copy=False),
-        _count(found, "input"),
-        _count(found, "output", default=0),
-        block_tokens,
-        hit_tokens=_count(found, "hit") if "hit" in found else None,
-        hints=_hints(found),
-    )
-
-
-def _request(
-    at: float,
-    numbers: Numbers,
-    input_tokens: int,
-    output_tokens: int,
-    block_tokens: int,
-    *,
-    hit_tokens: int | None = None,
-    hints: Hints | None = None,
-) -> TraceRequest:
-    # The last block, where the prompt only begins it, may be named or not; none else may be left
-    # out: tokens that no block has would count among those that are asked for.
-    num_full, most = input_tokens // block_tokens, -(-input_tokens // block_tokens)
-    if not num_full <= len(numbers) <= most:
-        raise BadLineError(
-            f"{len(numbers)} blocks for {input_tokens} tokens, which are {most} blocks of "
-            f"{block_tokens}; say another block size (--block-tokens)"
-        )
-    if len(np.unique(numbers)) < len(numbers):
-        raise BadLineError("it names a block twice; a chain never repeats")
-    return TraceRequest(at, numbers, num_full, input_tokens, output_tokens, hit_tokens, hints)
+    return np.frombuffer(raw, dtype="<u8").astype(np.uint64, copy=False)
 
 
 def _numbers(ids: list[Any]) -> Numbers:
