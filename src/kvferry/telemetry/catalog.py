@@ -115,42 +115,46 @@ _VERDICT = Label("verdict", ", ".join(VERDICTS))
 _OVERLAP = Label("overlap", ", ".join(OVERLAPS))
 
 Read = Callable[[Snapshot], Values]
+Labelled = tuple[Read, tuple[Label, ...]]
+"""Values for each of some labels."""
 
 
-def _traffic(name: str) -> Read:
+def _traffic(name: str) -> Labelled:
     read = attrgetter(name)
-    return lambda s: {route: read(traffic) for route, traffic in s.stats.traffic.items()}
+    return lambda s: {route: read(traffic) for route, traffic in s.stats.traffic.items()}, _ROUTE
 
 
-def _pools(name: str) -> Read:
+def _pools(name: str) -> Labelled:
     """One of a pool's counts, for the host and every tier with places."""
-    return lambda s: {tier: getattr(pool, name) for tier, pool in s.stats.pools.items()}
+    read = attrgetter(name)
+    return lambda s: {tier: read(pool) for tier, pool in s.stats.pools.items()}, (_TIER,)
 
 
-def _disks(name: str) -> Read:
-    return lambda s: {tier: getattr(disk, name) for tier, disk in s.disks.items()}
+def _disks(name: str) -> Labelled:
+    read = attrgetter(name)
+    return lambda s: {tier: read(disk) for tier, disk in s.disks.items()}, (_LOWER_TIER,)
 
 
-def _drive(unit: str) -> Read:
+def _drive(*names: str) -> Labelled:
     """What drives read and wrote, by tier and operation."""
-    names = {"bytes": ("read_bytes", "written_bytes"), "seconds": ("read_seconds", "write_seconds")}
     return lambda s: {
         (tier, operation): getattr(disk, name)
         for tier, disk in s.disks.items()
-        for operation, name in zip(("read", "write"), names[unit], strict=True)
-    }
+        for operation, name in zip(("read", "write"), names, strict=True)
+    }, _DRIVE_CALL
 
 
-def _tenants(name: str) -> Read:
-    return lambda s: {tenant: getattr(each, name) for tenant, each in s.stats.tenants.items()}
+def _tenants(name: str) -> Labelled:
+    read = attrgetter(name)
+    return lambda s: {tenant: read(each) for tenant, each in s.stats.tenants.items()}, (_TENANT,)
 
 
-def _tenant_tiers(name: str) -> Read:
+def _tenant_tiers(name: str) -> Labelled:
     return lambda s: {
         (tenant, tier): count
         for tenant, each in s.stats.tenants.items()
         for tier, count in getattr(each, name).items()
-    }
+    }, (_TENANT, _TIER)
 
 
 def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
@@ -189,13 +193,15 @@ _READ: dict[str, Read] = {
 
 
 def _metric(
-    kind: MetricKind, name: str, help: str, read: str | Read | None = None, *labels: Label
+    kind: MetricKind, name: str, help: str, read: str | Labelled | None = None, *labels: Label
 ) -> Metric:
     """``read`` takes the value from a snapshot, or names the scheduler's figure that it is."""
-    if read is None or isinstance(read, str):
-        read = _READ.get(name) or attrgetter(f"stats.{read or name}")
+    if isinstance(read, tuple):
+        values, labels = read
+    else:
+        values = _READ.get(name) or attrgetter(f"stats.{read or name}")
     full = f"{PREFIX}{name}{'_total' * (kind is MetricKind.COUNTER)}"
-    return Metric(full, kind, help, labels, read)
+    return Metric(full, kind, help, labels, values)
 
 
 _counter = partial(_metric, MetricKind.COUNTER)
@@ -224,17 +230,13 @@ DECISIONS = _counter("decisions", "Load-or-compute decisions.", None, _VERDICT)
 OVERLAPPED = _counter(
     "overlaps", "Loads by how they overlapped with the forward pass (vLLM).", None, _OVERLAP
 )
-MOVED_BYTES = _counter(
-    "moved_bytes", "Bytes copied, summed over ranks.", _traffic("sizes.total"), *_ROUTE
-)
+MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", _traffic("sizes.total"))
 MOVED_SECONDS = _counter(
-    "moved_seconds", "Seconds of copying, summed over ranks.", _traffic("seconds.total"), *_ROUTE
+    "moved_seconds", "Seconds of copying, summed over ranks.", _traffic("seconds.total")
 )
-TRANSFER_BYTES = _histogram(
-    "transfer_bytes", "Bytes of one copy on one rank.", _traffic("sizes"), *_ROUTE
-)
+TRANSFER_BYTES = _histogram("transfer_bytes", "Bytes of one copy on one rank.", _traffic("sizes"))
 TRANSFER_SECONDS = _histogram(
-    "transfer_seconds", "Seconds of one copy on one rank.", _traffic("seconds"), *_ROUTE
+    "transfer_seconds", "Seconds of one copy on one rank.", _traffic("seconds")
 )
 COMPLETED = _counter("completed_transfers", "Transfers that every rank has answered for.", "landed")
 FAILED = _counter(
@@ -254,9 +256,9 @@ STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late
 DEFERRED_STORES = _counter(
     "deferred_stores", "Times that stores waited because too many were in flight.", "shed_stores"
 )
-EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _pools("evicted"), _TIER)
+EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _pools("evicted"))
 REFUSED_PINS = _counter(
-    "refused_pins", "Blocks not pinned: pin_share was reached.", _pools("refused_pins"), _TIER
+    "refused_pins", "Blocks not pinned: pin_share was reached.", _pools("refused_pins")
 )
 LOOKUP_BLOCKS = _counter(
     "lookup_blocks", "Blocks looked up in a tier that finds them by key.", None, _LOWER_TIER
@@ -267,7 +269,7 @@ FOUND_BLOCKS = _counter(
 REFUSED_BLOCKS = _counter(
     "refused_blocks",
     "Blocks that such a tier did not take: it was full, or refused to be written to.",
-    lambda s: s.stats.refused,
+    "refused",
     _LOWER_TIER,
 )
 LOST_BLOCKS = _counter(
@@ -277,51 +279,37 @@ RESTORED_BLOCKS = _gauge(
     "restored_blocks", "Blocks of an earlier life that a tier began with.", "restored", _LOWER_TIER
 )
 DRIVE_BYTES = _counter(
-    "drive_bytes", "Bytes read from and written to drives.", _drive("bytes"), *_DRIVE_CALL
+    "drive_bytes", "Bytes read from and written to drives.", _drive("read_bytes", "written_bytes")
 )
 DRIVE_SECONDS = _counter(
     "drive_seconds",
     "Seconds in calls to drives, all threads.",
-    _drive("seconds"),
-    *_DRIVE_CALL,
+    _drive("read_seconds", "write_seconds"),
 )
 DRIVE_FAILED = _counter(
     "drive_failed_blocks", "Failed blocks, by reason.", None, _LOWER_TIER, _DRIVE_ERROR
 )
-DRIVE_RESTARTS = _counter(
-    "drive_restarts", "Restarts of a drive's process.", _disks("restarts"), _LOWER_TIER
-)
+DRIVE_RESTARTS = _counter("drive_restarts", "Restarts of a drive's process.", _disks("restarts"))
 DRIVES_UNAVAILABLE = _gauge(
-    "drives_unavailable",
-    "Unavailable directories, all ranks.",
-    _disks("drives_away"),
-    _LOWER_TIER,
+    "drives_unavailable", "Unavailable directories, all ranks.", _disks("drives_away")
 )
-PENDING_BLOCKS = _gauge(
-    "pending_blocks", "Blocks written and not yet durable.", _disks("pending"), _LOWER_TIER
-)
+PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.", _disks("pending"))
 DURABLE_LAG = _gauge(
-    "durable_lag_seconds", "Age of the oldest pending block.", _disks("durable_lag"), _LOWER_TIER
+    "durable_lag_seconds", "Age of the oldest pending block.", _disks("durable_lag")
 )
 RESETS = _counter("resets", "Times that everything was forgotten.")
-TENANT_LOOKUPS = _counter(
-    "tenant_lookups", "Requests looked up, by tenant.", _tenants("queries"), _TENANT
-)
+TENANT_LOOKUPS = _counter("tenant_lookups", "Requests looked up, by tenant.", _tenants("queries"))
 TENANT_TOKENS = _counter(
-    "tenant_lookup_tokens", "Tokens lacking on the device.", _tenants("asked_tokens"), _TENANT
+    "tenant_lookup_tokens", "Tokens lacking on the device.", _tenants("asked_tokens")
 )
-TENANT_HITS = _counter(
-    "tenant_hit_tokens", "Tokens loaded, by tenant.", _tenants("hit_tokens"), _TENANT
-)
-TENANT_SLOTS = _gauge(
-    "tenant_slots", "Slots that each tenant has.", _tenant_tiers("slots"), _TENANT, _TIER
-)
+TENANT_HITS = _counter("tenant_hit_tokens", "Tokens loaded, by tenant.", _tenants("hit_tokens"))
+TENANT_SLOTS = _gauge("tenant_slots", "Slots that each tenant has.", _tenant_tiers("slots"))
 TENANT_EVICTED = _counter(
-    "tenant_evicted_blocks", "Blocks evicted, by tenant.", _tenant_tiers("evicted"), _TENANT, _TIER
+    "tenant_evicted_blocks", "Blocks evicted, by tenant.", _tenant_tiers("evicted")
 )
 SLOTS = _gauge("slots", "Places for one block, by what they hold.", None, _TIER, _STATE)
 PINNED_SLOTS = _gauge(
-    "pinned_slots", "Slots that a pin, a TTL or a priority holds.", _pools("pinned"), _TIER
+    "pinned_slots", "Slots that a pin, a TTL or a priority holds.", _pools("pinned")
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", None, _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", None, _TIER)
