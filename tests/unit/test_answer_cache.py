@@ -85,16 +85,6 @@ def test_it_remembers_what_a_dict_would(
         assert len(memory) == len(plain.known) <= capacity
 
 
-def test_it_is_bounded_however_much_is_asked() -> None:
-    memory = AnswerCache(100)
-    for start in range(0, 5000, 50):
-        memory.answer(keys(range(start, start + 50)), np.ones(50, dtype=bool), 10.0)
-    assert len(memory) == 100
-    assert memory.lookup(keys(range(4900, 5000)), 0.0).readable.all()
-    memory.answer(keys(range(300)), np.ones(300, dtype=bool), 10.0)
-    assert len(memory) == 100
-
-
 @pytest.mark.parametrize("capacity", [0, -3])
 def test_a_memory_for_nothing_is_refused(capacity: int) -> None:
     with pytest.raises(InputError, match=f"got {capacity}"):

@@ -16,7 +16,6 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.core.keys import Keys
 from kvferry.hints import Hints
-from kvferry.scheduler.stores import OnDevice
 
 
 def lazy(**settings: object) -> Desk:
@@ -129,15 +128,6 @@ def test_what_is_remembered_is_bounded_and_the_latest() -> None:
     assert len(remembered) <= 2 * 1024
     assert stored(desk, story(699, 2)) == 0
     assert stored(desk, story(1, 2)) == 2, "the device has dropped it long ago"
-
-
-def test_ends_that_share_a_beginning_do_not_pile_up() -> None:
-    left = OnDevice(100, 4)
-    desk = lazy()
-    desk.scheduler.stores.on_device = left
-    for number in range(2, 100):
-        life(desk, f"r{number}", story(1, 30) + story(number, 1), pin_seconds=60)
-    assert len(left) <= 100
 
 
 @pytest.mark.parametrize(

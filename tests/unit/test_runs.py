@@ -96,33 +96,6 @@ def test_what_is_known_leaves_a_gap_that_nothing_follows_over() -> None:
     assert len(joined(question)) == 3
 
 
-def test_a_store_tells_it_of_what_is_written_through() -> None:
-    desk = Desk(tiers=[keyed(WriteMode.THROUGH)], slots=32)
-    told = story(1, 6)
-    put_in_host(desk, told, 2)
-    desk.keep("a", told, 24)
-    (move,) = desk.plan()
-    assert (move.src, move.dst, len(move)) == (HOST, STORE, 5)
-    assert joined(move) == following(desk, [told], move)
-    assert len(joined(move)) == 3, "0 and 1; 3, 4 and 5"
-
-
-def test_a_spill_tells_it_of_whole_conversations() -> None:
-    desk = Desk(tiers=[keyed(WriteMode.SPILL)], slots=32)
-    chains = [story(number, 5) for number in range(1, 7)]
-    moves: list[Transfer] = []
-    for number, told in enumerate(chains):
-        desk.store(str(number), told, 20)
-        desk.scheduler.finish(str(number))
-        for _ in range(2):
-            moves += [move for move in desk.plan() if move.dst == STORE]
-            desk.land()
-    assert moves
-    for move in moves:
-        assert joined(move) == following(desk, chains, move)
-    assert max(len(joined(move)) for move in moves) >= 4
-
-
 class _Mover:
     """Takes note of what it is given."""
 

@@ -153,18 +153,6 @@ def test_spilling_is_no_sign_of_use() -> None:
     assert desk.hit(story(2, 8)) == 32
 
 
-def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
-    """Stored step by step, the oldest blocks are the first: without them the rest is useless."""
-    small = tier(slots=6)
-    desk = Desk(tiers=[small], slots=64)
-    told = story(1, 10)
-    for end in range(8, 41, 8):
-        desk.store("a", told, end)
-        settle_down(desk)
-    keys = desk.scheduler.matcher.slot_keys(0, told, range(10))
-    assert small.pool.match(keys) == 6
-
-
 def below_only(told: Keys, **settings: object) -> Desk:
     """A desk with one tier that has this story, which the host has lost."""
     desk = Desk(tiers=[tier(slots=100)], **settings)  # type: ignore[arg-type]

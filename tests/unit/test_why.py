@@ -184,21 +184,3 @@ def test_a_state_that_is_missing_is_named_though_blocks_are_smaller() -> None:
     explanation = why(desk, "q")
     assert explanation.reason is Reason.NEVER_STORED
     assert explanation.group == 1
-
-
-def test_a_stranger_has_no_explanation_and_old_ones_are_forgotten() -> None:
-    desk = Desk()
-    assert desk.scheduler.explain("nobody") is None
-    for number in range(2100):
-        desk.match(f"r{number}", story(1, 1))
-        desk.scheduler.finish(f"r{number}")
-    assert desk.scheduler.explain("r0") is None
-    assert why(desk, "r2099").reason is Reason.NEVER_STORED
-
-
-def test_a_request_that_asks_every_step_is_counted_once() -> None:
-    desk = Desk()
-    for _ in range(5):
-        desk.match("q", story(1, 4))
-        desk.scheduler.preempt("q")
-    assert dict(desk.scheduler.stats().missed) == {"never_stored": 1}

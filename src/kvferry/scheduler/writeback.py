@@ -23,7 +23,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.runs import End, run_numbers
+from kvferry.scheduler.runs import End
 from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE, day_budget
@@ -352,19 +352,11 @@ class Writeback:
         going = order.keys.take(positions)
         reading = self._host.lease(going, Purpose.COPY)
         assert reading is not None
-        following = None
-        before: tuple[Key | None, ...] = ()
+        runs, before = None, tuple[Key | None, ...]()
         if tier.boundaries is not None and (order.chained or order.runs is not None):
             starts, before = self._host.runs_of(going)
-            following = tier.boundaries.cut(going, starts, before)
-        elif tier.pool is None and (order.chained or order.runs is not None):
-            # Blocks of a chain may be missing here because the tier has them: a gap ends a run.
-            starts, _ = order.runs if order.runs is not None else self._host.runs_of(order.keys)
-            starts = np.searchsorted(positions, starts)
-            following = run_numbers(positions, starts[starts < len(going)])
-        transfer_id = self._transfers.move(
-            End(HOST, reading.slots, (reading,)), end, going, following
-        )
+            runs = tier.boundaries.cut(going, starts, before)
+        transfer_id = self._transfers.move(End(HOST, reading.slots, (reading,)), end, going, runs)
         self._note_sent(transfer_id, tier, going)
         for key in before:
             if key is not None:

@@ -87,8 +87,8 @@ class Batch:
     Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in their order. The
     memory belongs to the caller and stays mapped and (for a write) unchanged until the batch's
     result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
-    (``time.monotonic``) nothing of it begins. ``runs`` tells which blocks of a write or a lookup
-    follow each other: a tier may lay those side by side.
+    (``time.monotonic``) nothing of it begins. ``runs`` tells which blocks of a lookup follow each
+    other, and of a write where a tier keeps several blocks together.
     """
 
     id: BatchId
