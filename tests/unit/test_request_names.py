@@ -67,19 +67,6 @@ def test_a_request_is_known_by_the_name_its_client_has(name, request_id, is_foun
     assert is_of_client(name, request_id) is is_found
 
 
-def test_all_requests_of_one_answer_are_found_and_no_others():
-    ids = ["0_cmpl-a-0-11111111", "1_cmpl-a-0-11111111", "cmpl-a-1-22222222", "cmpl-ab-0-33333333"]
-    assert requests_of("cmpl-a", ids) == ids[:3]
-    assert requests_of("cmpl-a", [*ids, ids[0]]) == ids[:3]  # it lives, and is remembered
-    for name in ("cmpl", "0", "1", "a", "cmpl-", "cmpl-a-0", "11111111", ""):
-        assert requests_of(name, ids) == []
-
-
-def test_two_answers_of_one_id_are_told_apart_by_their_sender_only():
-    with pytest.raises(InputError, match=r"several answers have the id 'cmpl-a'.*'cmpl-a-0-2222"):
-        requests_of("cmpl-a", ["cmpl-a-0-11111111", "cmpl-a-0-22222222"])
-
-
 def test_an_answer_of_very_many_requests_is_not_for_one_order():
     ids = [f"{at}_cmpl-a-0-11111111" for at in range(MOST_REQUESTS + 1)]
     assert len(requests_of("cmpl-a", ids[1:])) == MOST_REQUESTS
