@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,8 +204,8 @@ class Stores:
         """Order the whole blocks below ``num_tokens`` after the ``stored`` ones of each group.
 
         ``stored`` is moved on. Of one group as many go as the bounds allow. Several groups go
-        whole or wait, because a part of each would serve no request. A table that will not do is
-        refused before anything is claimed.
+        whole, or wait while a bound is reached: a part of each would serve no request. A table that
+        will not do is refused before anything is claimed.
         """
         parts = []
         for g, group in enumerate(self._matcher.groups):
@@ -217,8 +217,9 @@ class Stores:
                         f"{num_tokens} tokens need {todo.stop}"
                     )
                 parts.append((g, todo, checked_blocks(g, tables[g], todo)))
-        self._was_cut = len(stored) > 1 and self._must_wait(keys, parts)
-        if self._was_cut:
+        self._was_cut = False
+        if len(stored) > 1 and self._is_busy and not all(self._room(g) for g, _, _ in parts):
+            self._was_cut = True
             self.num_shed += 1
             return ()
         ordered = []
@@ -237,25 +238,6 @@ class Stores:
                 if order is not None:
                     ordered.append(order)
         return tuple(ordered)
-
-    def _must_wait(self, keys: Keys, parts: Sequence[_Part]) -> bool:
-        """Whether the bounds do not allow all of it; alone it always goes, or would never."""
-        if not self._is_busy or self._fits({g: len(todo) for g, todo, _ in parts}):
-            return False
-        new = {}  # what is kept takes no room
-        for g, todo, _ in parts:
-            known = self._pool.known(self._matcher.slot_keys(g, keys, todo))
-            new[g] = int(np.count_nonzero(~known))
-        return not self._fits(new)
-
-    def _fits(self, num_blocks: Mapping[int, int]) -> bool:
-        """Whether so many blocks by group, in all, pass no bound."""
-        transfers, total = self._transfers, sum(num_blocks.values())
-        most = self._max_blocks
-        if total and most is not None and transfers.blocks_from_device + total > most:
-            return False
-        num_bytes = sum(count * self._block_bytes[g] for g, count in num_blocks.items())
-        return not num_bytes or transfers.num_bytes + num_bytes <= self._max_bytes
 
     def skip_known(self, stored: list[int], keys: Keys, num_tokens: int) -> None:
         """Count the whole blocks below ``num_tokens`` as stored, group by group, if they are kept.
