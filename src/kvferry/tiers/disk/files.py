@@ -44,7 +44,7 @@ def open_folder(path: Path) -> int:
         raise
 
 
-def open_file(name: str, flags: int, folder: int | None = None, *, shown: str | Path = "") -> int:
+def open_file(name: str, flags: int, folder: int | None = None) -> int:
     """Open a plain file, in ``folder`` if given; a link or a pipe is a StoreError that names it."""
     # Without O_NONBLOCK opening a pipe waits for its other end.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -56,18 +56,18 @@ def open_file(name: str, flags: int, folder: int | None = None, *, shown: str | 
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
-    raise StoreError(
-        f"{shown or name} is no plain file; kvferry leaves it as it is: remove it by hand"
-    )
+    raise _not_plain(name)
+
+
+def _not_plain(path: str | Path) -> StoreError:
+    return StoreError(f"{path} is no plain file; kvferry leaves it as it is: remove it by hand")
 
 
 def require_plain(path: Path, folder: int) -> None:
     """StoreError, with its path, if a folder has a name that is no plain file."""
     for name in os.listdir(folder):
         if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise StoreError(
-                f"{path / name} is no plain file; kvferry leaves it as it is: remove it by hand"
-            )
+            raise _not_plain(path / name)
 
 
 class DiskFile:

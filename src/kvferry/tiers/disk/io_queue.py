@@ -332,28 +332,27 @@ class DriveHealth:
 
     def ail(self, cause: str, reason: str) -> None:
         """Note why the drive cannot be used; an empty reason: not any more for this cause."""
-        with self._lock:
-            now = self._note(self._ailments, cause, reason)
-            if now is not None:
-                self._queue.ail(now)
-                self._tell(now)  # after the queue: the failed results arrive before this
+        self._note(self._ailments, cause, reason)
 
     def refuse_writes(self, cause: str, reason: str) -> None:
         """Note why nothing can be written; an empty reason: not any more for this cause."""
-        with self._lock:
-            now = self._note(self._refusals, cause, reason)
-            if now is not None:
-                self._queue.refuse_writes(now)
+        self._note(self._refusals, cause, reason)
 
-    def _note(self, reasons: dict[str, str], cause: str, reason: str) -> str | None:
-        """Note a reason; return the first reason if it is another now."""
-        before = next(iter(reasons.values()), "")
-        if reason:
-            reasons.setdefault(cause, reason)
-        else:
-            reasons.pop(cause, None)
-        now = next(iter(reasons.values()), "")
-        return now if now != before else None
+    def _note(self, reasons: dict[str, str], cause: str, reason: str) -> None:
+        with self._lock:
+            before = next(iter(reasons.values()), "")
+            if reason:
+                reasons.setdefault(cause, reason)
+            else:
+                reasons.pop(cause, None)
+            now = next(iter(reasons.values()), "")
+            if now == before:
+                return
+            if reasons is self._refusals:
+                self._queue.refuse_writes(now)
+            else:
+                self._queue.ail(now)
+                self._tell(now)  # after the queue: the failed results arrive before this
 
     def check(self) -> None:
         """Look at the drive, in a thread that may hang."""

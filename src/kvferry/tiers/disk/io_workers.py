@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,11 +181,8 @@ class WorkerContext:
     cpu_slots: threading.Semaphore
     """A thread that copies and proves holds one; a thread that waits for the drive does not.
 
-    They are a quarter of the cores that we may use: the others are the engine's. With as many as
-    there are threads, a machine of few cores spends its time on switching between them. On 2 cores,
-    shares of the drive with one slot, and with one for each of the 8 threads, in turn three times:
-    read 0.83, 0.86, 0.80 and 0.78, 0.70, 0.79, write 0.59, 0.71, 0.69 and 0.54, 0.61, 0.56; next to
-    a busy interpreter writes gained as much, reads nothing.
+    They are a quarter of the cores that we may use: the others are the engine's. On 2 cores one
+    slot instead of 8 gave reads 0.83 of the drive instead of 0.76, writes 0.66 instead of 0.57.
     (``bench/disk.py --size 1GiB --blocks 1MiB --rounds 2``, AMD EPYC, virtual machine, 2026-11-18.)
     """
 
@@ -224,8 +220,7 @@ class IoWorker:
     def _leave_nothing(self, places: Numbers) -> None:
         """A write that failed leaves no block."""
         if self._way is Way.WRITE:
-            with suppress(KvferryError):  # the index may be closed by now
-                self._context.tracker.lose(places)
+            self._context.tracker.lose(places)
 
     def _fail(self, positions: Numbers, count: Count, reason: str) -> None:
         for position in positions.tolist():
