@@ -137,7 +137,7 @@ class Marks:
         self._watch(_serving(self._engine), "match", "asked")
         self._watch(worker, "_carry_out", "ordered")
         if layerwise is not None:
-            self._watch_answer(layerwise, "due", "queued")
+            self._watch_answer(layerwise, "may_tell", "queued")
             self._watch(layerwise, "tell", "told")
             self._watch(layerwise, "begin_forward", "forward")
             self._watch(layerwise, "ended", "landed")
@@ -152,12 +152,12 @@ class Marks:
         return {name: 1e3 * (at - start) for name, at in self._at.items()}
 
     def _watch_answer(self, owner: Any, method: str, name: str) -> None:
-        """When it first returned something."""
+        """When it first said yes."""
         real = getattr(owner, method)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             found = real(*args, **kwargs)
-            if found is not None:
+            if found:
                 self._at.setdefault(name, time.perf_counter())
             return found
 
