@@ -66,11 +66,13 @@ class AskedPlanner(FixedPlanner):
 def test_what_compute_waits_for_has_a_path_of_its_own() -> None:
     rig = Rig(num_slots=8)
     rig.engine._planner = AskedPlanner()
-    loads = [rig.load([1], [1]), rig.load([2], [2], in_parts=True)]
+    loads, stores = [rig.load([1], [1]), rig.load([2], [2], in_parts=True)], []
     for waits in (True, False):
         with rig.engine.starting_here(compute_waits=waits):
             loads.append(rig.load([3], [3]))
+            stores.append(rig.store([4], [4]))
     receipts = rig.drain()
+    assert {receipts[store].path for store in stores} == {"loop"}
     assert [receipts[load].path for load in loads] == ["loop", "dma", "dma", "loop"]
 
 

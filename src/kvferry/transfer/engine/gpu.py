@@ -141,7 +141,8 @@ class GpuEngine(Closing):
         copy = PendingCopy(transfer.id)
         try:
             copy.job = job = self._jobs.of(transfer)
-            copy.compute_waits = job.in_parts is not None or self._start_in_order.is_entered
+            if job.direction is Direction.LOAD:
+                copy.compute_waits = job.in_parts is not None or self._start_in_order.is_entered
             self._mark_ready(copy)
             # A large job's path is picked by the queue's thread: the caller does not wait for that.
             if job.num_bytes <= QUICK_BYTES:
