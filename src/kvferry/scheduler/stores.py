@@ -101,9 +101,6 @@ class OnDevice:
             del self._said[next(iter(self._said))]
 
 
-_Part = tuple[int, range, npt.NDArray[np.int64]]
-"""Blocks of a group that are to be stored: their places, and the device blocks they are in."""
-
 _SHARE, _LEAST_BLOCKS = 1 / 4, 64
 """Of the device's blocks: so many may be in the hands of stores, where no setting says how many.
 
