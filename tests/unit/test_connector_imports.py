@@ -13,6 +13,7 @@ MADE_OF = {
     "kvferry.connectors.sglang.storage": "sglang",
     "kvferry.connectors.vllm.connector": "vllm",
     "kvferry.connectors.vllm.metrics": "vllm",
+    "kvferry.connectors.vllm.policy": "vllm",
     "kvferry.connectors.vllm.tiering": "vllm",
 }
 """The modules that derive from an engine's own classes, and the engine."""
