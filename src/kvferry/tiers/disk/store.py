@@ -108,8 +108,11 @@ class Store(Closing):
                         num_places = share.claim(0 if found is None else found.num_places)
                         notes += share.notes
                         superblock = _sized(folder, found, identity, num_places, key, before, notes)
-                        # While it shrinks others would count its old size.
-                        index = _shortened(folder, superblock)
+                        if is_shorter := _is_too_long(folder, superblock):
+                            # While it shrinks others would count its old size.
+                            index = _shortened(folder, superblock)
+                    if not is_shorter:  # others need not wait for this
+                        index = DiskIndex.open(folder, superblock)
                 undo.pop_all()
         except OSError as error:
             raise StoreError(
@@ -194,6 +197,10 @@ def _lengths(superblock: Superblock) -> dict[str, int]:
         INDEX_NAME: Shape(superblock.identity.proof_bytes).file_bytes(superblock.num_places),
         quota.BLOCKS_NAME: superblock.num_places * superblock.identity.pitch,
     }
+
+
+def _is_too_long(folder: Path, superblock: Superblock) -> bool:
+    return any(_length(folder / name) > most for name, most in _lengths(superblock).items())
 
 
 def _length(path: Path) -> int:
