@@ -159,69 +159,6 @@ def test_wherever_the_keys_lie(
     twin.check_all()
 
 
-def both_ways(test: Callable[[int], None]) -> Callable[[int], None]:
-    """With runs of a few keys and the short lengths; with long runs and the real ones."""
-    return pytest.mark.parametrize("unit", [4, 1500])(test)
-
-
-@contextmanager
-def ways_for(unit: int) -> Iterator[None]:
-    if unit < index_module._LONG:
-        with short_ways():
-            yield
-    else:
-        yield
-
-
-@both_ways
-def test_a_removed_key_is_absent_though_its_slot_still_has_it(unit: int) -> None:
-    twin = Twin(key, 3 * unit)
-    chain = range(3 * unit)
-    with ways_for(unit):
-        twin.insert(chain, chain)
-        twin.remove(range(unit + 1, 2 * unit))
-        twin.check(chain)
-        twin.remove([3 * unit - 1])
-        twin.check(chain)
-        twin.remove(chain)
-        twin.check(chain)
-
-
-@both_ways
-def test_a_key_that_moved_is_where_it_is_now(unit: int) -> None:
-    twin = Twin(key, 4 * unit)
-    chain = range(3 * unit)
-    with ways_for(unit):
-        twin.insert(chain, chain)
-        moved = range(unit + 2, unit + 2 + unit // 2)
-        twin.remove(moved)
-        twin.insert(moved, range(4 * unit - len(moved), 4 * unit))
-        twin.check(chain)
-
-
-@both_ways
-def test_another_key_in_the_middle_is_not_taken_for_the_one_asked_for(unit: int) -> None:
-    twin = Twin(key, 3 * unit)
-    chain = list(range(3 * unit))
-    with ways_for(unit):
-        twin.insert(chain, chain)
-        for hole in (1, unit, 2 * unit + 1, 3 * unit - 1):
-            twin.remove([hole])
-            twin.insert([10 * unit + hole], [hole])
-        twin.check(chain)
-        twin.check([*chain[unit:], 11 * unit, *chain[: unit + 2]])
-
-
-@both_ways
-def test_a_run_goes_no_further_than_the_last_slot(unit: int) -> None:
-    twin = Twin(key, 2 * unit)
-    with ways_for(unit):
-        chain = range(2 * unit)
-        twin.insert(chain, [*range(unit, 2 * unit), *range(unit)])
-        twin.check(chain)
-        twin.check([*chain, *chain])
-
-
 def test_runs_of_every_length_with_the_real_ones() -> None:
     """Chains cut into pieces that lie anywhere, holes and copies left behind: as after long use."""
     rng = np.random.default_rng(8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from tests.fakes.crafted_keys import keys
 
-from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import Residents
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
@@ -85,14 +84,3 @@ def test_asking_again_is_no_other_request() -> None:
     request.leave(0)
     settle(scheduler)
     assert listener.heard == [(4, 64, 0)]
-
-
-@pytest.mark.parametrize("policy", ["lru", "returns"])
-def test_only_a_policy_that_hears_requests_is_told(policy: str) -> None:
-    pool = Pool(64, policy_named(policy))
-    assert (pool.eviction.feed.hearer is not None) == (policy == "returns")
-    scheduler = Scheduler(pool, (FullAttention(BLOCK),), config=Config(load_policy="always"))
-    for length in (3, 5, 9, 9):
-        serve(scheduler, length)
-    assert pool.match(keys(range(9))) == 9
-    scheduler.pool.check_integrity()

@@ -1,4 +1,4 @@
-"""Pins against a plain list of calls; and no call looks at all slots.
+"""Which pins give way and end; and no call looks at all slots. Lives: ``test_pins_stateful``.
 
 One-line breaks that were tried; each made a test of this module fail.
 
@@ -11,138 +11,10 @@ One-line breaks that were tried; each made a test of this module fail.
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
 from kvferry.cache.pins import FOREVER, Pins
-
-SLOTS = 40
-
-
-@dataclass
-class Call:
-    firm: float = 0.0
-    soft: float = 0.0
-    priority: int = 0
-    told: int = 0
-
-    @property
-    def is_held(self) -> bool:
-        return self.firm > 0 or self.soft > 0
-
-    @property
-    def gives_way(self) -> bool:
-        return self.soft > 0 and self.firm == 0
-
-
-class Model:
-    """Every slot's call, by hand; what gave way is judged, not foretold."""
-
-    def __init__(self, most: int) -> None:
-        self.pins = Pins(SLOTS, most)
-        self.calls = [Call() for _ in range(SLOTS)]
-        self.told = 0
-        self.now = 1.0
-
-    def add(self, slots: list[int], seconds: float, priority: int | None) -> None:
-        until = self.now + seconds
-        lacking = sum(not self.calls[s].is_held for s in slots)
-        lacking -= self.pins.most - self.pins.count
-        could = [s for s in self.weak(priority) if s not in slots]
-        came, gone = self.pins.add(np.array(slots, dtype=np.int64), until, self.now, priority)
-        self.judge(gone.tolist(), could, lacking)
-        self.told += 1
-        cut = len(slots)
-        room = self.pins.most - sum(call.is_held for call in self.calls)
-        for at, slot in enumerate(slots):
-            if not self.calls[slot].is_held:
-                room -= 1
-                if room < 0:
-                    cut = at
-                    break
-        fresh = [s for s in slots[:cut] if not self.calls[s].is_held]
-        assert came.tolist() == fresh
-        for slot in slots[:cut]:
-            call = self.calls[slot]
-            if priority is None:
-                call.firm = max(call.firm, until)
-            else:
-                call.soft = max(call.soft, until)
-                call.priority = max(call.priority, priority)
-        for slot in slots:
-            self.calls[slot].told = self.told
-
-    def weak(self, below: int | None = None) -> list[int]:
-        return [
-            slot
-            for slot, call in enumerate(self.calls)
-            if call.gives_way and (below is None or call.priority <= below)
-        ]
-
-    def judge(self, gone: list[int], could: list[int], wanted: int) -> None:
-        """As many as are wanted went if they could, and none before one that matters less."""
-        assert len(set(gone)) == len(gone)
-        assert set(gone) <= set(could)
-        assert len(gone) >= min(len(could), wanted)
-        stay = [self.calls[s] for s in could if s not in gone]
-        for slot in gone:
-            priority = self.calls[slot].priority
-            assert all(call.priority >= priority for call in stay)
-        for slot in gone:
-            self.calls[slot] = Call()
-
-    def give_way(self, count: int) -> None:
-        could = self.weak()
-        self.judge(self.pins.give_way(count).tolist(), could, count)
-
-    def drop(self, slots: list[int]) -> None:
-        self.pins.drop(np.array(slots, dtype=np.int64))
-        for slot in slots:
-            self.calls[slot] = Call()
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        ended = []
-        for slot, call in enumerate(self.calls):
-            was_held = call.is_held
-            call.firm = call.firm if call.firm > self.now else 0.0
-            call.soft = call.soft if call.soft > self.now else 0.0
-            call.priority = call.priority if call.soft else 0
-            ended += [slot] if was_held and not call.is_held else []
-        assert self.pins.expire(self.now).tolist() == ended
-
-    def check(self) -> None:
-        every = np.arange(SLOTS)
-        held = [slot for slot, call in enumerate(self.calls) if call.is_held]
-        assert self.pins.all_pinned().tolist() == held
-        assert self.pins.count == len(held) <= self.pins.most
-        assert self.pins.until(every).tolist() == [max(w.firm, w.soft) for w in self.calls]
-        assert self.pins.firmly(every).tolist() == [w.firm > 0 for w in self.calls]
-        assert self.pins._num_ending <= 4 * self.pins.most + 1024 + SLOTS
-        queued = [slot for queue in self.pins._weak.queues.values() for slot in queue]
-        assert sorted(queued) == self.weak(), "those and no others give way"
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_calls_of_all_kinds(seed: int) -> None:
-    rng = random.Random(seed)
-    model = Model(rng.choice((0, 5, 12, SLOTS)))
-    for _ in range(150):
-        what = rng.choice(("add", "add", "add", "wait", "drop", "way"))
-        slots = rng.sample(range(SLOTS), rng.randint(1, 8))
-        if what == "add":
-            seconds = rng.choice((0.5, 3.0, 20.0, FOREVER))
-            model.add(slots, seconds, rng.choice((None, 36, 50, 50, 100)))
-        elif what == "wait":
-            model.wait(rng.choice((0.3, 1.0, 10.0)))
-        elif what == "drop":
-            model.drop(slots[:3])
-        else:
-            model.give_way(rng.randint(1, 6))
-        model.check()
 
 
 @pytest.mark.parametrize("kinds", [(50,), (None,), (None, 50), (40, 50)])
@@ -164,6 +36,25 @@ def test_the_oldest_gives_way_first_and_its_end_before_its_beginning() -> None:
     pins.add(np.arange(4), FOREVER, 0.0, 50)  # the first is told again
     assert pins.give_way(1).tolist() == [7]
     assert pins.give_way(8).tolist() == [6, 5, 4, 11, 10, 9, 8, 3]
+
+
+def test_the_lowest_priority_gives_way_first_and_what_is_firm_never() -> None:
+    pins = Pins(100, 12)
+    pins.add(np.arange(4), FOREVER, 0.0, 80)
+    pins.add(np.arange(4, 8), FOREVER, 0.0, 40)
+    pins.add(np.arange(8, 12), 5.0, 0.0)
+    pins.add(np.arange(8, 12), FOREVER, 0.0, 20)  # softly, too
+    assert [each.tolist() for each in pins.add(np.arange(20, 24), 9.0, 0.0, 30)] == [[], []]
+    came, gone = pins.add(np.arange(20, 22), 9.0, 0.0, 60)
+    assert (came.tolist(), gone.tolist()) == ([20, 21], [7, 6])
+    assert pins.firmly(np.array([8, 20])).tolist() == [True, False]
+    assert pins.expire(6.0).tolist() == []
+    assert pins.give_way(2).tolist() == [11, 10], "what was firm is soft from then on"
+    assert pins.expire(9.0).tolist() == [20, 21]
+    assert pins.count == 8
+    assert pins.num_refused == 4
+    assert pins.drop_all().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
+    assert not pins.give_way(100).size
 
 
 def test_a_call_that_finds_no_room_looks_at_no_other_slots() -> None:

@@ -140,7 +140,7 @@ def chats(seed: int, count: int) -> list[tuple[float, list[int], bool, float]]:
 
 def told(liars: float, *, silent: bool = False) -> dict[str, float]:
     """Hit ratios by kind of sender, where this share of 16 senders says the opposite."""
-    replay, counts = PoolReplay(300, Returns), dict[str, list[int]]()
+    replay, counts = PoolReplay(450, Returns), dict[str, list[int]]()
     for at, blocks, is_over, gap in chats(3, 1500):
         number = blocks[0] // 1000
         evidence, kind = None, "silent"
@@ -166,20 +166,6 @@ def test_hints_help_those_that_give_them_and_lies_hurt_hardly_any_other() -> Non
     assert lied_to["liar"] < honest["honest"]
 
 
-def test_many_hints_at_one_moment_and_for_what_is_unknown_do_no_harm() -> None:
-    pool = Pool(16, Returns, clock=lambda: 5.0)
-    for number in range(200):
-        chat = keys([number % 7, 100 + number % 7])
-        evidence = Evidence(ended=bool(number % 2), continues=not number % 2, sender="s")
-        pool.asked(chat, 64, pool.lookup(chat), evidence)
-        pool.hint(keys([999]), evidence)
-        lease = pool.reserve(chat)
-        if lease is not None:
-            lease.commit()
-        pool.hint(chat, evidence)
-        pool.raise_failure()
-
-
 def test_lru_takes_over_where_it_hits_more_and_the_other_is_tried_again() -> None:
     duel, rng = Duel(), Random(2)
     for _ in range(3000):  # as good as LRU, by chance now better and now worse
@@ -196,21 +182,6 @@ def test_lru_takes_over_where_it_hits_more_and_the_other_is_tried_again() -> Non
     assert changes[2] - changes[1] < changes[1] - changes[0], "and not for long"
 
 
-def test_a_clock_that_jumps_harms_nothing() -> None:
-    now = [0.0]
-    pool = Pool(40, Returns, clock=lambda: now[0])
-    rng = Random(5)
-    for _ in range(600):
-        now[0] += rng.choice((0.0, 1.0, 1e6, -1e6, 1e-9))
-        chat = keys([0, *range(10 * rng.randrange(30) + 1, 10 * rng.randrange(30) + 9)])
-        pool.asked(chat, 10**9, pool.lookup(chat))
-        lease = pool.reserve(chat)
-        if lease is not None:
-            lease.commit()
-        pool.raise_failure()
-        pool.check_integrity()
-
-
 # -- floors: traces that are made, of which some were never looked at while it was designed --------
 
 
@@ -222,15 +193,16 @@ def trace(kind: str) -> list[Any]:
         from made_traces import made
     finally:
         sys.path.remove(bench)
-    return made(kind, scale=SCALES.get(kind, 0.25))[: 3700 if kind == "regime" else 2500]
+    return made(kind, scale=SCALES.get(kind, 0.25))[: LENGTHS.get(kind, 2500)]
 
 
-SCALES = {"agents": 0.1, "regime": 0.15, "diurnal": 0.1, "load": 0.15}
+SCALES = {"agents": 0.1, "regime": 0.15, "diurnal": 0.1, "load": 0.15, "chance": 1.0}
+LENGTHS = {"regime": 3700, "chance": 4000}  # of chance so many that chance matters little
 SIZES = {
     "agents": 150,
     "api": 150,
     "batch": 150,
-    "chance": 1000,
+    "chance": 3000,
     "diurnal": 100,
     "load": 100,
     "rag": 300,
@@ -283,8 +255,8 @@ def test_on_the_public_trace_it_is_as_far_ahead_as_it_is_said_to_be() -> None:
     trials = (Trial("returns", (1000,)), Trial("returns", (3000,)))
     asked = Simulation(paths=(PUBLISHED,), trials=trials, bound=False, jobs=1)
     small, large = simulate(asked).scores
-    assert small.whole.hit_ratio >= 0.083
-    assert large.whole.hit_ratio >= 0.139
+    assert small.whole.hit_ratio >= 0.085
+    assert large.whole.hit_ratio >= 0.143
 
 
 # -- across restarts ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 
@@ -107,90 +107,6 @@ SHARES = (
     (0.25, 0.25, 0.25),
     (None, None, None),
 )
-
-
-class Divided:
-    """A divided pool of blocks that stand alone, and how many of each tenant one would expect."""
-
-    def __init__(self, num_slots: int, shares, make=Lru) -> None:
-        self.pool = Pool(num_slots, make)
-        self.pool.eviction.divide(shares, [1.0] * len(shares), 0)
-        self.num_slots, self.shares = num_slots, shares
-        self.blocks: dict[int, list[int]] = {t: [] for t in range(len(shares))}
-        self.last = 0
-
-    def counts(self) -> list[int]:
-        return [self.pool.eviction.slots_of_tenant(t) for t in range(len(self.shares))]
-
-    def parts(self, counts: list[int]) -> list[float]:
-        whole = [int(self.num_slots * (share or 0.0) + 1e-6) for share in self.shares]
-        left = self.num_slots * (1 - sum(share or 0.0 for share in self.shares))
-        even = [n > 0 and share is None for n, share in zip(counts, self.shares, strict=True)]
-        return [
-            left / max(1, sum(even)) if share is None else mine
-            for share, mine in zip(self.shares, whole, strict=True)
-        ]
-
-    def expected(self, tenant: int, count: int) -> tuple[list[int], list[float]]:
-        """After a store, by one at a time; and everybody's parts."""
-        counts = self.counts()
-        can_lose = list(counts)
-        room = self.num_slots - sum(counts)
-        counts[tenant] += count
-        parts = self.parts(counts)
-        for _ in range(count - room):
-            above = [n - part for n, part in zip(counts, parts, strict=True)]
-            can = [
-                t
-                for t, extra in enumerate(above)
-                if can_lose[t] and (self.shares[t] is None or t == tenant or extra > 1e-6)
-            ]
-            if can:
-                most = max(can, key=lambda t: above[t])
-                counts[most] -= 1
-                can_lose[most] -= 1
-            else:
-                counts[tenant] -= 1  # the last of what comes is not stored
-        return counts, parts
-
-    def store(self, tenant: int, count: int) -> None:
-        numbers = list(range(self.last + 1, self.last + 1 + count))
-        self.last += count
-        lease = self.pool.reserve(keys(numbers), chained=False, tenant=tenant)
-        if lease is not None:
-            self.blocks[tenant] += [numbers[at] for at in lease.positions.tolist()]
-            lease.commit()
-
-    def left_of(self, tenant: int) -> list[int]:
-        there = self.pool.cached(keys(self.blocks[tenant])) if self.blocks[tenant] else ()
-        return [
-            block for block, is_there in zip(self.blocks[tenant], there, strict=True) if is_there
-        ]
-
-
-@settings(deadline=None)
-@given(
-    num_slots=st.integers(3, 24),
-    shares=st.sampled_from(SHARES),
-    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 8)), max_size=30),
-)
-def test_a_pool_makes_room_as_one_at_a_time_would(num_slots, shares, steps):
-    """Ties may fall either way, so how far above its part each ends is compared, in order."""
-    divided = Divided(num_slots, shares)
-    for tenant, count in steps:
-        count = min(count, num_slots)
-        before = divided.counts()
-        expected, parts = divided.expected(tenant, count)
-        divided.store(tenant, count)
-        after = divided.counts()
-        ends = sorted(n - part for n, part in zip(after, parts, strict=True))
-        assert ends == pytest.approx(
-            sorted(n - part for n, part in zip(expected, parts, strict=True))
-        )
-        for t, share in enumerate(shares):
-            if t != tenant and share is not None:
-                assert after[t] >= min(before[t], int(num_slots * share + 1e-6))
-        divided.pool.check_integrity()
 
 
 def stored(pool: Pool, numbers, tenant: int, parent: int | None = None) -> int:

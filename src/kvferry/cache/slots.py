@@ -21,8 +21,6 @@ from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError, IntegrityError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray, slot_numbers
 
-_FEW = 8  # up to so many plain Python beats arrays
-
 
 class SlotState(IntEnum):
     """What a slot is; see the drawing at the top of ``pool.py``."""
@@ -264,7 +262,7 @@ class Chains:
         apart = (parents[:-1] != slots[1:]).nonzero()[0]
         if len(apart):
             left = np.concatenate((parents.take(apart), parents[-1:]))
-            self._lose_child(left[left != NO_SLOT])
+            np.subtract.at(self.children, left[left != NO_SLOT], 1)
         elif parents[-1] != NO_SLOT:
             self.children[parents[-1]] -= 1
         self._parent[slots] = NO_SLOT
@@ -273,7 +271,7 @@ class Chains:
     def unlink(self, slots: SlotArray) -> None:
         """The bytes of these slots are lost. Children that stay have no parent then."""
         parents = self._parent.take(slots).astype(np.int64, copy=False)
-        self._lose_child(parents[parents != NO_SLOT])
+        np.subtract.at(self.children, parents[parents != NO_SLOT], 1)
         self._parent[slots] = NO_SLOT
         bereft = slots[self.children.take(slots) > 0]
         if len(bereft):  # a look at every slot is fair where bytes were lost
@@ -370,16 +368,6 @@ class Chains:
         above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
         self._place[slots] = NO_SLOT
         return above.astype(np.int64, copy=False)
-
-    def _lose_child(self, parents: SlotArray) -> None:
-        if len(parents) <= _FEW:
-            for parent in parents.tolist():
-                self.children[parent] -= 1
-            return
-        # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
-        once = self.last_mentions(parents)
-        self.children[parents[once]] -= 1
-        np.subtract.at(self.children, parents[~once], 1)
 
 
 class Conversations:

@@ -43,7 +43,7 @@ _SHARED_BY = 3  # that went on behind a node: fewer are edited questions
 _SAMPLES = 64
 _VICTIMS = 4  # at least, of one look; then others are looked at
 _PART = 8  # of those looked at, one in so many may go
-_LOOK_EVERY = 8  # requests, where those that were looked at last have not gone meanwhile
+_LOOK_EVERY = 4  # requests, where those that were looked at last have not gone meanwhile
 _MOST_DUE = 1 << 14  # hints that wait to be judged
 _MOST_AHEAD = 64  # nodes in use that are passed over to find the oldest
 
