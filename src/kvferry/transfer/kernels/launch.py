@@ -6,7 +6,6 @@ Triton only compiles. The launch is a driver's call: it needs neither torch nor 
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import threading
 import time
@@ -24,8 +23,6 @@ from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import NUM_PARTS, GroupLayout, Int64s
 
-log = logging.getLogger(__name__)
-
 MIN_IDS = 8192
 """Of 4,096 blocks: few transfers need a larger buffer, which takes time to make."""
 MAX_BUFFERS = 64
@@ -38,7 +35,6 @@ class _Buffer:
     device: int
     ids: Int64s
     event: int
-    handles: Handles
     is_fenced: bool = True
     """Whether the event marks the end of its use; until then only its taker knows."""
 
@@ -52,6 +48,7 @@ class IdBuffers:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._handles = Handles()
         self._buffers: list[_Buffer] = []  # the one used last at the end
         self._taken: _Buffer | None = None
 
@@ -85,9 +82,8 @@ class IdBuffers:
 
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
-        buffers, self._buffers, self._taken = self._buffers, [], None
-        for buffer in buffers:
-            buffer.handles.close()
+        self._buffers, self._taken = [], None
+        self._handles.close()
 
     def _take(self, count: int) -> _Buffer:
         """A free buffer of at least ``count`` ids: the one idle longest."""
@@ -107,16 +103,12 @@ class IdBuffers:
 
     def _make(self, count: int) -> _Buffer:
         size = max(MIN_IDS, 1 << (count - 1).bit_length())
-        driver, handles = self._driver, Handles()
-        try:
-            event = handles.take(driver.create_event(timing=False), driver.destroy_event)
-            host = handles.take(driver.alloc_host(8 * size), driver.free_host)
-            device = handles.take(driver.alloc_device(8 * size), driver.free_device)
-        except DriverError:
-            handles.close()
-            raise
+        driver, take = self._driver, self._handles.take
+        event = take(driver.create_event(timing=False), driver.destroy_event)
+        host = take(driver.alloc_host(8 * size), driver.free_host)
+        device = take(driver.alloc_device(8 * size), driver.free_device)
         ids = np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(host))
-        return _Buffer(host, device, ids, event, handles)
+        return _Buffer(host, device, ids, event)
 
 
 LANES = 32
@@ -504,17 +496,14 @@ class Kernels:
     def _upload(self, rows: RowTable) -> int:
         """Copy and wait: the next user of the table may be on any stream."""
         table = rows.tables()
-        driver, meanwhile, kept = self._driver, Handles(), Handles()
+        driver, meanwhile = self._driver, Handles()
+        address = self._handles.take(driver.alloc_device(table.nbytes), driver.free_device)
         try:
             pinned = meanwhile.take(driver.alloc_host(table.nbytes), driver.free_host)
             ctypes.memmove(pinned, table.ctypes.data, table.nbytes)
-            address = kept.take(driver.alloc_device(table.nbytes), driver.free_device)
             stream = meanwhile.take(driver.create_stream(Priority.HIGH), driver.destroy_stream)
             driver.copy_async(address, pinned, table.nbytes, stream)
             driver.synchronize_stream(stream)
-        except DriverError:
-            kept.close()
-            raise
         finally:
             meanwhile.close()
-        return self._handles.take(address, driver.free_device)
+        return address
