@@ -29,7 +29,7 @@ __all__ = [
     "get_hash_str",
     "start_distributed",
 ]
-ABSENT = ("sgl_kernel", "torchvision", "soundfile", "IPython")
+ABSENT: tuple[str, ...] = ("sgl_kernel", "torchvision", "soundfile", "IPython")
 LONG = 60.0
 PAGE = 16
 
@@ -54,7 +54,7 @@ class _Absent(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name.partition(".")[0] in ABSENT:
+        if name in ABSENT or name.partition(".")[0] in ABSENT:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 

@@ -309,3 +309,19 @@ def test_two_ranks_have_their_own_parts_and_agree(tmp_path):
     one, two = ((tmp_path / f"rank-{rank}").read_bytes() for rank in range(2))
     assert len(one) == len(two) > 0
     assert one != two
+
+
+def test_conversations_come_back_through_the_radix_cache(serve):
+    """From the device to the disk, and by another server's radix cache onto its device."""
+    from tests.sglang.radix import RadixServer, computed_for
+
+    chooser = random.Random(os.urandom(8))
+    fetched = 0
+    for _ in range(4):
+        server = serve(kind=RadixServer)
+        for _ in range(6):
+            prompt = tokens(3, chooser.randrange(2))
+            prompt += tokens(chooser.randrange(0, 4), chooser.randrange(10, 14))
+            assert torch.equal(server.serve(prompt), computed_for(prompt))
+        fetched += server.num_fetched
+    assert fetched > 0
