@@ -254,7 +254,7 @@ def run_fleet(
     chat = scenario.short_chat
     total = chat.num_blocks(BLOCK_TOKENS) * scenario.block_bytes
     # Room for everything twice: objects lie on random segments, and one segment may be lost.
-    segment = -(-2 * total // (num_servers * _SEGMENT_UNIT)) * _SEGMENT_UNIT
+    segment = max(4, -(-2 * total // (num_servers * _SEGMENT_UNIT))) * _SEGMENT_UNIT
 
     def run(name: str, setup: ServerSetup) -> Run:
         return run_servers(
@@ -263,7 +263,8 @@ def run_fleet(
 
     with MooncakeMaster() as master:
         sharing = scenario.server(
-            remote=f"mooncake://{master.place}?segment={max(segment, 4 * _SEGMENT_UNIT)}",
+            # Copies in place lose more blocks of a batch when a peer of theirs is killed.
+            remote=f"mooncake://{master.place}?segment={segment}&in_place=no",
             tier_write="through",
             load_policy="always",  # this small model computes faster than a real one
         )
