@@ -5,7 +5,7 @@ slot is in one node, in the order of its chain, and the nodes' words and positio
 
 One-line breaks that were tried; each made this test fail.
 
-- ``RequestTree.leave`` forgets one node; ``RequestTree._split`` leaves the slots in the lower node
+- ``RequestTree.leave`` forgets one node; ``RequestTree.split`` leaves the slots in the lower node
 - ``RequestTree._put`` does not sort what comes before others; ``RequestTree._hold`` moves no number
 """
 

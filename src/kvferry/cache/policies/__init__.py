@@ -23,7 +23,9 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
     where what it makes is no policy.
     """
     policy = read_policy("policy", policy)
-    make = _found(policy)
+    make: Callable[[Residents], Any] = find_factory(
+        factory_of(policy), what=f"policy: {policy}", where="scheduler runs"
+    )
 
     def made(residents: Residents) -> EvictionPolicy:
         try:
@@ -41,10 +43,6 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
         return cast(EvictionPolicy, found)
 
     return made
-
-
-def _found(policy: str) -> Callable[[Residents], Any]:
-    return find_factory(factory_of(policy), what=f"policy: {policy}", where="scheduler runs")
 
 
 def _what_is_wrong(policy: Any) -> str:

@@ -143,9 +143,11 @@ class RequestTree:
         node.words += words
         self._num_blocks += len(words) // WORD
 
-    def _split(self, node: Node, count: int) -> Node:
-        """The first blocks of a node become one of their own; returns that."""
+    def split(self, node: Node, count: int) -> Node:
+        """The first blocks of a node, if not all, become one of their own; returns that."""
         size = count * WORD
+        if size == len(node.words):
+            return node
         upper = self._new(node.words[:size], node.start, node.parent)
         self._num_blocks -= count
         upper.children = {node.words[size : size + WORD]: node}
@@ -215,10 +217,6 @@ class RequestTree:
         if node.kin > _MOST_KIN:
             node.kin, node.kin_returned = node.kin / 2, node.kin_returned / 2
         return self._new(words, node.end, node)
-
-    def split(self, node: Node, count: int) -> Node:
-        """A request leaves a node behind so many of its blocks; returns the part that it passed."""
-        return node if count * WORD == len(node.words) else self._split(node, count)
 
     def lru_hits(self, path: list[Node]) -> int:
         """How many blocks of a request LRU would have."""
@@ -303,8 +301,7 @@ class RequestTree:
                 slots, words, before = slots[same:], words[same * WORD :], before + same
             if not len(slots):
                 return
-            if before * WORD < len(node.words):
-                node = self._split(node, before)
+            node = self.split(node, before)
             child = node.children.get(words[:WORD]) if node.children else None
             if child is not None:
                 node, before = child, 0
