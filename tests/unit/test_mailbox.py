@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,14 +41,14 @@ class Askers:
 
 @pytest.fixture(autouse=True)
 def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, is_done = threading.Semaphore(0), source._is_done
+    asked, is_done = threading.Semaphore(0), source._Mail.is_done
 
-    def noted(future: Any, seconds: float) -> bool:
+    def noted(mail: Any, seconds: float) -> bool:
         asked.release()
-        return is_done(future, seconds)
+        return is_done(mail, seconds)
 
     monkeypatch.setattr(Askers, "asked", asked, raising=False)
-    monkeypatch.setattr(source, "_is_done", noted)
+    monkeypatch.setattr(source._Mail, "is_done", noted)
 
 
 def answer_all(mailbox: Mailbox, askers: Askers) -> None:
@@ -73,27 +72,6 @@ def test_only_what_waited_at_entry_is_answered():
     mailbox.answer()
     assert len(calls) == 1
     answer_all(mailbox, askers)
-
-
-def test_the_same_question_is_answered_once_for_all_waiting_clients():
-    mailbox = Mailbox(pause=0)
-    askers = Askers(mailbox)
-    calls = []
-
-    def snapshot() -> object:
-        calls.append(1)
-        return object()
-
-    for _ in range(8):
-        askers.ask(snapshot)
-    mailbox.answer()
-    askers.join()
-    assert len(calls) == 1
-    assert len(set(askers.answers)) == 1
-    askers.ask(snapshot)  # a later question gets a later answer
-    mailbox.answer()
-    askers.join()
-    assert len(calls) == 2
 
 
 def test_one_step_answers_a_few_questions_only():
@@ -154,28 +132,6 @@ def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
 
     assert mailbox.ask(look, patience=0.001)["a"] == 1
     assert len(looks) == 3
-
-
-def test_a_client_sharing_a_failed_read_reads_again():
-    """The one whose patience ended looked, and the engine woke up; the other only waited."""
-    mailbox, looks, found = Mailbox(), [], []
-
-    def look() -> str:
-        looks.append(1)
-        if len(looks) == 1:
-            time.sleep(0.05)
-            raise RuntimeError("dictionary changed size during iteration")
-        return "facts"
-
-    def ask(patience: float) -> None:
-        found.append(mailbox.ask(look, patience=patience))
-
-    patient = threading.Thread(target=ask, args=(0.3,))
-    patient.start()
-    time.sleep(0.02)
-    ask(0.01)
-    patient.join()
-    assert found == ["facts", "facts"]
 
 
 def test_a_question_is_answered_on_the_engines_thread():

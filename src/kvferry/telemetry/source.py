@@ -6,13 +6,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimeoutOfFuture
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from kvferry.core.quantities import quoted
 from kvferry.errors import DeadlineError, InputError, StateError
@@ -38,43 +37,43 @@ MAX_A_STEP = 4
 ORDER_SECONDS = 5.0
 """So long an order waits for the engine; a step of a busy one takes less."""
 
-ORDER_PAUSE_SECONDS = 0.01
 
 _LOOKS = 10
 
 
-_Mail = tuple["Future[Any]", Callable[[], Any]]
-"""A piece of work, and the future that all threads wait for that want its result."""
+class _Mail(NamedTuple):
+    """A piece of work, and the future of its result. An order is done on the engine's thread."""
 
+    future: Future[Any]
+    work: Callable[[], Any]
+    is_order: bool
 
-def _is_done(future: Future[Any], seconds: float) -> bool:
-    """Whether this future has its result, or is settled within so many seconds."""
-    try:
-        future.exception(seconds)
-    except TimeoutOfFuture:
-        return False
-    return True
+    def is_done(self, seconds: float) -> bool:
+        """Whether its result is there within so many seconds."""
+        try:
+            self.future.exception(seconds)
+        except TimeoutOfFuture:
+            return False
+        return True
 
-
-def _settle(mail: _Mail) -> None:
-    """Do the work; what it raises is raised in the threads that asked."""
-    future, work = mail
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
-        if not isinstance(error, Exception):
-            raise
+    def settle(self) -> None:
+        """Do the work; what it raises is raised in the thread that asked."""
+        try:
+            self.future.set_result(self.work())
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
 
 class Mailbox:
     """Takes questions from any thread; the engine's own thread answers them as it comes by.
 
-    Equal questions that wait share one answer. A step answers a few questions that waited when it
-    came by, and never waits for another thread. An idle engine never comes by: then the thread that
-    asked does the work itself. It may do so in the very moment the engine wakes up, so a question
-    must only read, and may mix numbers of two neighbouring steps; if it fails over that, it is
-    tried again. Only the thread that takes mail out, under the lock, does its work.
+    A step answers a few questions that waited when it came by, and never waits for another thread.
+    An idle engine never comes by: then the thread that asked does the work itself. It may do so in
+    the very moment the engine wakes up, so a question must only read, and may mix numbers of two
+    neighbouring steps; if it fails over that, it is tried again. Only the thread that takes mail
+    out, under the lock, does its work.
     """
 
     def __init__(
@@ -88,10 +87,8 @@ class Mailbox:
         self._most = most
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[Hashable, _Mail] = {}  # the longest waiting first
+        self._open: deque[_Mail] = deque()  # the longest waiting first
         self._next_at = float("-inf")
-        self._orders: deque[_Mail] = deque()
-        self._next_order_at = float("-inf")
         self._ended = ""
         self.has_mail = False
         """Whether something may wait for :meth:`answer`."""
@@ -103,7 +100,10 @@ class Mailbox:
     @property
     def has_orders(self) -> bool:
         """Whether an order waits for the engine."""
-        return bool(self._orders)
+        if not self.has_mail:
+            return False
+        with self._lock:
+            return any(mail.is_order for mail in self._open)
 
     def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
         """The result of ``work()``, done on the engine's thread and on no other.
@@ -111,48 +111,33 @@ class Mailbox:
         StateError once abandoned, DeadlineError if the engine did not come by: then
         nothing was done, nor will it be.
         """
-        future: Future[T] = Future()
-        order = (future, work)
-        with self._lock:
-            if self._ended:
-                raise StateError(self._ended)
-            self._orders.append(order)
-            self.has_mail = True
+        order = self._put(work, is_order=True)
+        if self._ended and self._take_back(order):
+            raise StateError(self._ended)
         self.wake()
-        if not _is_done(future, patience):
-            with self._lock:
-                if order in self._orders:
-                    self._orders.remove(order)
-                    raise DeadlineError(f"the engine did not come by within {patience:g} s")
-        return future.result()
+        if not order.is_done(patience) and self._take_back(order):
+            raise DeadlineError(f"the engine did not come by within {patience:g} s")
+        done: T = order.future.result()
+        return done
 
     def abandon(self, reason: str) -> None:
         """The engine will not come by any more: orders fail, now and later."""
+        self._ended = reason
         with self._lock:
-            self._ended = reason
-            orders = list(self._orders)
-            self._orders.clear()
-        for future, _ in orders:
-            future.set_exception(StateError(reason))
+            orders = [mail for mail in self._open if mail.is_order]
+        for order in orders:
+            if self._take_back(order):
+                order.future.set_exception(StateError(reason))
 
-    def ask(self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS) -> T:
+    def ask(self, work: Callable[..., T], *args: object, patience: float = PATIENCE_SECONDS) -> T:
         """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
-        key = (work, args)
-        future: Future[T]
         for left in reversed(range(_LOOKS)):
-            with self._lock:
-                mail = self._open.setdefault(key, (Future(), partial(work, *args)))
-                self.has_mail = True
-            future = mail[0]
-            if not _is_done(future, patience):
-                with self._lock:
-                    is_ours = self._open.get(key) is mail
-                    if is_ours:
-                        del self._open[key]
-                if is_ours:
-                    _settle(mail)
+            question = self._put(partial(work, *args), is_order=False)
+            if not question.is_done(patience) and self._take_back(question):
+                question.settle()
             try:
-                return future.result()
+                answer: T = question.future.result()
+                return answer
             except RuntimeError:
                 # What was looked at changed meanwhile: the engine is awake, and may answer.
                 if not left:
@@ -160,26 +145,34 @@ class Mailbox:
         raise AssertionError
 
     def answer(self) -> None:
-        """Once a step, on the engine's thread: one order, and a few questions, then a pause."""
-        now = self._clock()
-        if not self._lock.acquire(blocking=False):
+        """Once a step, on the engine's thread: what waits, up to a few, and then a pause."""
+        if self._clock() < self._next_at or not self._lock.acquire(blocking=False):
             return  # a thread is just asking; the next step will do
         try:
-            is_due = self._orders and now >= self._next_order_at
-            order = self._orders.popleft() if is_due else None
-            count = self._most if now >= self._next_at else 0
-            questions = [self._open.pop(key) for key in list(islice(self._open, count))]
-            self.has_mail = bool(self._orders or self._open)
+            waiting = [self._open.popleft() for _ in range(min(self._most, len(self._open)))]
+            self.has_mail = bool(self._open)
         finally:
             self._lock.release()
-        if order is not None:
-            _settle(order)
-            self._next_order_at = self._clock() + ORDER_PAUSE_SECONDS
-        if questions:
+        if waiting:
             self.before_answers()
-            for question in questions:
-                _settle(question)
+            for mail in waiting:
+                mail.settle()
             self._next_at = self._clock() + self._pause
+
+    def _put(self, work: Callable[[], Any], *, is_order: bool) -> _Mail:
+        mail = _Mail(Future(), work, is_order)
+        with self._lock:
+            self._open.append(mail)
+            self.has_mail = True
+        return mail
+
+    def _take_back(self, mail: _Mail) -> bool:
+        """Take mail out again, unless another thread has it."""
+        with self._lock:
+            is_here = mail in self._open
+            if is_here:
+                self._open.remove(mail)
+        return is_here
 
 
 MOST_REQUESTS = 256
