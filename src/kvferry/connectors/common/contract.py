@@ -67,9 +67,6 @@ class EngineAdapter(EngineBlocks, Protocol):
     def keeps_free_blocks(self) -> bool:
         """Whether some block is held by copies alone, and so is free once they have ended."""
 
-    def begin_step(self) -> None:
-        """Forget what was read from the engine in the step before."""
-
     def describe(self, request: Any, *, has_tenants: bool) -> tuple[EngineKeys, Hints | None, str]:
         """A request's keys; its hints, with its tenant where any are told apart; what is wrong."""
 

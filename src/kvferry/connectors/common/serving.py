@@ -293,7 +293,6 @@ class Serving:
 
     def orders(self, step: Step) -> StepOrders:
         """This step's plan. It stores what this very step computes: the ranks order them so."""
-        self.engine.begin_step()
         if self._num_quiet > 0 and self._only_decodes(step):
             self._num_quiet -= 1
             return self._quiet_orders

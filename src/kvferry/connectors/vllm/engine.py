@@ -103,7 +103,6 @@ class VllmEngine:
         self._namespace = replace(namespace, block_tokens=self.hash_tokens)
         self._held: Counter[int] = Counter()
         self._released_before: Counter[int] = Counter()
-        self._evicts: bool | None = None
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -138,10 +137,6 @@ class VllmEngine:
         """Blocks that vLLM could give to a request now."""
         return int(self._pool.get_num_free_blocks())
 
-    def begin_step(self) -> None:
-        """What vLLM is about to give away is looked at anew, at most once before the next call."""
-        self._evicts = None
-
     @property
     def evicts(self) -> bool:
         """Whether one of the next blocks that vLLM gives away is one its prefix cache knows.
@@ -149,16 +144,13 @@ class VllmEngine:
         Not the very next: ended requests put their last, nameless blocks at the queue's head. And
         where no block is left, the next one comes from a request that ends.
         """
-        if self._evicts is None:
-            block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-            self._evicts = False
-            for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
-                is_end = block is None or block.next_free_block is None  # the queue's own mark
-                if is_end or block.block_hash is not None:
-                    self._evicts = True
-                    break
-                block = block.next_free_block
-        return self._evicts
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
+            is_end = block is None or block.next_free_block is None  # the queue's own mark
+            if is_end or block.block_hash is not None:
+                return True
+            block = block.next_free_block
+        return False
 
     def next_evicted(self, depth: int) -> Iterator[tuple[int, Keys, list[int]]]:
         """Per group, keys and ids of named blocks among the first ``depth`` of the free queue."""
