@@ -170,6 +170,7 @@ class WorkerSession:
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
         self._ended: dict[str, EndedLoad] = {}  # to be reported once the weights are checked
         self._num_awaited = 0  # receipts
+        self._moves: set[TransferId] = set()  # of lower tiers and loads in pieces, under way
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.finished = FinishedLoads()
@@ -331,6 +332,9 @@ class WorkerSession:
             if transfer.id in self._loads:
                 self._loads[transfer.id].blocks += transfer.dst_slots.tolist()
             (stores if transfer.src == DEVICE else others).append(transfer)
+        if self.shape.tiers:
+            self._moves.update([order.id for order in others if order.id not in self._loads])
+            self._moves.update([question.id for question in plan.questions])
         if orders.ended:
             self._ended |= orders.ended
             self._freshness.mark()  # what came of them must fit the weights as they are now
@@ -424,7 +428,7 @@ class WorkerSession:
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
-        while self._loads or (self._num_awaited and not self._receipts):
+        while self._loads or (self._moves and not self._receipts):
             if self._computes or self.finished.arrived or time.monotonic() >= end:
                 return
             time.sleep(_NAP_SECONDS)
@@ -485,6 +489,7 @@ class WorkerSession:
     def _take(self, receipt: Receipt) -> None:
         load = self._loads.pop(receipt.transfer_id, None)
         if load is None:
+            self._moves.discard(receipt.transfer_id)
             self._receipts.append(receipt)
             return
         if not load.is_told and self._freshness.is_stale(load.epoch):
