@@ -361,15 +361,20 @@ def test_a_sleep_forgets_everything_where_weights_cannot_be_seen(make):
 
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_what_is_given_back_before_it_was_copied_is_not_found(make, is_sent):
-    """vLLM takes every device block back at once, and another request writes it meanwhile."""
+    """vLLM takes every device block back at once, and another request writes it meanwhile.
+
+    It may do so again before the copy has ended. Seen red: blocks were released twice.
+    """
     sides = make()
     request = sides.compute("writer", HASHES)
     sides.end(request)
     engine = sides.side.serving.engine
     orders = sides.orders() if is_sent else None
     assert engine.num_held == (4 if is_sent else 0)
-    sides.side.give_back()
-    assert engine.num_held == 0
+    for _ in range(2):
+        sides.side.give_back()
+        assert engine.num_held == 0
+        assert all(block.ref_cnt >= 0 for block in sides.pool.blocks)
     sides.write(slice(None))
     if orders is not None:
         sides.run(orders)

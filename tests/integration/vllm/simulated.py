@@ -25,6 +25,7 @@ import torch
 Tokens = list[int]
 
 NUM_WORDS = 23
+NAMES = [f"n{number}" for number in range(64)]
 _MASK = (1 << 61) - 1
 
 
@@ -111,7 +112,10 @@ class Simulation:
         self.running_state: dict[str, int] = {}
         self.accepted: dict[str, int] = {}
         self.replays: dict[str, tuple[int, int]] = {}
-        self.num_came = self.num_drafts_refused = 0
+        self.num_came = self.num_drafts_refused = self.num_quiet = 0
+        self.weights = 0
+        """Every value follows from them, and from the tokens."""
+        self.born: dict[str, int] = {}
         self.outputs: dict[str, Tokens] = {}
         self.stories = [[self.rng.randrange(NUM_WORDS) for _ in range(shape.longest)] for _ in "ab"]
 
@@ -220,8 +224,9 @@ class Simulation:
             tail = [rng.randrange(NUM_WORDS) for _ in range(rng.choice([0, 0, 5]))]
             prompt = [*rng.choice(self.stories)[:cut], *tail]
         max_tokens = max_tokens or rng.choice([1, 5, 40, 100])
-        name = f"r{self.num_came}"
+        name = rng.choice([name for name in NAMES if name not in self.scheduler.requests])
         self.num_came += 1
+        self.born[name] = self.weights
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = Request(name, prompt, sampling, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
@@ -240,6 +245,13 @@ class Simulation:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self._forget(name)
 
+    def replace_weights(self) -> None:
+        """What was stored is of no more use, and what runs starts over."""
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert done
+        self.weights += 1
+        self.values.clear()
+
     def _forget(self, name: str) -> None:
         for known in (self.tables, self.values, self.running_state, self.accepted, self.replays):
             known.pop(name, None)
@@ -252,9 +264,12 @@ class Simulation:
         todo = self.scheduler.schedule()
         if not todo.num_scheduled_tokens:
             time.sleep(1e-3)  # a copy needs the processor
+        orders = todo.kv_connector_metadata
+        assert orders.epoch == self.serving.scheduler.epoch, "the ranks do not hear of a reset"
+        self.num_quiet += orders.is_quiet
         self._update(todo)
         for worker in self.workers:
-            worker.bind_connector_metadata(pickle.loads(pickle.dumps(todo.kv_connector_metadata)))
+            worker.bind_connector_metadata(pickle.loads(pickle.dumps(orders)))
             worker.start_load_kv(None)
         names = list(todo.num_scheduled_tokens)
         sampled = [self._compute(name, todo) for name in names]
@@ -319,7 +334,7 @@ class Simulation:
         self.running_state.pop(name, None)
         self.accepted.pop(name, None)
         request = self.scheduler.requests[name]
-        self.values.setdefault(name, [0])
+        self.values.setdefault(name, [self.weights])
         start = int(getattr(request, "replay_start", 0))
         self.replays[name] = (
             (start, start + self.scheduler.prefix_replay_tokens) if start else (0, 0)
@@ -499,8 +514,10 @@ class Simulation:
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _check_output(self, request: Any) -> None:
+        if self.born[request.request_id] != self.weights:
+            return
         told = list(request.prompt_token_ids)
-        values = chain(told)
+        values = chain(told, [self.weights])
         for word in request.output_token_ids:
             assert word == word_after(values[-1])
             told.append(word)

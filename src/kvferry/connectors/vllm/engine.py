@@ -255,6 +255,7 @@ class VllmEngine:
         for mention in mentions:
             numbers = mention.blocks.tolist()
             if again_later:
+                numbers = [number for number in numbers if held[number]]  # once, however often told
                 self._released_before.update(numbers)
             elif self._released_before:
                 numbers = [number for number in numbers if not self._was_released(number)]
