@@ -375,15 +375,14 @@ class SpaceQuota:
         allowed, share = self._share(self._for_all_by_bound()), self._share(self._for_all())
         share = min(allowed, max(share, held))
         grows = share > held
-        reachable = min(share, self._reachable(share, grows=grows))
-        if most_places(reachable, self._identity) < 1:
+        reachable = self._room(share, grows=grows, without_idle=True)
+        if most_places(min(share, reachable), self._identity) < 1:
             raise StoreError(self._why_not(share))  # before anything is removed in vain
         if self._left_of_bound() < share:
             self._shrink_siblings(share)
         self._make_room(share, grows=grows)
-        given = share - max(0, self._lacks(share, grows=grows))
-        kept = min(held, share, self._left_of_bound())
-        num_places = most_places(max(given, kept), self._identity)
+        given = max(self._room(share, grows=grows), min(held, self._left_of_bound()))
+        num_places = most_places(min(share, given), self._identity)
         if num_places < 1:
             raise StoreError(self._why_not(share))
         return num_places
@@ -406,10 +405,6 @@ class SpaceQuota:
         ours = (*self._idle, *self._siblings)
         return self._left_of_bound() + sum(each.num_bytes for each in ours)
 
-    def _lacks(self, share: int, *, grows: bool) -> int:
-        left = self._left_of_bound()
-        return share - (min(left, self._above_floor()) if grows else left)
-
     def _left_of_bound(self) -> int:
         return self._bound.size - sum(other.num_bytes for other in self._others)
 
@@ -422,11 +417,13 @@ class SpaceQuota:
         kin = sum(allocated_bytes(each.path) for each in self._siblings)
         return min(mine, (mine + kin) // self._bound.num_ranks_here)
 
-    def _reachable(self, share: int, *, grows: bool) -> int:
-        """What could be had if everything went that may go."""
-        idle = sum(other.num_bytes for other in self._idle)
-        closed = [each.num_bytes for each in self._siblings if not each.is_open]
-        excess = sum(max(0, num_bytes - share) for num_bytes in closed)
+    def _room(self, share: int, *, grows: bool, without_idle: bool = False) -> int:
+        """What the store could have now, or if everything went that may go."""
+        idle = excess = 0
+        if without_idle:
+            idle = sum(other.num_bytes for other in self._idle)
+            closed = [each.num_bytes for each in self._siblings if not each.is_open]
+            excess = sum(max(0, num_bytes - share) for num_bytes in closed)
         by_bound = self._left_of_bound() + idle + excess
         return min(by_bound, self._above_floor() + idle) if grows else by_bound
 
@@ -454,7 +451,8 @@ class SpaceQuota:
                 key = (its.family or its.namespace, its.num_ranks, its.stripe, its.num_stripes)
             servers.setdefault(key, []).append(other)
         for kin in sorted(servers.values(), key=lambda kin: max(each.last_used for each in kin)):
-            needed, held = self._lacks(share, grows=grows), sum(each.num_bytes for each in kin)
+            needed = share - self._room(share, grows=grows)
+            held = sum(each.num_bytes for each in kin)
             if needed <= 0:
                 return
             is_cut = needed < held and all(map(_is_recent, kin))
