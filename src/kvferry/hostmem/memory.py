@@ -92,7 +92,8 @@ class SharedMemory:
         """Map ``fd`` and take ownership of it."""
         self.is_creator = is_creator
         self.slots = slots
-        self._fd: int | None = fd
+        self.fd: int | None = fd
+        """Its file, for a child process; None once it is closed."""
         try:
             mapping = map_memory(fd, num_bytes, mmap.MAP_SHARED)
         except BaseException:
@@ -145,23 +146,18 @@ class SharedMemory:
         return cls(fd, handle.num_bytes, slots, is_creator=False)
 
     @property
-    def fd(self) -> int | None:
-        """Its file, for a child process; None once it is closed."""
-        return self._fd
-
-    @property
     def handle(self) -> SharedHandle:
-        if self._fd is None:
+        if self.fd is None:
             raise InputError("the shared memory is closed: no other rank can open it any more")
-        found = os.fstat(self._fd)
+        found = os.fstat(self.fd)
         size = found.st_size
-        return SharedHandle(os.getpid(), self._fd, found.st_dev, found.st_ino, size, self.slots)
+        return SharedHandle(os.getpid(), self.fd, found.st_dev, found.st_ino, size, self.slots)
 
     def close(self) -> None:
         """Let no more ranks join; existing mappings stay. Safe to call twice."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 log = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ class StoreIdentity:
     @property
     def pitch(self) -> int:
         """Bytes from one place to the next: whole sectors, as O_DIRECT needs them."""
-        return pitch_of(self.block_bytes)
+        return -(-self.block_bytes // SECTOR) * SECTOR
 
     @property
     def proof_bytes(self) -> int:
@@ -110,10 +110,6 @@ class DiskBound:
     num_ranks_here: int = 1
     for_others: float = 0.0
     families: frozenset[bytes] = frozenset()
-
-
-def pitch_of(block_bytes: int) -> int:
-    return -(-block_bytes // SECTOR) * SECTOR
 
 
 class SuperblockError(StoreError):

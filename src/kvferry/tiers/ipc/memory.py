@@ -43,11 +43,6 @@ class EngineMemory:
         self._mem_fd = mem_fd
         self._is_refused = False
 
-    @property
-    def way(self) -> str:
-        """By which means the last copy was made."""
-        return "/proc/self/mem" if self._is_refused else "process_vm"
-
     def fetch(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
         """Copy segments from there to here; return which of them are whole."""
         return self._move(_libc.process_vm_readv, _libc.pread, here, there, sizes)
