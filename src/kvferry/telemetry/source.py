@@ -100,10 +100,7 @@ class Mailbox:
     @property
     def has_orders(self) -> bool:
         """Whether an order waits for the engine."""
-        if not self.has_mail:
-            return False
-        with self._lock:
-            return any(mail.is_order for mail in self._open)
+        return self.has_mail and any(mail.is_order for mail in tuple(self._open))
 
     def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
         """The result of ``work()``, done on the engine's thread and on no other.
