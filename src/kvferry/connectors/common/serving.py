@@ -70,11 +70,6 @@ class RequestState:
         self.is_timed = False
         self._began: tuple[float, int] | None = None
 
-    def note_preemption(self) -> None:
-        """An engine may preempt and resume a request before it says so; its count says it first."""
-        self.preemptions = self.theirs.num_preemptions
-        self.ours.preempt()
-
     def time_prefill(self) -> tuple[int, float] | None:
         """Call it in every step: once, the prompt tokens it computed and how long that took.
 
@@ -91,6 +86,53 @@ class RequestState:
         self.is_timed = True
         start, had_tokens = self._began
         return theirs.num_prompt_tokens - had_tokens, time.monotonic() - start
+
+
+class LoadingBlocks:
+    """Bounds the device blocks of requests that have them and have not run: loading, or loaded.
+
+    An engine cannot preempt such a request. If the blocks of all of them leave too few to run any,
+    all requests wait for ever. So what they need to run to their last token fits the device
+    together. One request that does not fit beside them waits, and no later load overtakes it.
+    """
+
+    def __init__(self, groups: Sequence[reach.Group], num_blocks: int) -> None:
+        self._groups = groups
+        self._most = num_blocks - 1  # an engine keeps one for itself
+        self._needs: dict[str, int] = {}
+        self._next = ""  # the request that waits
+
+    def may_begin(self, name: str, num_tokens: int, hit_tokens: int, *, is_hit: bool) -> bool:
+        """Whether a request may be given its blocks now; it has ``hit_tokens`` of its tokens."""
+        if not self._needs:
+            self._next = ""
+            return True
+        if self._next and is_hit and name != self._next:
+            return False
+        if sum(self._needs.values()) + self._need(num_tokens, hit_tokens) > self._most:
+            self._next = self._next or name
+            return False
+        if name == self._next:
+            self._next = ""
+        return True
+
+    def began(self, name: str, num_tokens: int, hit_tokens: int) -> None:
+        """It has its blocks and waits for its load."""
+        self._needs[name] = self._need(num_tokens, hit_tokens)
+
+    def ended(self, name: str) -> None:
+        """It runs, or has given its blocks back."""
+        self._needs.pop(name, None)
+        if name == self._next:
+            self._next = ""
+
+    def _need(self, num_tokens: int, hit_tokens: int) -> int:
+        """The most blocks it has until its last token is computed, with one for drafts."""
+        num_blocks = 0
+        for group in self._groups:
+            first = max(0, group.first_token(hit_tokens))
+            num_blocks += num_tokens // group.block_tokens + 2 - first // group.block_tokens
+        return num_blocks
 
 
 class Serving:
@@ -145,6 +187,7 @@ class Serving:
         rests = self.scheduler.deferred
         assert rests is not None  # the scheduler was given the engine's blocks
         self._rests = rests
+        self._loading = LoadingBlocks(groups, engine.num_blocks)
         self._num_quiet = 0  # steps that only decode and may be skipped
         self._promises = PromisedLoads()
         self._has_settled = False
@@ -207,10 +250,15 @@ class Serving:
             # What it waits for may have to be sent, and is heard of in a step that is looked at.
             self._num_quiet = 0
             return None
-        if match.state is MatchState.MISS:
+        is_hit = match.state is not MatchState.MISS
+        end = match.num_tokens if is_hit else computed_tokens
+        if not self._loading.may_begin(request.request_id, request.num_tokens, end, is_hit=is_hit):
+            self._num_quiet = 0
+            return None
+        if not is_hit:
             return 0
-        state.claimed = match.num_tokens - computed_tokens
-        return state.claimed if match.num_tokens > self._setup.replayed_tokens else 0
+        state.claimed = end - computed_tokens
+        return state.claimed if end > self._setup.replayed_tokens else 0
 
     def allocated(
         self,
@@ -239,6 +287,8 @@ class Serving:
             )
         if not num_external_tokens:
             return
+        end = state.computed + num_external_tokens
+        self._loading.began(request.request_id, request.num_tokens, end)
         tables_now = tables()
         blocks = self.promised_blocks(ours.id, tables_now[0], num_external_tokens)
         overlap = None  # the engine is not told early of a load in pieces
@@ -268,8 +318,14 @@ class Serving:
             if not self._setup.stores:
                 ours.progress.most_tokens = 0
         elif request.num_preemptions != state.preemptions:
-            state.note_preemption()
+            self._note_preemption(state)
         return state
+
+    def _note_preemption(self, state: RequestState) -> None:
+        """An engine may preempt and resume a request before it says so; its count says it first."""
+        state.preemptions = state.theirs.num_preemptions
+        state.ours.preempt()
+        self._loading.ended(state.ours.id)
 
     def _has_others(self) -> bool:
         """Whether requests compute in these steps, or will: from the start, or once loaded."""
@@ -326,7 +382,7 @@ class Serving:
         for request_id in step.preempted:
             state = self._requests.get(request_id)
             if state is not None and state.theirs.num_preemptions != state.preemptions:
-                state.note_preemption()
+                self._note_preemption(state)
         num_quiet = self._store_running(step.scheduled)
         if self._rests and (held := scheduler.store_left(is_idle=not step.scheduled)):
             self._hold(held)
@@ -355,6 +411,7 @@ class Serving:
             ours = state.ours
             if ours.state is not State.RUNNING:
                 ours.run()
+                self._loading.ended(request_id)
             computed_tokens = state.theirs.num_computed_tokens - late
             if not self._stores_a_step_late:
                 computed_tokens += num_new
@@ -459,6 +516,7 @@ class Serving:
         """
         self._num_quiet, late = 0, self._setup.lookahead_tokens
         state = self._requests.pop(request.request_id, None)
+        self._loading.ended(request.request_id)
         if state is not None:
             if self.reports.takes_orders:
                 names = {state.ours.id, self.engine.conversation(request)} - {""}
