@@ -263,8 +263,7 @@ def run_fleet(
 
     with MooncakeMaster() as master:
         sharing = scenario.server(
-            # Copies in place lose more blocks of a batch when a peer of theirs is killed.
-            remote=f"mooncake://{master.place}?segment={segment}&in_place=no",
+            remote=f"mooncake://{master.place}?segment={segment}",
             tier_write="through",
             load_policy="always",  # this small model computes faster than a real one
         )
