@@ -138,6 +138,16 @@ def fresh(count: int, first: int = 0) -> dict[int, bytes]:
     return {first + number: secrets.token_bytes(CHUNK) for number in range(count)}
 
 
+def disk_at(folder: Path, size: str = "16MiB") -> dict[str, str]:
+    """The settings of a disk; a busy machine may take long to open it."""
+    return {
+        "disk": str(folder),
+        "disk_size": size,
+        "disk_keep_free": "0",
+        "disk_start_deadline": "60s",
+    }
+
+
 @pytest.fixture
 def serve(tmp_path):
     """Starts servers on one disk (or with the given tier), one after the other, and ends them."""
@@ -146,8 +156,7 @@ def serve(tmp_path):
     def start(tier: dict | None = None, **changes) -> Server:
         while servers:
             servers.pop().close()
-        disk = {"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "revision": "1"}
-        disk |= {"disk_keep_free": "0"}
+        disk = {**disk_at(tmp_path / "disk"), "revision": "1"}
         servers.append(Server(disk if tier is None else tier, **changes))
         return servers[0]
 
@@ -191,7 +200,7 @@ def test_a_revision_tells_weights_apart(serve, tmp_path, caplog):
     server, blocks = serve(), fresh(2)
     server.store(blocks)
     server.settle()
-    disk = {"disk": str(tmp_path / "disk"), "disk_size": "16MiB", "disk_keep_free": "0"}
+    disk = disk_at(tmp_path / "disk")
     assert serve({**disk, "revision": "2"}).load(0) is None
     caplog.clear()
     assert serve(disk).load(0) is None
@@ -217,7 +226,7 @@ def test_a_damaged_chunk_is_a_miss_and_its_neighbours_are_not(serve, tmp_path):
     for number, content in blocks.items():
         server.store({number: content})
         server.settle()
-    serve({"disk": str(tmp_path / "other"), "disk_size": "16MiB", "disk_keep_free": "0"})
+    serve(disk_at(tmp_path / "other"))
     (file,) = (tmp_path / "disk").rglob("blocks*")
     data = bytearray(file.read_bytes())
     at = data.find(blocks[7])

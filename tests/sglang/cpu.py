@@ -75,10 +75,11 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.runtime_context import get_parallel
 
@@ -97,9 +98,11 @@ def start_distributed(rank: int = 0, num_ranks: int = 1, port: int | None = None
     )
 
 
-def host_pool(pool: MHATokenToKVPool, layout: str, layers: int) -> MHATokenToKVPoolHost:
+def host_pool(pool: Any, layout: str, layers: int) -> Any:
     (described,) = pool.get_device_pool_infos()
-    return MHATokenToKVPoolHost(
+    is_mla = isinstance(pool, MLATokenToKVPool)
+    kind = MLATokenToKVPoolHost if is_mla else MHATokenToKVPoolHost
+    return kind(
         described.buffer_info,
         2.0,
         0,
@@ -110,6 +113,7 @@ def host_pool(pool: MHATokenToKVPool, layout: str, layers: int) -> MHATokenToKVP
         device_capacity_tokens=pool.size,
         start_layer=0,
         end_layer=layers,
+        **({"target_layer_num": layers} if is_mla else {}),
     )
 
 
@@ -125,19 +129,23 @@ class Server:
         layers: int = 3,
         model: str = "a/model",
         tokens: int = 1024,
+        mla: bool = False,
     ) -> None:
         start_distributed(
             *(() if not dist.is_initialized() else (dist.get_rank(), dist.get_world_size()))
         )
-        pool = MHATokenToKVPool(
+        kind = MLATokenToKVPool if mla else MHATokenToKVPool
+        heads = (
+            {"kv_lora_rank": 8, "qk_rope_head_dim": 8} if mla else {"head_num": 2, "head_dim": 8}
+        )
+        pool = kind(
             size=tokens,
             page_size=PAGE,
             dtype=dtype,
-            head_num=2,
-            head_dim=8,
             layer_num=layers,
             device="cpu",
             enable_memory_saver=False,
+            **heads,
         )
         self.host = host_pool(pool, layout, layers)
         self.bytes = self.host.kv_buffer.view(torch.uint8)
