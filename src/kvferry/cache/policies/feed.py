@@ -91,6 +91,7 @@ class PolicyFeed:
             if len(slots):
                 policy.discard(slots)
         elif kind is _LOOKUP and self.hearer is not None:
-            self.hearer.asked(event.all_keys(), event.tokens, slots)
+            keys = event.keys() if callable(event.keys) else event.all_keys()
+            self.hearer.asked(keys, event.tokens, slots)
         elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
             self.hint_hearer.hint(event.all_keys(), event.detail)

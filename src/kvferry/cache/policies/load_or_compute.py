@@ -68,12 +68,16 @@ class LoadOrCompute:
     def note_load(self, num_bytes: int, seconds: float, link: TierName = HOST) -> None:
         """A load of this size took this long on the link."""
         if num_bytes > 0 and seconds > 0:
-            self._bandwidths[link] = _average(self._bandwidths.get(link), num_bytes / seconds)
+            new = num_bytes / seconds
+            old = self._bandwidths.get(link, new)
+            self._bandwidths[link] = old + _WEIGHT * (new - old)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
-            self._learned_rate = _average(self._learned_rate, num_tokens / seconds)
+            new = num_tokens / seconds
+            old = new if self._learned_rate is None else self._learned_rate
+            self._learned_rate = old + _WEIGHT * (new - old)
 
     def decide(
         self, num_tokens: int, num_bytes: int, queued_bytes: int, link: TierName = HOST
@@ -133,10 +137,6 @@ class BusyTime:
         came, seconds = self._num_bytes, now - self.since
         self.since, self._num_bytes = now, 0
         return came, seconds
-
-
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
 
 
 class OverlapVerdict(Enum):
