@@ -22,9 +22,13 @@ import pytest
 from tests.conftest import PROFILE
 
 import kvferry
+from kvferry.core.keys import KEY_WORDS, Keys
 from kvferry.errors import StateError
+from kvferry.tiers.contract import Batch, BatchId, Way
+from kvferry.tiers.memory import MemoryTier
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import describe
+from kvferry.types import TierName
 
 SOURCE = os.path.dirname(kvferry.__file__)
 TOKENS, FEW, SLOTS = 4, 3, 8
@@ -191,3 +195,31 @@ def test_interrupts_within_polls_and_waits_leave_no_lock_taken() -> None:
     assert ended.wait(5), "a lock was left taken"
     engine.close()
     assert isinstance(engine._loads, Stream)
+
+
+def test_a_tier_that_was_interrupted_while_it_took_a_batch_closes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen to fail: close waited 10 s for a batch of which no thread had heard."""
+    tier = MemoryTier(4, 64, name=TierName("memory"))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    row = np.zeros(64, np.uint8)
+    batch = Batch(
+        BatchId(1),
+        Way.WRITE,
+        Keys(np.zeros((1, KEY_WORDS), "<u8")),
+        1e12,
+        np.array([[row.ctypes.data]]),
+        np.array([64]),
+        np.array([0]),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.submit(batch)
+    began = time.monotonic()
+    tier.close()
+    assert time.monotonic() - began < 2

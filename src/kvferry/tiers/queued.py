@@ -192,7 +192,8 @@ class ThreadedTier(QueuedTier):
         with self._changed:
             if not self._is_closed:
                 self._is_closing = True
-                self._changed.wait_for(lambda: not self._tasks, timeout)
+                self._changed.notify_all()  # an interrupt may have kept a thread from hearing
+                self._changed.wait_for(lambda: not self._tasks or not self._has_threads, timeout)
                 for task in list(self._tasks.values()):
                     if not task.is_begun:
                         self._end(task, Result.all_failed(task.batch, "the tier was closed"))
@@ -204,6 +205,10 @@ class ThreadedTier(QueuedTier):
             thread.join(None if not self._abandoned else 0.1)
         return self._abandoned
 
+    @property
+    def _has_threads(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
     def _start(self, *, is_read: bool) -> None:
         prefix = f"kvferry-{'from' if is_read else 'to'}-{self.name}"
         if not any(thread.name.startswith(prefix) for thread in self._threads):
@@ -211,8 +216,8 @@ class ThreadedTier(QueuedTier):
                 thread = threading.Thread(
                     target=self._work, args=(is_read,), name=f"{prefix}-{number}", daemon=True
                 )
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
         self._changed.notify_all()
 
     def _work(self, is_read: bool) -> None:
