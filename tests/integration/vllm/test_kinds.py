@@ -6,7 +6,6 @@ Everything but the model is real: vLLM's scheduler, coordinator and block pool, 
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,7 @@ def test_a_forced_reset_waits_for_no_store(llama: Path, name: str) -> None:
     Only a request that waits for a load keeps its blocks, with any connector. With some resets the
     weights change, so that nothing from before may be read.
     """
-    (shape,) = (replace(each, num_blocks=600) for each in _shapes() if each.name == name)
+    (shape,) = (each for each in _shapes() if each.name == name)
     num_reset = num_held = 0
     with closing(Simulation(shape, llama, 3, tiers="memory:64MiB", tier_write="through")) as sim:
 
