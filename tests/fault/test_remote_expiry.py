@@ -135,6 +135,9 @@ def test_readers_meet_misses_and_nothing_else(kind: str, store: Store) -> None:
 def test_a_server_removes_what_is_old_by_itself(kind: str, store: Store) -> None:
     store.write(ALL)
     time.sleep(1.5)
+    left = 60.0 - time.time() % 60.0
+    if left < 20.0:  # a turn that ends before the removal begins leaves it to the next
+        time.sleep(left)
     keeper = remote.open_s3("", SIZE, address=address_of(kind), ttl=1.0)
     store.wait(lambda: not store.do(Way.FIND, ALL).ok.any())
     keeper.close()
