@@ -117,3 +117,19 @@ def test_what_another_connector_was_to_bring_is_not_ours_to_store(make, monkeypa
     for _ in range(4):
         sides.step()
     assert not is_stored(sides, hashes_of(1))
+
+
+def test_a_reset_gives_held_blocks_back_at_once(make, monkeypatch):
+    """Seen red: nothing was left to step for, so vLLM waited for its blocks until a request came.
+
+    Until then it refused to reset its own cache.
+    """
+    sides = make()
+    request = sides.compute("a", hashes_of(1))
+    evict(monkeypatch, sides)
+    sides.end(request)
+    engine = sides.side.serving.engine
+    assert engine.num_held
+    sides.side.reset()
+    assert engine.num_held == 0
+    assert not sides.side.has_work

@@ -61,6 +61,20 @@ def test_no_load_overtakes_the_request_that_waits():
     assert blocks.may_begin("small", 32, 16, is_hit=True)
 
 
+def test_a_request_whose_load_failed_may_ask_again_beside_itself(make_sides):
+    """Seen red: vLLM frees its blocks and asks again; half of the device was still counted."""
+    sides = make_sides(["layer0"])
+    sides.end(sides.compute("first", hashes_of(1, 20), num_blocks=21))
+    sides.rest()
+    again = request_of("again", hashes_of(1, 20))
+    sides.promise(again)
+    orders = sides.orders()
+    sides.ranks[0]._give_up(orders)
+    assert sides.answer(0).finished_recving == {"again"}
+    sides.free(again)
+    assert sides.side.match(again, 0) == (0, False)
+
+
 GROUPS = [FullAttention(block_tokens=16), SlidingWindow(block_tokens=16, window=64)]
 
 

@@ -104,6 +104,7 @@ class LoadingBlocks:
 
     def may_begin(self, name: str, num_tokens: int, hit_tokens: int, *, is_hit: bool) -> bool:
         """Whether a request may be given its blocks now; it has ``hit_tokens`` of its tokens."""
+        self._needs.pop(name, None)  # it asks anew: its load failed, and its blocks were freed
         if not self._needs:
             self._next = ""
             return True
@@ -539,6 +540,7 @@ class Serving:
     def reset(self) -> None:
         """Forget everything: the cache was reset, or the weights have changed."""
         self.scheduler.reset()
+        self.engine.release(self.scheduler.take_released())  # there may be no step for long
         self._num_quiet = 0  # the ranks must hear of the epoch
 
     @property
