@@ -595,7 +595,7 @@ class Hits:
         return True
 
     def _fits(self, num_blocks: int) -> bool:
-        """Whether such a load fits the bounds. Alone it always does, or it would wait for ever."""
+        """Whether a load of so many blocks may go beside others; alone it always may."""
         loading = self._transfers.blocks_to_device
         if not loading:
             return True

@@ -139,7 +139,7 @@ class LowerTiers:
         *,
         slot_bytes: int = 0,
     ) -> None:
-        """``worth`` learns the tiers' speeds. A block has ``slot_bytes`` on one rank; 0: unknown"""
+        """``worth`` learns the tiers' speeds; ``slot_bytes`` are a block's on one rank, or 0."""
         self._worth = worth
         self.tiers = tuple(tiers)
         self.keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])

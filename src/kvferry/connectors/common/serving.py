@@ -100,21 +100,21 @@ class LoadingBlocks:
         self._groups = groups
         self._most = num_blocks - 1  # an engine keeps one for itself
         self._needs: dict[str, int] = {}
-        self._next = ""  # the request that waits
+        self._waiting = ""  # the one that does not fit
 
     def may_begin(self, name: str, num_tokens: int, hit_tokens: int, *, is_hit: bool) -> bool:
         """Whether a request may be given its blocks now; it has ``hit_tokens`` of its tokens."""
         self._needs.pop(name, None)  # it asks anew: its load failed, and its blocks were freed
         if not self._needs:
-            self._next = ""
+            self._waiting = ""
             return True
-        if self._next and is_hit and name != self._next:
+        if self._waiting and is_hit and name != self._waiting:
             return False
         if sum(self._needs.values()) + self._need(num_tokens, hit_tokens) > self._most:
-            self._next = self._next or name
+            self._waiting = self._waiting or name
             return False
-        if name == self._next:
-            self._next = ""
+        if name == self._waiting:
+            self._waiting = ""
         return True
 
     def began(self, name: str, num_tokens: int, hit_tokens: int) -> None:
@@ -124,8 +124,8 @@ class LoadingBlocks:
     def ended(self, name: str) -> None:
         """It runs, or has given its blocks back."""
         self._needs.pop(name, None)
-        if name == self._next:
-            self._next = ""
+        if name == self._waiting:
+            self._waiting = ""
 
     def _need(self, num_tokens: int, hit_tokens: int) -> int:
         """The most blocks it has until its last token is computed, with one for drafts."""
@@ -193,7 +193,7 @@ class Serving:
         self._promises = PromisedLoads()
         self._has_settled = False
         self._poll_at = time.monotonic() + _POLL_SECONDS
-        self._has_waited = False
+        self._was_put_off = False
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
         for rank, shape in shapes.items():
             self.scheduler.note_ready(Rank(rank), shape.ready_slots)
@@ -239,10 +239,9 @@ class Serving:
         state.computed, state.claimed = computed_tokens, 0
         if not self._setup.loads:
             return 0
-        # One token must be computed, or there is none to sample from. The engine computes the last
-        # token again where a load brings all of them: a step of one token, as in decoding, where
-        # the end of a block would be a prefill. But where only the last block is missing on the
-        # device, waiting for a load is not worth it.
+        # One token must be computed, or there is none to sample from. Where a load brings all of
+        # them, the engine computes the last one again: a step like one of decoding. To compute the
+        # last block instead would be a prefill. But a load of that block alone is not worth it.
         most = request.num_tokens - 1
         if self._claims_whole and computed_tokens + self._least_block <= most:
             most += not self._overlap.leaves_a_block(most - computed_tokens)
@@ -476,15 +475,15 @@ class Serving:
     def _polls_deadlines(self) -> bool:
         """Whether to poll the deadlines now, after the receipts that have come.
 
-        Not at once after a pause: those receipts may say nothing of other transfers. But the extra
-        time is given once: where all steps are far apart, a hung rank must be noticed in one.
+        After a pause the first receipts may lack transfers that ended meanwhile, so the deadlines
+        are put off. But only once: an engine whose steps are all far apart must notice a hung rank.
         """
         now = time.monotonic()
-        if now >= self._poll_at + _LONG_SILENCE and not self._has_waited:
-            self._poll_at, self._has_waited = now + _POLL_SECONDS, True
-        if now < self._poll_at and self._has_waited:
+        if now >= self._poll_at + _LONG_SILENCE and not self._was_put_off:
+            self._poll_at, self._was_put_off = now + _POLL_SECONDS, True
+        if now < self._poll_at and self._was_put_off:
             return False
-        self._poll_at, self._has_waited = now + _POLL_SECONDS, False
+        self._poll_at, self._was_put_off = now + _POLL_SECONDS, False
         return True
 
     def _settle(self, receipts: Sequence[Receipt]) -> None:

@@ -7,8 +7,8 @@
     store                       └─▶[copy to host]──end    │
     load                        └─▶[copy to device]──end──┘
 
-Compute waits for a load by an event, so only when all of it is queued: such a load goes by a path
-that queues all of it at once.
+Compute waits for the event at a load's end, which is recorded once all of the load is queued. So a
+load that compute will wait for goes by a path that queues all of it at once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ SMALL_BYTES = 80 << 20
 """A caller queues all pieces of such a copy sooner than another thread wakes up."""
 
 _NUM_FIRST_PIECES = {Direction.LOAD: 1, Direction.STORE: 2}
-"""Of a larger one. A store's first is over before another thread is sure to have had its turn."""
+"""Pieces of a larger copy that the caller queues. A store's first piece is small: the copy would
+pause after it, until the thread that queues the rest has the interpreter."""
 
 _QUEUEING_SECONDS = 5e-5
-"""Rest of a waiting caller, which would keep the interpreter from the thread that queues."""
+"""How long a waiting caller sleeps, so that the thread that queues has the interpreter."""
 
 
 class StartHere:

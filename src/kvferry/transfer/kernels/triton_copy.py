@@ -99,9 +99,10 @@ def copy_rows(
     is put together from two words of the source, which lie at multiples of 8 too::
 
         source   |......01|23456789|abc.....|        two neighbours, shifted into one word
-        target   |...01234|56789abc|                 0 to 4 and what is behind the last word: bytes
+        target   |...01234|56789abc|                 one whole word; 0 to 4 are stored as bytes
 
-    A word that is read holds at least one byte of the row, so no access leaves its page.
+    So are the bytes behind the last whole word. A word that is read holds at least one byte of the
+    row, so no access leaves its page.
 
     With as many ``ROWS`` as warps each warp has one row: its threads hold one pair of addresses
     and ``STEPS`` accesses in flight.
