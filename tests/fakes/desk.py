@@ -169,4 +169,3 @@ def routes(transfers: Iterable[Transfer]) -> list[tuple[str, str]]:
 
 
 STORE = (DEVICE, HOST)
-LOAD = (HOST, DEVICE)

@@ -26,8 +26,6 @@ from kvferry.core.keys import KEY_WORDS, Keys
 from kvferry.errors import StateError
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.memory import MemoryTier
-from kvferry.transfer.engine.cpu import CpuEngine, Stream
-from kvferry.transfer.layout import describe
 from kvferry.types import TierName
 
 SOURCE = os.path.dirname(kvferry.__file__)
@@ -152,49 +150,6 @@ def test_the_pool_is_whole_or_the_ferry_says_that_it_must_be_closed(
             ferry.close()
         assert time.monotonic() - began < 30
     assert ends[True]
-
-
-def storm(engine: CpuEngine, act: Callable[[], object], most: int = 400) -> None:
-    """Interrupt an engine's call at each of its opcodes, those of what it calls included."""
-    for at in range(1, most):
-        count = 0
-
-        def step(frame: FrameType, what: str, _: object, at: int = at) -> Any:
-            nonlocal count
-            frame.f_trace_opcodes = True
-            count += what == "opcode"
-            if count == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return step
-
-        sys.settrace(step)
-        try:
-            act()
-            return
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-
-
-def test_interrupts_within_polls_and_waits_leave_no_lock_taken() -> None:
-    """Seen to fail with an Event, whose own lock stayed taken: poll and the copies hung."""
-    kv = [np.zeros((FEW, 8), np.uint8)]
-    engine = CpuEngine([describe(kv, num_blocks=FEW)], np.zeros((FEW, 8), np.uint8))
-    storm(engine, engine.poll)
-    storm(engine, lambda: engine.wait_for_end(0.001))
-    ended = threading.Event()
-
-    def goes_on() -> None:
-        engine.wait_for_end(0.01)
-        engine.poll()
-        ended.set()
-
-    threading.Thread(target=goes_on, daemon=True).start()
-    assert ended.wait(5), "a lock was left taken"
-    engine.close()
-    assert isinstance(engine._loads, Stream)
 
 
 def test_a_tier_that_was_interrupted_while_it_took_a_batch_closes_at_once(

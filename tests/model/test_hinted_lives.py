@@ -167,19 +167,3 @@ def test_a_life_with_hints_and_orders(seed):
         life.step()
         life.check()
     life.close()
-
-
-def test_nothing_is_stored_of_who_said_so():
-    for seed in range(20):
-        rng, desk = Random(seed), Desk(slots=32)
-        hints = Hints(max_store_tokens=rng.choice((0, 4, 9)))
-        most = (hints.max_store_tokens or 0) // 4
-        request = desk.scheduler.open("a", story(1, LONGEST), hints)
-        request.match()
-        for num_tokens in sorted(rng.sample(range(1, 25), 4)):
-            request.store(desk.tables(num_tokens), num_tokens)
-            desk.run()
-        request.end()
-        desk.run()
-        assert desk.pool.match(story(1, LONGEST)) <= most
-        desk.check_empty()

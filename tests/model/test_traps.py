@@ -5,9 +5,6 @@ Each guard was taken out once, in a copy of the source, and one of these tests w
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -617,27 +614,6 @@ def _refuse(transfer: Transfer) -> int:
 
 
 # -- processes ------------------------------------------------------------------------------------
-
-_KEYS = """
-from kvferry.core.identity import Namespace, adopt, chain
-ns = Namespace(model="m", dtype="bf16", layout="x", geometry={"b": 1, "a": 2}, block_tokens=4)
-print(chain(ns, list(range(40)))[9].hex(), adopt(ns, [b"one", b"two"])[1].hex())
-"""
-
-
-def test_hash_seeds_that_differ_between_processes() -> None:
-    """Keys made with ``hash()`` differ in every process, and nothing ever hits."""
-    seen = {
-        subprocess.run(
-            [sys.executable, "-c", _KEYS],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "1", "4711")
-    }
-    assert len(seen) == 1
 
 
 def shared_files() -> set[str]:

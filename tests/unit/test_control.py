@@ -45,48 +45,6 @@ def test_a_look_up_says_what_is_where_and_changes_nothing():
     assert desk.scheduler.stats() == before
 
 
-def test_a_pin_stays_within_its_bound_until_it_is_let_go():
-    desk = Desk(slots=16)
-    desk.keep("a", story(1, 3), 12)
-    control = desk.scheduler.control
-    assert control.pin(story(1, 3)).blocks == 3
-    desk.keep("b", story(2, 3), 12)
-    told = control.pin(story(2, 3), 60.0)
-    assert told.blocks == 1
-    assert "at most 4 blocks" in told.refused[0]
-    for number in range(3, 9):
-        desk.keep(f"r{number}", story(number, 6), 24)
-    assert desk.pool.match(story(1, 3)) == 3
-    assert control.lookup(story(1, 3)).held_blocks == 3
-    assert control.unpin(story(1, 3)).blocks == 3
-    for number in range(9, 14):
-        desk.keep(f"r{number}", story(number, 6), 24)
-    assert desk.pool.match(story(1, 3)) == 0
-    desk.check_empty()
-
-
-def test_a_prefetch_brings_all_of_it_to_the_host_before_a_request_asks():
-    desk = below(desk_slots=16)
-    desk.keep("a", story(1, 10), 40)
-    let_all_land(desk)
-    for number in (2, 3):
-        desk.keep(f"r{number}", story(number, 8), 32)
-        let_all_land(desk)
-    control = desk.scheduler.control
-    assert control.lookup(story(1, 10)).host_tokens < 40
-    told = control.prefetch(story(1, 10), 60.0)
-    assert told.is_under_way
-    let_all_land(desk)  # four at a time
-    assert not control.is_busy
-    found = control.lookup(story(1, 10))
-    assert found.host_tokens == 40
-    assert found.held_blocks == 14  # as many as the bound lets it keep here, and all below
-    assert desk.match("q", story(1, 10)).num_tokens == 40  # without waiting
-    desk.scheduler.finish("q")
-    assert control.prefetch(story(1, 10)).is_under_way is False
-    desk.check_empty()
-
-
 def test_a_prefetch_asks_a_tier_that_finds_blocks_by_their_keys():
     desk = Desk(slots=32, tiers=[KeyedTier(DISK)])
     control = desk.scheduler.control

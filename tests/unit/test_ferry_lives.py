@@ -21,7 +21,6 @@ from kvferry.errors import InputError, StateError
 from kvferry.rank import RankMemory
 
 BLOCKS, TOKENS, LAYERS = 12, 4, 3
-SLOT = LAYERS * 64
 Tensors = list[np.ndarray[Any, Any]]
 
 

@@ -13,16 +13,13 @@ import pytest
 from tests.fakes import tiers as fakes
 
 import kvferry
-from kvferry.core.keys import Key
 from kvferry.errors import ConfigError
 from kvferry.scheduler.journal import Reason
 from kvferry.tickets import Done
-from kvferry.tiers.contract import Way
 
 BLOCKS, TOKENS, LAYERS = 80, 4, 3
 SLOT = LAYERS * 2 * TOKENS * 8
 HOST_BLOCKS, CHAT_BLOCKS, CHATS = 24, 6, 10
-OURS = ["memory:1MiB", "memory-by-key:1MiB"]
 MINE = "tests.fakes.tiers:open_mine:999"
 Open = Callable[..., kvferry.Ferry]
 
@@ -210,26 +207,6 @@ def test_a_tier_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, facto
     tier().come_back()
     ferry.poll()
     assert bring(ferry, 0) == (CHAT_BLOCKS, wanted[0])
-
-
-def test_a_block_that_cannot_be_read_makes_the_hit_shorter(attach):
-    ferry = attach()
-    wanted = fill(ferry)
-    read: list[Key] = []
-
-    def lose_the_fourth(way: Way, key: Key) -> None:
-        if way is Way.READ:  # others are written down meanwhile
-            read.append(key)
-            if len(read) == 4:
-                raise OSError("bad sector")
-
-    tier().fault = lose_the_fourth
-    num_blocks, found = bring(ferry, 0)
-    assert num_blocks == 3
-    layer = len(wanted[0]) // LAYERS
-    firsts = [wanted[0][at : at + layer // 2] for at in range(0, len(wanted[0]), layer)]
-    assert found == b"".join(firsts)
-    assert ferry.stats().lost_blocks == 1
 
 
 def test_a_tier_that_cannot_be_opened_leaves_nothing_behind(attach):

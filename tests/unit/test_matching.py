@@ -10,8 +10,6 @@ from kvferry.types import MatchState
 
 FULL = reach.FullAttention(4)
 WINDOW = reach.SlidingWindow(4, window=9)
-CHUNKS = reach.ChunkedLocal(4, chunk=8)
-STATE = reach.RecurrentState(4)
 
 
 def test_own_tokens_that_end_between_two_states_are_no_error() -> None:

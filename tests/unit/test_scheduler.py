@@ -72,23 +72,6 @@ def test_loads_go_before_stores() -> None:
     assert [t.dst for t in scheduler.plan().transfers] == [DEVICE, HOST]
 
 
-def test_a_failed_load_names_what_to_compute_and_its_blocks_are_no_hit_again() -> None:
-    scheduler = scheduler_of(num_ranks=2)
-    chain = keys(range(3))
-    scheduler.store("a", chain, [[0, 1, 2]], 12)
-    scheduler.settle(receipts(scheduler.plan(), 2))
-    scheduler.match("b", chain, computed_tokens=4)
-    scheduler.load("b", [[3, 4, 5]])
-    good, bad = receipts(scheduler.plan(), 2)
-    bad = Receipt(bad.transfer_id, bad.rank, Outcome.FAILED, "link down")
-    settled = scheduler.settle([bad, good])
-    assert settled.loaded == ()
-    (failure,) = settled.failed
-    assert (failure.request_id, failure.first_token, failure.num_tokens) == ("b", 4, 8)
-    assert "link down" in failure.reason
-    assert scheduler.match("c", chain).num_tokens == 4
-
-
 def test_a_window_that_lands_later_is_seen_by_waiting_requests() -> None:
     scheduler = scheduler_of(*HYBRID)
     chain = keys(range(4))

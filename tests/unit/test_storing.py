@@ -11,7 +11,6 @@ from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 
 WINDOW = reach.SlidingWindow(4, window=9)
-STATE = reach.RecurrentState(4)
 
 
 def test_stores_of_one_step_travel_together_by_group() -> None:
@@ -100,15 +99,6 @@ def test_the_bound_is_a_quarter_of_the_device_but_small_devices_store_all(
     assert len(ordered) == stored
 
 
-def test_bytes_in_flight_bound_stores() -> None:
-    desk = Desk(block_bytes=[100], max_bytes_in_flight="250B")
-    told = story(1, 8)
-    assert desk.store("a", told, 32) == {0: [0, 1]}
-    assert desk.store("b", story(2, 2), 8) == {}
-    desk.run()
-    assert desk.store("b", story(2, 2), 8) == {0: [0, 1]}
-
-
 def test_loads_take_the_bytes_before_stores_do() -> None:
     desk = Desk(block_bytes=[100], max_bytes_in_flight="450B")
     desk.keep("a", story(1, 4), 16)
@@ -164,16 +154,6 @@ def test_lazy_stores_nothing_that_is_only_computed() -> None:
     assert desk.store("a", story(1, 4), 16) == {}
     desk.scheduler.finish("a")
     assert desk.plan() == []
-
-
-def test_lazy_looks_as_far_as_blocks_are_taken() -> None:
-    desk = lazy()
-    assert desk.scheduler.stores.depth == 0
-    desk.scheduler.stores.demand(3)
-    assert desk.scheduler.stores.depth == 12
-    for _ in range(60):
-        desk.scheduler.stores.demand(0)
-    assert desk.scheduler.stores.depth == 0
 
 
 def test_each_offered_block_goes_under_its_own_key() -> None:

@@ -100,15 +100,6 @@ def test_it_is_as_one_at_a_time_for_all_small_cases():
     assert tried > 5000
 
 
-SHARES = (
-    (None, 0.8, None),
-    (None, 0.5, 0.5),
-    (None, 0.3, 0.2),
-    (0.25, 0.25, 0.25),
-    (None, None, None),
-)
-
-
 def stored(pool: Pool, numbers, tenant: int, parent: int | None = None) -> int:
     above = keys([parent])[0] if parent is not None else None
     lease = pool.reserve(keys(numbers), parent=above, tenant=tenant)
