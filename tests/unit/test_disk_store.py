@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -17,7 +19,7 @@ from tests.fakes.crafted_keys import keys as numbered
 
 from kvferry.cache.slots import as_slots
 from kvferry.core.quantities import MiB
-from kvferry.errors import StoreError
+from kvferry.errors import StoreError, StoreInUseError
 from kvferry.tiers.disk import files as allocation
 from kvferry.tiers.disk import quota as room
 from kvferry.tiers.disk.quota import (
@@ -132,6 +134,44 @@ def test_where_there_is_no_room_it_says_why(tmp_path: Path) -> None:
         pytest.raises(StoreError, match="other stores there hold"),
     ):
         Store.open(tmp_path, identity(), BOUND)
+
+
+def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from tests.unit.test_disk_store import BOUND, Store, identity\n"
+        "store = Store.open(pathlib.Path(sys.argv[1]), identity(), BOUND)\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"open\n"
+    try:
+        words = rf"{identity().folder_name}.*{other.pid}.*disk"
+        for us, is_ending in ((os.getpid(), False), (other.pid, True)):
+            with pytest.raises(StoreInUseError, match=words) as refused:
+                Store.open(tmp_path, identity(), BOUND, on_behalf_of=us)
+            assert refused.value.is_ending is is_ending, "an engine that runs is not waited for"
+        (listed,) = list_stores(tmp_path)
+        assert f"process {other.pid}" in listed.folder.holder
+        with pytest.raises(StoreInUseError, match="stop that one first"):
+            purge_store(listed.folder.path)
+        with pytest.raises(StoreInUseError), reading(listed.folder.path):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close()
+        other.stdout.close()
+    Store.open(tmp_path, identity(), BOUND).close()  # the kernel let it go with the process
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,18 @@ def test_beside_a_read_that_hangs_all_is_written_out(attach: Open) -> None:
     assert len(lasting.shelves["here", 0]) == before + CHAT_BLOCKS
 
 
+def test_a_reset_is_not_undone_by_a_restart(attach: Open) -> None:
+    first = attach(SHELF, tier_write="through")
+    fill(first)
+    first.reset()
+    later = chat(first, 50)
+    first.wait(first.store(later, list(range(CHAT_BLOCKS))))
+    first.close()
+    assert lasting.shelves["here", 0], "what came after the reset is on the shelf"
+    second = attach(SHELF, tier_write="through")
+    assert [find(second, number)[0] for number in (*range(CHATS), 50)] == [0] * (CHATS + 1)
+
+
 def test_a_tier_that_cannot_say_what_it_has_begins_empty(
     attach: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
