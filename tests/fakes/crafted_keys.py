@@ -26,7 +26,3 @@ def colliding_key(number: int) -> Key:
     words[1] = 7 << 32 | number % 2
     words[2] = number
     return Key(words.tobytes())
-
-
-def colliding_keys(numbers: Iterable[int]) -> Keys:
-    return Keys.from_bytes(map(colliding_key, numbers))

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tests.fakes import mooncake_store, remote, s3_servers
+from tests.integration.test_demo import ENDLESS, in_servers
 
 from kvferry.errors import InputError, TransferError
 from kvferry.tools.cli.commands import kvferry
@@ -34,20 +35,6 @@ TINY = (
     *("--opening-tokens", "70", "--question-tokens", "9", "--answer-tokens", "5"),
     *("--device-blocks", "14", "--host", "8MiB"),
 )
-SLOW = """
-import sys, time
-if "kvferry.tools.demo.servers" in sys.orig_argv:
-    from kvferry.tools.demo.engine import Engine
-    step = Engine.step
-
-    def slow_step(self):
-        time.sleep(0.05)
-        return step(self)
-
-    Engine.step = slow_step
-"""
-"""Servers that still serve when a test on a busy machine gets round to ending them."""
-
 MARK = "KVFERRY_TEST_MARK"
 
 needs_mooncake = pytest.mark.skipif(
@@ -118,8 +105,7 @@ def test_nothing_is_left_behind(
     mark: str, tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     html = tmp_path / "report.html"
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    in_servers(ENDLESS, tmp_path, monkeypatch)
     process = subprocess.Popen(
         [sys.executable, "-m", "kvferry", *TINY, "--servers", "2", "--html", str(html)],
         stdout=subprocess.PIPE,

@@ -216,16 +216,6 @@ def test_after_long_use_few_keys_are_spilled() -> None:
     assert not index._num_spilled.any()
 
 
-def test_clear_forgets_the_spilled_too() -> None:
-    twin = Twin(colliding_key)
-    for _ in range(2):
-        twin.insert(range(12), range(12))
-        twin.check(range(NUM_KEYS))
-        twin.index.clear()
-        twin.slots.clear()
-        twin.check(range(NUM_KEYS))
-
-
 def test_removing_what_is_not_there_is_our_own_fault() -> None:
     twin = Twin(key)
     twin.insert([1], [1])

@@ -53,16 +53,6 @@ def asked() -> Asked:
     return Asked()
 
 
-@pytest.mark.parametrize(
-    "name", ["0", "1", "cmpl", "chatcmpl", "aaa", "bbb", "11111111", "cmpl-a", "cmpl-aaa-0"]
-)
-def test_a_part_of_a_name_matches_no_request(asked, name):
-    for action in ("lookup", "drop"):
-        status, told = asked.order(action, name)
-        assert (status, "is not remembered" in told["error"]) == (404, True)
-    assert asked.order("lookup", "cmpl-aaa")[1]["host_tokens"] == 24
-
-
 def test_an_engines_own_name_is_one_request(asked):
     status, told = asked.order("lookup", "cmpl-aaa-1-22222222")
     assert (status, told["tokens"], told["host_tokens"]) == (200, 12, 12)

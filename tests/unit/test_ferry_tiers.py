@@ -16,6 +16,8 @@ import kvferry
 from kvferry.errors import ConfigError
 from kvferry.scheduler.journal import Reason
 from kvferry.tickets import Done
+from kvferry.tiers.movers import SharedMover
+from kvferry.types import Rank
 
 BLOCKS, TOKENS, LAYERS = 80, 4, 3
 SLOT = LAYERS * 2 * TOKENS * 8
@@ -173,14 +175,18 @@ def test_a_reset_ends_pending_hits_and_reaches_the_tier(attach):
 
 
 def test_a_tier_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.movers._kept", [])
+    kept: list[np.ndarray[Any, Any]] = []
+    monkeypatch.setattr("kvferry.tiers.movers._kept", kept)
     ferry = attach(promote_deadline="50ms", tier_flush="50ms")
     _, gate = pending(ferry)
     ferry._rank.tiers["tiers"]._close_seconds = 0.05
     assert bring(ferry, 0) == (0, b"")
     rows = ferry._rank.host.tier.bytes
     ferry.close()  # returns, and leaves the memory that the medium may still write to
-    assert ferry._rank.tiers["tiers"].is_stuck
+    mover = ferry._rank.tiers["tiers"]
+    assert mover.is_stuck
+    assert any(np.shares_memory(rows, each) for each in kept)
+    assert SharedMover(mover, rank=Rank(0), num_ranks=2).is_stuck
     rows[0] = 1
     gate.set()
     for thread in tier()._threads:  # they touch the memory, which this test gives back

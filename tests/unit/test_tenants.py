@@ -211,18 +211,6 @@ def below(places: int, tenants: str, write: WriteMode = WriteMode.THROUGH, **mor
     return Desk(slots=more.pop("slots", 16), tiers=(tier,), tenants=tenants, **more)
 
 
-@pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.SPILL])
-def test_a_ceiling_holds_on_every_tier(write):
-    desk = below(32, "a=fair:25%, *", write)
-    for number in range(1, 12):
-        keep(desk, f"a{number}", number, 4, "a")
-        keep(desk, f"b{number}", 100 + number, 4, "b")
-        assert on(desk, "host").get("a", 0) <= 4
-        assert on(desk, "disk").get("a", 0) <= 8
-    assert on(desk, "disk")["a"] == 8
-    assert on(desk, "disk")["b"] >= 8
-
-
 def test_blocks_of_an_earlier_run_have_no_tenant_and_are_evicted_in_order():
     pool = Pool(16)
     tier = SlotTier(TierName("disk"), pool, WriteMode.THROUGH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,11 +10,8 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
 
 from kvferry.cache.slots import as_slots
-from kvferry.core.keys import Key
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier
-from kvferry.tiers import movers as tier_mover
-from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import SharedMover, TierMover
 from kvferry.types import (
     DEVICE,
@@ -121,32 +117,6 @@ def test_memory_is_told_of_before_it_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert told[1:] == [(host.address + 2 * host.pitch, 4 * host.pitch)]
     mover.drain(10)
     mover.close()
-
-
-def test_closing_on_a_hung_medium_ends_and_keeps_the_memory(rig: Rig) -> None:
-    """What it still writes when it wakes up must not be another's memory by then."""
-    kept, memory = rig.host.rows.copy(), rig.host.rows
-    rig.down([0], [0])
-    rig.one()
-    gate, reached = threading.Event(), threading.Event()
-
-    def fault(way: Way, at: Key) -> None:
-        reached.set()
-        assert gate.wait(30)
-
-    rig.disk.fault = fault
-    rig.up([0], [3])
-    assert reached.wait(10)
-    rig.mover.close()
-    assert rig.mover.is_stuck
-    assert SharedMover(rig.mover, rank=Rank(0), num_ranks=2).is_stuck
-    assert any(np.shares_memory(memory, each) for each in tier_mover._kept)
-    gate.set()
-    rig.disk.drain(10)
-    assert (memory[3] == kept[0]).all()
-    tier_mover._kept.clear()
-    for thread in rig.disk._threads:
-        thread.join(10)
 
 
 def test_tiers_of_different_blocks_do_not_fit_together() -> None:

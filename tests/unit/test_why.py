@@ -150,13 +150,6 @@ def test_what_lies_below_is_told_apart() -> None:
     assert explanation.first_missing == 8
 
 
-def test_a_tier_that_is_away_is_named_with_its_reason() -> None:
-    explanation = why(tier_away(), "q")
-    assert explanation.tiers_away == ("disk: rank 0: no such file",)
-    assert explanation.lower_tokens == 0
-    assert why(still_below(), "q").tiers_away == ()
-
-
 def test_the_decision_comes_with_its_times() -> None:
     plain = why(load_slower(), "q").as_dict()
     decision = plain["decision"]
