@@ -7,15 +7,16 @@ the files may take such bytes for kept.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.fakes.sim_disk import SimDisk, images
-from tests.model.index_oracle import Event, History, Wrote, content_of
-from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, Life, recovered
+from tests.model.index_oracle import Event, History, Lost, Wrote, content_of
+from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, WIDE, Life, recovered
 
 from kvferry.errors import StoreError
 from kvferry.tiers.disk import index as module
@@ -37,7 +38,7 @@ class OneFault:
 
 def faulty_life(fault: OneFault, failed: Callable[[Life], bool]) -> Life:
     """Commits, losses, a forgetting; ``failed`` says whether to go on."""
-    life = Life.new(SMALL)
+    life = Life.new(WIDE)
     for at, file in enumerate(life.disk.files):
         file.fault = fault
         file.rng = random.Random(4 * fault.turn + 2 * fault.seed + at)
@@ -68,7 +69,7 @@ def check_crashes_after(turn: int, seed: int) -> bool:
         max(0, turn - 2) :
     ]:  # what came before is the same
         for image in images(files, rng, 3):
-            content, _ = recovered(SMALL, image)
+            content, _ = recovered(WIDE, image)
             life.history.check(content, noted, promised)
     return fault.calls >= turn
 
@@ -80,8 +81,8 @@ def check_end_of_process_after(turn: int, seed: int) -> bool:
     life = faulty_life(fault, lambda life: False)
     for file in life.disk.files:
         file.fault = None
-    second = Life(SMALL, life.disk, serial=life.serial)
-    second.index = life.disk.index(STORE_ID, NUM_PLACES, SMALL)
+    second = Life(WIDE, life.disk, serial=life.serial)
+    second.index = life.disk.index(STORE_ID, NUM_PLACES, WIDE)
     content = content_of(second.index)
     life.history.check(content, *life.history.moment())
     events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
@@ -93,12 +94,12 @@ def check_end_of_process_after(turn: int, seed: int) -> bool:
     second.commit()
     for files, (noted, promised) in life.disk.moments:
         for image in images(files, rng, 8):
-            content, _ = recovered(SMALL, image)
+            content, _ = recovered(WIDE, image)
             second.history.check(content, noted, promised)
     return fault.calls >= turn
 
 
-def every_turn(check: Callable[[int, int], bool], num_seeds: int = 3) -> int:
+def every_turn(check: Callable[[int, int], bool], num_seeds: int = 8) -> int:
     turn = 1
     while all(check(turn, seed) for seed in range(num_seeds)):
         turn += 1
@@ -176,6 +177,115 @@ def test_a_dead_medium_promises_nothing_and_keeps_everything(
     content, _ = recovered(SMALL, life.disk.media)
     life.history.check(content, *life.history.moment())
     assert set(content) == {1, 2}
+
+
+class Nothing(random.Random):
+    """A failed sync leaves the medium as it was: of all it may leave, that is the first."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+
+def fail_next_sync(life: Life, which: int) -> None:
+    """One sync of this file fails, and nothing of it reaches the medium; then all is well."""
+    file = life.disk.files[which]
+
+    def fault(what: str, offset: int, count: int) -> int | None:
+        if what == "sync":
+            file.fault = None
+            raise OSError(errno.EIO, "injected at sync")
+        return None
+
+    file.fault, file.rng = fault, Nothing()
+    with pytest.raises(StoreError, match="could not be written"):
+        life.commit()
+
+
+def test_a_reset_whose_sync_failed_is_written_again_before_it_is_promised() -> None:
+    life = Life.new(SMALL)
+    life.write((1, 1))
+    life.commit()
+    life.forget()
+    fail_next_sync(life, 1)
+    life.commit()
+    assert recovered(SMALL, life.disk.media)[0] == {}
+
+
+def test_a_reset_from_outside_while_an_index_opens_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's process raises the number between reading and writing it, if it may."""
+    life = Life.new(SMALL)
+    life.write((1, 1))
+    life.commit()
+    life.forget()
+    life.commit()
+    file = life.disk.files[1]
+    is_locked = False
+
+    @contextlib.contextmanager
+    def locked() -> Iterator[None]:
+        nonlocal is_locked
+        is_locked = True
+        yield
+        is_locked = False
+
+    monkeypatch.setattr(file, "locked", locked)
+    for name in ("read_at", "write_at"):
+        real = getattr(file, name)
+
+        def call(*told: Any, real: Any = real) -> Any:
+            assert is_locked, "another process may write between these"
+            return real(*told)
+
+        monkeypatch.setattr(file, name, call)
+    life.disk.index(STORE_ID, NUM_PLACES, SMALL)
+
+
+def test_pages_of_a_commit_that_failed_are_written_again_though_their_blocks_were_lost() -> None:
+    """What the kernel shows of such a page may not be on the medium: it must not be built on."""
+    life = Life.new(WIDE)
+    life.write((0, 1))
+    life.commit()
+    life.write((1, 2))
+    fail_next_sync(life, 0)
+    life.index.drop_queued()  # the blocks' own sync fails next
+    life.history.events.append(Lost(1))
+    life.write((WIDE.per_page, 3))
+    life.commit()
+    life.write((WIDE.per_page - 1, 4))
+    life.commit()
+    for files, (noted, promised) in life.disk.moments:
+        for image in images(files, random.Random(5), 64):
+            life.history.check(recovered(WIDE, image)[0], noted, promised)
+
+
+def test_a_page_that_can_be_read_again_does_not_outdo_what_was_committed_meanwhile() -> None:
+    life = Life.new(SMALL)
+    life.write((SMALL.per_page, 1))
+    life.commit()
+    for number in range(6):
+        life.write((0, number))
+        life.commit()
+    disk = SimDisk.holding(life.disk.media)
+    disk.files[0].read_fault = unreadable(0, 2 * SMALL.page_bytes)
+    second = Life(SMALL, disk, serial=life.serial)
+    second.begin()
+    assert second.index.report.bad_pages == 1
+    disk.files[0].read_fault = None
+    second.write((1, 10))
+    second.commit()
+    content, _ = recovered(SMALL, disk.media)
+    assert {1, SMALL.per_page} <= set(content)
+
+
+def test_pages_that_read_otherwise_the_second_time_are_no_blocks() -> None:
+    """The engine would be told of places that were never filled in."""
+    life = Life.new(SMALL)
+    life.write((0, 1))
+    life.commit()
+    index = life.disk.index(STORE_ID, NUM_PLACES, SMALL)
+    life.disk.files[0].read_fault = unreadable(0, 2 * SMALL.page_bytes)
+    with pytest.raises(StoreError, match="read twice"):
+        list(index.blocks())
 
 
 def unreadable(start: int, count: int) -> Callable[[str, int, int], int | None]:

@@ -22,6 +22,7 @@ from kvferry.core.quantities import MiB
 from kvferry.errors import StoreError, StoreInUseError
 from kvferry.tiers.disk import files as allocation
 from kvferry.tiers.disk import quota as room
+from kvferry.tiers.disk.protocol import ReadyMessage
 from kvferry.tiers.disk.quota import (
     StoreLock,
     allocated_bytes,
@@ -37,6 +38,7 @@ from kvferry.tiers.disk.store import (
 )
 from kvferry.tiers.disk.superblock import (
     DiskBound,
+    StoreAt,
     StoreIdentity,
     Superblock,
     SuperblockError,
@@ -216,6 +218,18 @@ def test_a_store_whose_superblock_cannot_be_believed_begins_anew(tmp_path: Path)
         fill(store, [2])
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert placed(store) == [2]
+
+
+def test_what_is_not_kept_is_not_kept_in_a_store_made_anew_either(tmp_path: Path) -> None:
+    """The folder vanished under an engine whose weights the namespace does not name."""
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        known = StoreAt(str(store.folder), store.store_id), store.num_places
+        before = ReadyMessage(*known, store.index.reset_number, 0, 0, "")
+    purge_store(store.folder)
+    with Store.open(tmp_path, identity(), BOUND, before=before, is_kept=False) as store:
+        fill(store, [1])
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert placed(store) == []
 
 
 def test_a_store_of_another_format_is_refused_counted_and_left_alone(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from kvferry.tiers.disk.state import FILE_NAME as STATE_NAME
 from kvferry.tiers.disk.state import NOT_KEPT, raise_reset, read_reset, write_reset
 from kvferry.tiers.disk.superblock import Superblock
 from kvferry.tiers.ipc.messages import Flags
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOTS, SlotArray
 
 Pages = npt.NDArray[Any]
 Proofs = npt.NDArray[np.uint8]
@@ -51,6 +51,8 @@ MAX_PLACES = 1 << 31
 _HEAD_BYTES = 64
 _CHUNK_PAGES = 512
 """Read, checked or written together: 4 MiB with both copies."""
+_UNSEEN_COMMITS = 1 << 32
+"""More than a store ever has: a page that is not whole may be of so many later commits."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class PageTable:
     def read(self, numbers: SlotArray) -> tuple[Pages, npt.NDArray[np.uint64]]:
         """Return both copies of these ascending pages, and their commits: 0 if not whole.
 
-        What the medium does not give is zero, and so is not whole.
+        What the medium does not give is all ones, and so is not whole.
         """
         size = self.shape.page_bytes
         raw = bytearray(2 * size * len(numbers))
@@ -177,7 +179,10 @@ class PageTable:
             data = read_whole(self.file, offset, len(out))
             out[: len(data)] = data
         except OSError:
-            for at in range(0, len(out), size) if len(out) > size else ():
+            if len(out) == size:
+                out[:] = b"\xff" * size
+                return
+            for at in range(0, len(out), size):
                 self._fill(offset + at, out[at : at + size])
 
     def write(self, numbers: SlotArray, copies: SlotArray, pages: Pages) -> None:
@@ -273,6 +278,8 @@ class DiskIndex:
         self._queue: list[tuple[int, SlotArray, Records]] = []
         """What is not durable yet: how many were recorded by then, places, records."""
         self._reset_due: tuple[int, bool] | None = None
+        self._in_doubt = NO_SLOTS
+        """Pages of a commit that failed: what can be read of them may not be on the medium."""
         self.num_pending = 0
         """How many blocks were written, and are not durable yet."""
         self._is_closed = False
@@ -283,7 +290,8 @@ class DiskIndex:
             self._page_reset = self.reset_number if is_kept else NOT_KEPT
             self._counts = known if self.reset_number == known else NOT_KEPT - 1
             found = self._table.recover(self._counts)
-            self._commit = int(found.commits.max(initial=0))
+            last = int(found.commits.max(initial=0))
+            self._commit = last + (_UNSEEN_COMMITS if found.report.bad_pages else 0)
             """The last commit: no copy of a later one counts, as it may not be on the medium."""
             self._turns = found.turns
             self.num_recorded = int(found.turns.max(initial=0))
@@ -291,7 +299,7 @@ class DiskIndex:
             self.present, self.proofs, self.report = found.present, found.proofs, found.report
             if is_damaged:
                 found.report.words = "its reset number was damaged: everything is left out"
-            self._write_again(np.flatnonzero(found.commits == self._commit))
+            self._write_again(np.flatnonzero(found.commits == last) if last else NO_SLOTS)
             if len(found.beyond):
                 self._enqueue(found.beyond, np.zeros(len(found.beyond), dtype=shape.record))
                 self.commit()
@@ -300,13 +308,14 @@ class DiskIndex:
 
     def _read_reset(self) -> tuple[int, bool]:
         """Return the store's reset number, and whether it was damaged and so had to be drawn."""
-        known = read_reset(self._state)
-        is_damaged = known is None
-        if known is None:  # less than any that a clock gives: other drives keep their blocks
-            known = randbits(32) + 1
-        if known:  # after a failed sync a kernel may show what it will never write
-            write_reset(self._state, known)
-        return known, is_damaged
+        with self._state.locked():  # the scheduler's child may write a greater one
+            known = read_reset(self._state)
+            is_damaged = known is None
+            if known is None:  # less than any that a clock gives: other drives keep their blocks
+                known = randbits(32) + 1
+            if known:  # after a failed sync a kernel may show what it will never write
+                write_reset(self._state, known)
+            return known, is_damaged
 
     def _write_again(self, numbers: SlotArray) -> None:
         """Write the pages of the last commit as they were found.
@@ -314,7 +323,7 @@ class DiskIndex:
         A killed process may leave in the page cache what never reached the medium, and after a
         failed sync the kernel would not write it any more.
         """
-        if not self._commit:
+        if not len(numbers):
             return
         for start in range(0, len(numbers), _CHUNK_PAGES):
             some = numbers[start : start + _CHUNK_PAGES]
@@ -353,14 +362,20 @@ class DiskIndex:
     def blocks(self) -> Iterator[tuple[Keys, SlotArray, SlotArray]]:
         """Yield keys and places of all recovered blocks in pieces, and their ranks by age.
 
-        Once, right after opening: a commit in between would change what is read.
+        Once, right after opening: a commit in between would change what is read. Raises StoreError
+        if the medium gave other pages then.
         """
         turns, self._turns = self._turns, np.empty(0, dtype=np.uint64)
         there = np.flatnonzero(turns)
         ranks = np.zeros(len(turns), dtype=np.int64)
         ranks[there[np.argsort(turns[there])]] = np.arange(len(there))
+        num_found = 0
         for keys, places, _ in self._table.pieces(self._counts):
-            yield keys, places, ranks[places]
+            num_found += len(places) if turns[places].all() else len(turns)
+            if num_found <= len(there):
+                yield keys, places, ranks[places]
+        if num_found != len(there):
+            raise StoreError("the index is not the same when it is read twice")
 
     # -- recording --------------------------------------------------------------------------------
 
@@ -445,13 +460,15 @@ class DiskIndex:
 
     def _write(self, places: SlotArray, records: Records) -> None:
         numbers = places // self._table.shape.per_page
-        touched = np.unique(numbers)
+        # With the pages of a commit that failed, also where what it had to say was dropped since.
+        touched = self._in_doubt = np.unique(np.concatenate([numbers, self._in_doubt]))
         for start in range(0, len(touched), _CHUNK_PAGES):
             some = touched[start : start + _CHUNK_PAGES]
             mine = (some[0] <= numbers) & (numbers <= some[-1])
             self._write_pages(some, numbers[mine], places[mine], records[mine])
         self._table.file.sync()
         self._commit += 1
+        self._in_doubt = NO_SLOTS
 
     def _write_pages(
         self, some: SlotArray, numbers: SlotArray, places: SlotArray, records: Records

@@ -71,9 +71,8 @@ def write_reset(file: DiskFile, number: int) -> None:
 def raise_reset(file: DiskFile, number: int) -> None:
     """Make this the reset number unless it is greater already; on the medium on return."""
     with file.locked():  # the drive process and the scheduler's child may both write
-        known = read_reset(file)
-        if known is None or known < number:
-            write_reset(file, number)
+        # One that can be read may not be on the medium, after a sync that failed.
+        write_reset(file, max(number, read_reset(file) or 0))
 
 
 def read_spent(file: DiskFile) -> tuple[int, int]:

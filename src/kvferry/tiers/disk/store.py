@@ -112,7 +112,7 @@ class Store(Closing):
                             # While it shrinks others would count its old size.
                             index = _shortened(folder, superblock)
                     if not is_shorter:  # others need not wait for this
-                        index = DiskIndex.open(folder, superblock)
+                        index = DiskIndex.open(folder, superblock, is_kept=is_kept)
                 undo.pop_all()
         except OSError as error:
             raise StoreError(
