@@ -5,7 +5,9 @@ Everything but the model is real: vLLM's scheduler, coordinator and block pool, 
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 from tests.fakes.vllm_families import FAMILIES, Family, stand_in
 from tests.integration.vllm.simulated import Shape, Simulation
 from vllm.v1 import kv_cache_interface
+
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.types import DEVICE, Transfer
 
 if not hasattr(kv_cache_interface, "CircularBufferSpec"):
     pytest.skip("this vLLM says too little of its layers", allow_module_level=True)
@@ -218,6 +223,32 @@ def test_a_forced_reset_waits_for_no_store(llama: Path, name: str) -> None:
         assert not sim.serving.engine._released_before
         assert sim.scheduler.reset_prefix_cache()
         sim.serving.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), [("full", 50), ("gpt-oss", 96)])
+def test_loads_that_fail_on_a_small_device_end_every_wait(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_blocks: int
+) -> None:
+    """Seen red: a request that asked again still counted the blocks of its failed load."""
+    (shape,) = (each for each in _shapes() if each.name == name)
+    chance, move = random.Random(5), CpuEngine._move
+
+    def fails(engine: CpuEngine, transfer: Transfer) -> None:
+        if transfer.dst == DEVICE and chance.random() < 0.4:
+            raise OSError("the card is ill")
+        move(engine, transfer)
+
+    monkeypatch.setattr(CpuEngine, "_move", fails)
+    with closing(Simulation(replace(shape, num_blocks=num_blocks), llama, 1)) as sim:
+        for _ in range(20):
+            for _ in range(3):
+                sim.turn(sim.come())
+            sim.run(most=1000)
+            sim.rest()
+            assert sim.scheduler.reset_prefix_cache()
+        moved = sim.serving.scheduler.stats()
+        assert moved.failed > 3
+        assert moved.hit_tokens > 500
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
