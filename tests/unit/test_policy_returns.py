@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import PROFILE
 from tests.fakes.crafted_keys import keys
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
@@ -141,7 +142,7 @@ def chats(seed: int, count: int) -> list[tuple[float, list[int], bool, float]]:
 def told(liars: float, *, silent: bool = False) -> dict[str, float]:
     """Hit ratios by kind of sender, where this share of 16 senders says the opposite."""
     replay, counts = PoolReplay(450, Returns), dict[str, list[int]]()
-    for at, blocks, is_over, gap in chats(3, 1500):
+    for at, blocks, is_over, gap in chats(3, 1500 if PROFILE == "soak" else 1000):
         number = blocks[0] // 1000
         evidence, kind = None, "silent"
         if number % 2 and not silent:
@@ -193,9 +194,10 @@ def trace(kind: str) -> list[Any]:
         from made_traces import made
     finally:
         sys.path.remove(bench)
-    return made(kind, scale=SCALES.get(kind, 0.25))[: LENGTHS.get(kind, 2500)]
+    return made(kind, scale=SCALES.get(kind, 0.25))[: LENGTHS.get(kind, NUM_LINES)]
 
 
+NUM_LINES = 2500 if PROFILE == "soak" else 1500
 SCALES = {"agents": 0.1, "regime": 0.15, "diurnal": 0.1, "load": 0.15, "chance": 1.0}
 LENGTHS = {"regime": 3700, "chance": 4000}  # of chance so many that chance matters little
 SIZES = {
