@@ -24,8 +24,6 @@ from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
-
-
 Open = Callable[..., Store]
 
 
@@ -33,8 +31,8 @@ Open = Callable[..., Store]
 def open_store() -> Iterator[Open]:
     opened: list[RemoteTier] = []
 
-    def open_one(endpoint: str, **more) -> Store:
-        namespace = secrets.token_bytes(32)
+    def open_one(endpoint: str, namespace: bytes = b"", **more) -> Store:
+        namespace = namespace or secrets.token_bytes(32)
         opened.append(remote.open_s3(endpoint, SIZE, namespace=namespace, **more))
         return Store(opened[-1], namespace)
 

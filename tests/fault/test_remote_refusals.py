@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,32 +13,17 @@ import numpy as np
 import pytest
 from tests.fakes import remote, s3_servers
 from tests.fakes.doors import Passing, standing_open
-from tests.fakes.remote import SIZE, Store
+from tests.fakes.remote import SIZE
+from tests.fault.test_remote_faults import Open, every_server
+from tests.fault.test_remote_faults import open_store as open_store  # a fixture
 
 import kvferry
 from kvferry.config import Config
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.objects import ObjectFormat
-from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.tools.doctor.checks import Grade, check_tiers
 
 ALL = list(range(8))
-every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
-Open = Callable[..., Store]
-
-
-@pytest.fixture
-def open_store() -> Iterator[Open]:
-    opened: list[RemoteTier] = []
-
-    def open_one(endpoint: str, namespace: bytes = b"", **more) -> Store:
-        namespace = namespace or secrets.token_bytes(32)
-        opened.append(remote.open_s3(endpoint, SIZE, namespace=namespace, **more))
-        return Store(opened[-1], namespace)
-
-    yield open_one
-    for tier in opened:
-        tier.close()
 
 
 @pytest.fixture
