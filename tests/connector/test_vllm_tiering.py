@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import time
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.base")
 
 from tests.fakes import s3_servers
+from tests.fakes.drives import signal_drives
 from tests.fakes.remote import CREDENTIALS
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -285,20 +285,13 @@ def test_a_drive_process_that_dies_is_a_miss_at_most(serve):
     for number, content in blocks.items():
         server.store({number: content})
         server.settle()
-    for child in children():
-        os.kill(child, signal.SIGKILL)
+    signal_drives(signal.SIGKILL)
     got = {number: server.load(number) for number in range(6)}
     assert all(content in (None, blocks[number]) for number, content in got.items())
     end = time.monotonic() + LONG
     while server.load(0) is None:  # it is started again, and has its blocks
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def children() -> list[int]:
-    """The process ids of this process's children: the drive processes."""
-    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    return [int(child) for child in found.split()]
 
 
 def test_two_servers_share_a_bucket(serve, monkeypatch):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from tests.fakes.crafted_keys import key
@@ -25,6 +26,13 @@ from kvferry.tiers.ipc.child import EngineLink, serve_engine
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 from kvferry.tiers.ipc.process import ChildProcess
+
+
+def signal_drives(number: int) -> None:
+    """Send a signal to this process's drive processes, and to none of its other children."""
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        if b"kvferry.tiers.disk.drive" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), number)
 
 
 @dataclass(eq=False)

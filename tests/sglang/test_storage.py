@@ -20,6 +20,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
 import torch
+from tests.fakes.drives import signal_drives
 from tests.sglang.cpu import (
     LONG,
     PAGE,
@@ -259,19 +260,13 @@ def test_a_drive_that_dies_or_hangs_is_a_miss_within_its_deadline(serve, tmp_pat
     server = serve({**disk, "revision": "1", "disk_deadline": "1s", "promote_deadline": "1s"})
     prompt = tokens(12)
     pages = server.backup(prompt)
-    for child in _children():
-        os.kill(child, fault)
+    signal_drives(fault)
     came = server.prefetch(prompt)
     assert came == pages[: len(came)]
     end = time.monotonic() + LONG
     while server.prefetch(prompt) != pages:  # the drive's process is started again
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def _children() -> list[int]:
-    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    return [int(child) for child in found.split()]
 
 
 RANK = """
