@@ -32,7 +32,10 @@ _MOST_TIMES, _LEAST = 4, 1024
 
 
 class RankedSlots:
-    """Slots by priority, those of one priority in the order in which they came. Owns this order."""
+    """Slots by priority, those of one priority in the order in which they came. Owns this order.
+
+    An interrupt between two steps may leave a slot's priority without its place, never the reverse.
+    """
 
     def __init__(self) -> None:
         self.queues: dict[int, dict[int, None]] = {}
@@ -44,18 +47,20 @@ class RankedSlots:
         self.discard(slots)
         if len(slots):
             numbers = slots.tolist()
-            self.queues.setdefault(priority, {}).update(dict.fromkeys(numbers))
             self._priority.update(dict.fromkeys(numbers, priority))
+            self.queues.setdefault(priority, {}).update(dict.fromkeys(numbers))
 
     def discard(self, slots: SlotArray) -> None:
         if not self.queues:
             return
         for slot in slots.tolist():
-            priority = self._priority.pop(slot, None)
+            priority = self._priority.get(slot)
             if priority is not None:
-                del self.queues[priority][slot]
-                if not self.queues[priority]:
-                    del self.queues[priority]
+                queue = self.queues.get(priority, {})
+                queue.pop(slot, None)
+                if not queue:
+                    self.queues.pop(priority, None)
+                del self._priority[slot]
 
     def first(self, priority: int, count: int) -> SlotArray:
         """Up to ``count`` slots of one priority, in their order."""
