@@ -246,7 +246,7 @@ def _verified(store: Path, key: bytes | None, *, is_quiet: bool) -> dict[str, An
         "blocks": report.num_blocks,
         "checked": report.num_checked,
         "bad_places": report.bad_places,
-        "journal": str(report.recovery),
+        "index": str(report.recovery),
     }
 
 
@@ -261,6 +261,6 @@ def _put_verified(row: dict[str, Any]) -> None:
         some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + " ..." * (len(bad) > _MOST_BAD_SHOWN)
         click.echo(
             f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are damaged (places "
-            f"{some or 'none'}); index: {row['journal']}. They are never served. Check the drive",
+            f"{some or 'none'}); index: {row['index']}. They are never served. Check the drive",
             err=True,
         )
