@@ -35,9 +35,9 @@ SPILL, THROUGH = WriteMode.SPILL, WriteMode.THROUGH
 
 SERVERS = (
     Setup("full", num_ranks=3, num_slots=32, num_blocks=30, num_stories=10, stores_late=True),
-    Setup("full", num_slots=16, num_blocks=30, tiers=((200, SPILL),), store_mode="lazy"),
+    Setup("full", num_slots=16, num_blocks=30, tiers=((200, SPILL),)),
     Setup("window", num_ranks=2, num_slots=24, tiers=((200, THROUGH), (6, SPILL))),
-    Setup("window", num_slots=64, num_blocks=26, store_mode="lazy", store_threshold=2),
+    Setup("window", num_slots=64, num_blocks=26, store_threshold=2),
     Setup("recurrent", num_slots=48, tiers=((40, SPILL), (300, THROUGH)), load_policy="auto"),
     Setup("chunked", hash_tokens=2, num_ranks=2, num_slots=24, joins_loads=False),
     Setup("pairs", hash_tokens=2, num_slots=16, tiers=((100, SPILL),), num_stories=10),

@@ -192,13 +192,7 @@ def _checked_config(config: Config | None, settings: Mapping[str, Any]) -> Confi
         raise ConfigError("give either a config or single settings, not both")
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config must be a kvferry.Config, got {type(config).__name__}")
-    config = config if config is not None else Config.load(overrides=settings, source="attach")
-    if config.store_mode == "lazy":
-        raise ConfigError(
-            "store_mode: lazy needs an engine that offers its blocks before it drops them; with "
-            "attach you store what you want kept, so use eager"
-        )
-    return config
+    return config if config is not None else Config.load(overrides=settings, source="attach")
 
 
 def _checked_groups(groups: Sequence[Group] | None, block_tokens: int) -> tuple[Group, ...]:

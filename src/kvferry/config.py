@@ -171,6 +171,7 @@ RENAMED = {
 
 REMOVED = {
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
+    "store_mode": "blocks are stored as they are computed",
     "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
 }
 """Settings that are gone, and what replaced them."""
@@ -279,8 +280,6 @@ class Config:
     """A fetch from a lower tier not finished by then is given up."""
     lookup_deadline: float = setting(1.0, SECONDS)
     """A lower tier without an answer to a lookup by then counts as a miss."""
-    store_mode: str = setting("eager", one_of("eager", "lazy"))
-    """Store blocks as soon as they are computed, or only when the device is about to drop them."""
     store_threshold: int = setting(1, COUNT)
     """Store a block only once requests have asked for it this often."""
     load_policy: str = setting("auto", one_of("always", "auto", "never"))

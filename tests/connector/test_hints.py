@@ -1,7 +1,4 @@
-"""What a client says of a request, through the connector: `do_not_store` in every store mode.
-
-Seen red with lazy stores that ask nobody whether a block may be stored.
-"""
+"""What a client says of a request, through the connector: `do_not_store`."""
 
 from __future__ import annotations
 
@@ -30,18 +27,16 @@ def num_stored(sides: Sides, tag: int) -> int:
     return int(found or 0) // BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("store_mode", ["eager", "lazy"])
 @pytest.mark.parametrize(
     ("hints", "expected"),
     [(None, 4), ({"do_not_store": True}, 0), ({"max_store_tokens": 2 * BLOCK_TOKENS}, 2)],
 )
 def test_as_much_is_stored_as_may_be(
     make_sides: Callable[..., Sides],
-    store_mode: str,
     hints: dict[str, Any] | None,
     expected: int,
 ) -> None:
-    sides = make_sides(["layer0"], store_mode=store_mode)
+    sides = make_sides(["layer0"])
     serve(sides, "said", 1, hints)
     for number in range(12):  # vLLM gives away everything it has, and shows it to us before
         serve(sides, f"other{number}", 10 + number)

@@ -71,9 +71,6 @@ class ByName(Scheduler):
     ) -> tuple[DeviceBlocks, ...]:
         return blocks_of(self.called(name, keys).store(tables, num_tokens))
 
-    def offer(self, group: int, keys: Keys, blocks: BlockTable) -> tuple[DeviceBlocks, ...]:  # type: ignore[override]
-        return blocks_of(super().offer(group, keys, blocks))
-
     def stored_tokens(self, name: str) -> int:
         return self.named[name].stored_tokens if name in self.named else 0
 

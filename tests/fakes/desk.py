@@ -94,10 +94,6 @@ class Desk:
     def load(self, request_id: str, num_tokens: int, first_block: int = 0) -> dict[int, list[int]]:
         return by_group(self.scheduler.load(request_id, self.tables(num_tokens, first_block)))
 
-    def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> list[int]:
-        """Offer free blocks; returns those being stored."""
-        return by_group(self.scheduler.offer(group, keys, blocks)).get(group, [])
-
     def plan(self) -> list[Transfer]:
         """Send off what was ordered; returns it."""
         plan = self.scheduler.plan()

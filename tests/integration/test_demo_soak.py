@@ -59,28 +59,26 @@ MODELS = {
 
 @dataclass
 class Life:
-    """One way to live: which model, when to store, what is below."""
+    """One way to live: which model, what is below."""
 
     model: str
-    store_mode: str
     below: WriteMode | None
     failure_rate: float = 0.05
     settings: dict[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         below = self.below.value if self.below else "nothing"
-        return f"{self.model}, {self.store_mode}, {below} below {' '.join(self.settings)}".strip()
+        return f"{self.model}, {below} below {' '.join(self.settings)}".strip()
 
 
 LIVES = [
-    Life("full", "eager", None),
-    Life("full", "lazy", WriteMode.SPILL),
-    Life("hybrid", "eager", WriteMode.SPILL),
-    Life("hybrid", "eager", WriteMode.THROUGH, failure_rate=0.3),
-    Life("hybrid", "lazy", WriteMode.THROUGH),
-    Life("hybrid", "lazy", None, failure_rate=0.3),
-    Life("windows", "eager", None, settings={"store_threshold": 2, "max_loading_blocks": 3}),
-    Life("hybrid", "eager", None, 0.1, {"load_deadline": 0.005, "store_deadline": 0.0005}),
+    Life("full", None),
+    Life("full", WriteMode.SPILL),
+    Life("hybrid", WriteMode.SPILL),
+    Life("hybrid", WriteMode.THROUGH, failure_rate=0.3),
+    Life("hybrid", None, failure_rate=0.3),
+    Life("windows", None, settings={"store_threshold": 2, "max_loading_blocks": 3}),
+    Life("hybrid", None, 0.1, {"load_deadline": 0.005, "store_deadline": 0.0005}),
 ]
 
 
@@ -159,7 +157,7 @@ def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.Monke
     monkeypatch.setattr("kvferry.rank.CpuEngine", engine_class)
     answers: dict[str, list[int]] = {}
     served: list[ServedRequest] = []
-    settings = {"store_mode": life.store_mode, "load_policy": "always", "match_deadline": 0.05}
+    settings = {"load_policy": "always", "match_deadline": 0.05}
     settings |= life.settings
     if life.below:
         settings |= {"tiers": f"lower={__name__}:open_prepared", "tier_write": life.below.value}

@@ -140,14 +140,14 @@ def test_every_reason_and_verdict_has_words():
 
 def test_config_shows_every_setting_and_its_source(tmp_path):
     file = tmp_path / "kvferry.toml"
-    file.write_text('[kvferry]\nhost = "2GiB"\nstore_mode = "lazy"\n')
-    result = invoke("config", "--json", KVFERRY_CONFIG=str(file), KVFERRY_STORE_MODE="eager")
+    file.write_text('[kvferry]\nhost = "2GiB"\nload_policy = "never"\n')
+    result = invoke("config", "--json", KVFERRY_CONFIG=str(file), KVFERRY_LOAD_POLICY="always")
     rows = json.loads(result.output)
     assert set(rows) == {setting.name for setting in describe()}
     assert (rows["host"]["value"], rows["host"]["source"]) == ("2GiB", str(file))
-    assert (rows["store_mode"]["value"], rows["store_mode"]["source"]) == (
-        "eager",
-        "KVFERRY_STORE_MODE",
+    assert (rows["load_policy"]["value"], rows["load_policy"]["source"]) == (
+        "always",
+        "KVFERRY_LOAD_POLICY",
     )
     assert rows["copy_path"]["source"] == "default"
     changed = invoke("config", "--changed", "--file", str(file)).output
@@ -155,7 +155,7 @@ def test_config_shows_every_setting_and_its_source(tmp_path):
     assert "copy_path" not in changed
     assert "Every setting has its default" in invoke("config", "--changed").output
     basic = {setting.name for setting in describe() if setting.basic}
-    for words, wanted in (((), {*basic, "store_mode"}), (("--all",), set(rows))):
+    for words, wanted in (((), {*basic, "load_policy"}), (("--all",), set(rows))):
         lines = invoke("config", *words, "--file", str(file)).output.splitlines()
         assert {line.split()[0] for line in lines if line[:1].isalpha()} - {"Setting"} == wanted
 

@@ -96,7 +96,6 @@ class Serving:
                 "promote_deadline": 3.0,
                 "lookup_deadline": 1.0,
                 "match_deadline": 8.0,
-                "store_mode": setup.store_mode,
                 "store_threshold": setup.store_threshold,
                 "load_policy": setup.load_policy,
                 **settings,
@@ -115,7 +114,6 @@ class Serving:
         self.num_pieces = 0
         self.num_parts = 0
         self.num_left = self.num_late = self.num_continued = 0
-        self._allocated = 0
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         for story, keys in enumerate(self.stories.keys):
             for g, group in enumerate(self.groups):
@@ -461,17 +459,7 @@ class Serving:
     # -- the copies -----------------------------------------------------------------------------
 
     def dispatch(self) -> int:
-        """End of a step: offer what goes next, then hand the plan to every rank."""
-        allocated = sum(pool.num_allocated for pool in self.devices)
-        self.scheduler.stores.demand(allocated - self._allocated)
-        self._allocated = allocated
-        depth = self.scheduler.stores.depth
-        if depth:
-            for g, pool in enumerate(self.devices):
-                head = [block for block, _ in zip(pool.free, range(depth), strict=False)]
-                soonest = [block for block in head if block in pool.cached_as]
-                keys = Keys.from_bytes(pool.cached_as[block][1] for block in soonest)
-                self._hold(self.scheduler.offer(g, keys, soonest))
+        """End of a step: hand the plan to every rank."""
         if self.scheduler.deferred is not None:
             is_idle = not any(each.state == "running" for each in self.requests.values())
             ordered = self.scheduler.store_left(is_idle=is_idle)

@@ -61,7 +61,6 @@ class Setup:
     piece_slots: int = 0
     """With any, hits are loaded while they come up, in pieces of so many blocks."""
     bounded: bool = True
-    store_mode: str = "eager"
     stores_late: bool = False
     """Requests that end leave what is not stored, to be stored later or by the next turn."""
     store_threshold: int = 1
@@ -121,7 +120,6 @@ class Device:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cache: dict[int, int] = {}
         self.cached_as: dict[int, tuple[int, bytes]] = {}
-        self.num_allocated = 0
 
     def allocate(self, count: int) -> list[int]:
         assert count <= len(self.free)
@@ -130,7 +128,6 @@ class Device:
             self.forget(block)
             self.holders[block] = 1
         self.values[:, blocks] = 0xDEAD
-        self.num_allocated += count
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:

@@ -1,11 +1,10 @@
 """Random lives of hinted requests and of orders from outside, with tiers below: always sound.
 
 After every step the scheduler proves itself, nothing is held beyond the bound on any tier and no
-tenant has more than its ceiling there, nothing is stored of who said so (eager and lazy), and
-nothing is loaded for who said so. At the end nothing is left over.
+tenant has more than its ceiling there, nothing is stored or loaded of requests whose hints forbid
+it. At the end nothing is left over.
 
-Seen red with lazy stores that ask nobody, and with orders that name a block twice: slots were on
-the free list twice.
+Seen red with orders that name a block twice: slots were on the free list twice.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class Life:
         settings: dict[str, object] = {"pin_share": rng.choice((0.0, 0.25, 0.5))}
         if rng.random() < 0.5:
             settings["tenants"] = rng.choice(("*", "a=50%:60%, b=10%"))
-        settings["store_mode"] = rng.choice(("eager", "lazy"))
         slots = rng.choice((10, 24))
         self.desk = Desk(slots=slots, tiers=self.tiers, **settings)  # type: ignore[arg-type]
         self.live: list[Request] = []
@@ -92,11 +90,6 @@ class Life:
                 request.store(desk.tables(num_tokens), num_tokens)
             request.end()
         elif what == "land":
-            keys = story(rng.randrange(NUM_STORIES), LONGEST)
-            for key in keys:  # one that nobody asked for was there before all this
-                self.may_be_stored.setdefault(key, True)
-            offered = keys.take(np.arange(LONGEST)[::-1])
-            desk.offer(0, offered, list(range(LONGEST)))  # as with lazy stores
             desk.run()
         elif what == "order":
             keys, control = any_keys(rng), desk.scheduler.control

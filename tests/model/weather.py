@@ -141,7 +141,6 @@ def random_setup(rng: random.Random) -> Setup:
         (rng.choice([6, 80, 200, None, None]), rng.choice(list(WriteMode)))
         for _ in range(rng.choice([0, 1, 1, 2]))
     ]
-    lazy = rng.random() < 0.4
     return Setup(
         kind=kind,
         hash_tokens=rng.choice([2, 4]),
@@ -149,9 +148,8 @@ def random_setup(rng: random.Random) -> Setup:
         num_slots=rng.choice([4, 16, 32, 96]),
         num_blocks=rng.choice([26, 26, 34, 64]),
         tiers=tuple(tiers),
-        joins_loads=lazy or rng.random() < 0.8,
+        joins_loads=rng.random() < 0.8,
         bounded=rng.random() < 0.8,
-        store_mode="lazy" if lazy else "eager",
         store_threshold=rng.choice([1, 1, 1, 2, 3]),
         load_policy=rng.choice(["always", "always", "auto"]),
         num_stories=rng.choice([4, 8, 12]),

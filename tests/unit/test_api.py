@@ -184,8 +184,6 @@ def test_close_gives_everything_back_though_a_part_fails(
 
 
 def test_settings_that_cannot_be_used_are_refused(kv: Tensors) -> None:
-    with pytest.raises(ConfigError, match="store_mode: lazy needs an engine"):
-        kvferry.attach(kv, model="m", store_mode="lazy")
     with pytest.raises(UnknownSettingError, match="host"):
         kvferry.attach(kv, model="m", hosst="1GiB")
     with pytest.raises(ConfigError, match="not both"):

@@ -175,7 +175,6 @@ def test_close_ends_everything_and_use_after_is_refused() -> None:
         lambda: scheduler.match("x", chain),
         lambda: scheduler.load("x", [[0]]),
         lambda: scheduler.store("x", chain, [[0]], 4),
-        lambda: scheduler.offer(0, chain, [0, 1, 2, 3]),
         scheduler.plan,
         scheduler.settle,
         scheduler.reset,

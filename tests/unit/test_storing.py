@@ -1,14 +1,12 @@
-"""What is stored, when, and what waits: eager and lazy, whole slots, bounds, admission."""
+"""What is stored, when, and what waits: whole slots, bounds."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tests.fakes.desk import STORE, Desk, routes, story
 
 from kvferry.cache import reach
 from kvferry.core.keys import Keys
-from kvferry.errors import InputError
 
 WINDOW = reach.SlidingWindow(4, window=9)
 
@@ -58,14 +56,11 @@ def test_what_is_skipped_was_used_and_stays_longer() -> None:
     assert (desk.hit(old), desk.hit(new)) == (16, 0)
 
 
-def test_windows_lazy_stores_and_old_blocks_skip_nothing() -> None:
+def test_windows_and_old_blocks_skip_nothing() -> None:
     desk = Desk(reach.FullAttention(4), WINDOW)
     told = story(1, 4)
     desk.keep("a", told, 16)
     assert returns(desk, "b", told, 16) == 0
-    lazy = Desk(store_mode="lazy")
-    lazy.offer(0, told, [0, 1, 2, 3])
-    assert returns(lazy, "b", told, 16) == 0
     desk = Desk()
     desk.match("b", told)
     desk.scheduler.reset()
@@ -143,67 +138,3 @@ def test_a_store_of_several_groups_may_pass_a_bound_that_is_not_reached() -> Non
     assert desk.store("c", story(3, 1), 4) == {}
     desk.run()
     assert desk.hit(story(2, 8)) == 32
-
-
-def lazy(**settings: object) -> Desk:
-    return Desk(store_mode="lazy", **settings)  # type: ignore[arg-type]
-
-
-def test_lazy_stores_nothing_that_is_only_computed() -> None:
-    desk = lazy()
-    assert desk.store("a", story(1, 4), 16) == {}
-    desk.scheduler.finish("a")
-    assert desk.plan() == []
-
-
-def test_each_offered_block_goes_under_its_own_key() -> None:
-    desk = lazy()
-    told = story(1, 3)
-    desk.offer(0, told, [9, 8, 7])
-    (sent,) = desk.plan()
-    desk.land()
-    keys = desk.scheduler.matcher.slot_keys(0, told, range(3))
-    where = dict(zip(sent.dst_slots.tolist(), sent.src_slots.tolist(), strict=True))
-    assert [where[int(s)] for s in desk.pool.table.index.find(keys)] == [9, 8, 7]
-
-
-def test_offered_keys_are_those_at_the_blocks_ends_where_hash_blocks_are_smaller() -> None:
-    desk = lazy(hash_tokens=2)
-    told = story(1, 8)  # two per block
-    ends = told.take(np.array([1, 3, 5, 7]))
-    assert sorted(desk.offer(0, ends, [4, 5, 6, 7])) == [4, 5, 6, 7]
-    desk.run()
-    assert desk.hit(told) == 16
-
-
-def test_the_beginning_of_a_conversation_outlives_its_end_below_too() -> None:
-    """Engines free a request's last block first, so it is offered first and evicted first."""
-    desk = lazy(slots=4)
-    told = story(1, 4)
-    backwards = np.arange(4)[::-1]
-    desk.offer(0, told.take(backwards), [3, 2, 1, 0])
-    desk.run()
-    desk.offer(0, story(2, 2), [8, 9])  # needs two slots
-    desk.run()
-    assert desk.hit(told) == 8
-
-
-def test_lazy_stores_respect_admission_and_bounds() -> None:
-    desk = lazy(store_threshold=2, max_storing_blocks=2)
-    told = story(1, 4)
-    desk.match("a", told)
-    assert desk.offer(0, told, [0, 1, 2, 3]) == []
-    desk.match("b", told)
-    assert sorted(desk.offer(0, told, [0, 1, 2, 3])) == [0, 1]
-    assert desk.offer(0, told, [0, 1, 2, 3]) == []
-    desk.run()
-    assert sorted(desk.offer(0, told, [0, 1, 2, 3])) == [2, 3]
-
-
-def test_offers_that_do_not_pair_up_are_refused() -> None:
-    desk = lazy()
-    with pytest.raises(InputError, match="2 keys for 1 offered"):
-        desk.offer(0, story(1, 2), [0])
-    with pytest.raises(InputError, match="got group 3"):
-        desk.offer(3, story(1, 1), [0])
-    desk.check_empty()

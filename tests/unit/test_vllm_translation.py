@@ -213,19 +213,6 @@ def test_evictions_are_seen_before_they_come():
     assert holds.evicts, "none is left: the next comes from a request that ends"
 
 
-def test_the_free_queue_is_offered_soonest_first():
-    pool = FakePool()
-    for number, group in [(1, 0), (2, 1), (4, 0), (6, 0)]:
-        pool.blocks[number].block_hash = b"hash%d" % number + group.to_bytes(4, "big")
-    both = (reach.FullAttention(16), reach.FullAttention(16))
-    offered = VllmEngine(both, NAMESPACE, pool).next_evicted
-    offers = {group: (keys, ids) for group, keys, ids in offered(5)}
-    assert offers[0] == (adopt(NAMESPACE, [b"hash1", b"hash4"]), [1, 4])
-    assert offers[1] == (adopt(NAMESPACE, [b"hash2"]), [2])
-    assert list(offered(0)) == []
-    assert sum(len(ids) for _, _, ids in offered(100)) == 4
-
-
 def server(role="kv_both", length=4096, algorithm="sha256", speculative=None):
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role=role),

@@ -152,8 +152,6 @@ class Request:
         self.was_asked = self.is_answered = False
         self.num_storing = 0
         """Orders to store of it that have not landed."""
-        self.own_from: int | None = None
-        """From which token on its blocks were nowhere when it came; None until it was answered."""
         self.tenant = 0
         self._requests = requests
         self.promotion = Promotion() if requests.lower.tiers else None
@@ -172,8 +170,6 @@ class Request:
         most = hints.max_store_tokens
         if most is not None:
             self.progress.most_tokens = most - most % requests.least_tokens
-            if requests.stores.on_device is not None:
-                requests.stores.on_device.opened(self)
 
     # -- match ----------------------------------------------------------------------------------
 
@@ -197,14 +193,10 @@ class Request:
             return self._match(computed_tokens, max_tokens)
         most = hints.max_load_tokens
         if most is not None and most <= computed_tokens and not self.loading:
-            match = self._decline(computed_tokens, max_tokens)
-        else:
-            if most is not None:
-                max_tokens = most if max_tokens is None else min(most, max_tokens)
-            match = self._match(computed_tokens, max_tokens)
-        if self.own_from is None and match.state is not MatchState.WAIT:
-            self.own_from = match.num_tokens
-        return match
+            return self._decline(computed_tokens, max_tokens)
+        if most is not None:
+            max_tokens = most if max_tokens is None else min(most, max_tokens)
+        return self._match(computed_tokens, max_tokens)
 
     def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
         requests, chain = self._requests, self.chain
@@ -502,8 +494,7 @@ class Request:
 
         Call it once the compute of these tokens is queued on the device, a last time just before
         it ends. Whole blocks only; what is stored already, on its way, or finds no room is left
-        out. Returns what was ordered: hold its device blocks until ``settle`` releases them. With
-        lazy stores it orders nothing; see ``Scheduler.offer``.
+        out. Returns what was ordered: hold its device blocks until ``settle`` releases them.
         """
         requests, state = self._requests, self.state
         if state in OVER:
@@ -546,7 +537,7 @@ class Request:
     def _stores_on(self, num_tokens: int) -> bool:
         """Whether computed blocks of it may be stored; passes by what was loaded, or never left."""
         requests, progress = self._requests, self.progress
-        if progress.is_outdated or requests.stores.is_lazy:
+        if progress.is_outdated:
             return False
         if progress.past and not progress.tokens:
             past = min(progress.past, num_tokens)
@@ -628,7 +619,7 @@ class Request:
         num_new = storable - max(progress.tokens, progress.past)
         is_short = requests.least_tokens <= num_new < deferred.store_step
         waits = deferred.stores_late and is_short and not deferred.engine.evicts
-        if waits and not (progress.is_outdated or requests.stores.is_lazy):
+        if waits and not progress.is_outdated:
             key = chain[storable // requests.matcher.hash_tokens - 1]
             twin = deferred.wait(self, storable, key)
             if twin is not None:
@@ -661,8 +652,6 @@ class Request:
         self.state = State.ENDED
         del requests.live[self]
         requests.answered.pop(self, None)
-        if requests.stores.on_device is not None:
-            requests.stores.on_device.ended(self)
         if self.is_answered:
             requests.log.append(EventKind.END, request=self.id, detail=self)
 

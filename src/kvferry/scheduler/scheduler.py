@@ -3,8 +3,7 @@
 ::
 
     open ──> Request: match -> load  \\
-                             store    plan => workers => settle
-             offer ----------------- /
+                             store /  plan => workers => settle
 
 The engine speaks in tokens and hands over block tables; which blocks move follows from the groups.
 """
@@ -26,7 +25,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
 from kvferry.core.identity import new_epoch
-from kvferry.core.keys import KeyChain, Keys
+from kvferry.core.keys import KeyChain
 from kvferry.errors import ClosedError, InputError, IntegrityError
 from kvferry.hints import Hints
 from kvferry.scheduler.control import Control, Prefetch
@@ -34,11 +33,10 @@ from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation
 from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import Promoter
 from kvferry.scheduler.request import Completion, FailedLoad, Request, Requests
-from kvferry.scheduler.stores import DeferredStores, OnDevice, Stores
+from kvferry.scheduler.stores import DeferredStores, Stores
 from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
-    BlockTable,
     EngineBlocks,
     EngineShape,
     InFlight,
@@ -64,9 +62,6 @@ from kvferry.types import (
 )
 
 log = logging.getLogger("kvferry")
-
-_MOST_ON_DEVICE = 1 << 20
-"""Keys, where the number of device blocks is not known."""
 
 _MANY_EVENTS = 64
 """Records that may wait for the bookkeeper while the engine is busy: about a millisecond."""
@@ -191,8 +186,7 @@ class Scheduler:
         for each in self._pools:
             each.eviction.pins.bound(config.pin_share)
         self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
-        on_device = _on_device(shape) if config.store_mode == "lazy" else None
-        self.stores = Stores(matcher, pool, transfers, config, shape, on_device)
+        self.stores = Stores(matcher, pool, transfers, config, shape)
         self.hits = hits = Hits(matcher, pool, transfers, config, shape, clock, worth)
         self._tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
         self.has_tenants = self._tenants is not None
@@ -310,18 +304,6 @@ class Scheduler:
             requests.released.extend(rest.held)
             request.end_left()
         return ordered
-
-    def offer(self, group: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
-        """With lazy stores: these device blocks are the next to be dropped, soonest first.
-
-        ``keys[i]`` is the chain key at the end of ``blocks[i]``. Returns what is being stored: hold
-        its device blocks until ``settle`` releases them.
-        """
-        if self._closed:
-            raise ClosedError(_CLOSED)
-        if self.stores.admission.counts:  # what was asked before this counts before it
-            self.book.drain()
-        return self.stores.offered(group, keys, blocks)
 
     # -- what the engine tells ------------------------------------------------------------------
 
@@ -515,9 +497,7 @@ class Scheduler:
             lease.disown()
 
     def _write_through(self, flight: InFlight, group: int) -> None:
-        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
-        full = isinstance(self.groups[group], reach.FullAttention)
-        chained = full and not self.stores.is_lazy
+        chained = isinstance(self.groups[group], reach.FullAttention)
         for lease in flight.leases:
             parent = self.pool.key_before(lease) if chained else None
             keys = self.pool.keys_of(lease)
@@ -528,7 +508,7 @@ class Scheduler:
 
         A request keeps the blocks it has or was promised, but nothing of it is stored until it has
         been preempted: they may stem from weights that are no more. The engine must forget its own
-        prefix cache too: what it still finds there, or offers, is taken for new. Unless
+        prefix cache too: what it still finds there is taken for new. Unless
         ``is_kept``, what is stored from now on serves this server alone: say so where the weights
         are others than those that the namespace names.
         """
@@ -711,12 +691,3 @@ def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTie
                 " and ".join(pools),
             )
     return tenants
-
-
-def _on_device(shape: EngineShape) -> OnDevice:
-    """What the device has, as far as we were told: twice as many keys as it can have."""
-    hash_tokens = shape.hash_tokens
-    if shape.num_device_blocks is None:
-        return OnDevice(_MOST_ON_DEVICE, hash_tokens)
-    keys_a_block = -(-max(shape.sizes) // hash_tokens)
-    return OnDevice(max(1024, 2 * shape.num_device_blocks * keys_a_block), hash_tokens)

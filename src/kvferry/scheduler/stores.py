@@ -1,4 +1,4 @@
-"""Which device blocks are stored, and when: as they are computed, or as they are about to go."""
+"""Which computed blocks are stored, and when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache import reach
-from kvferry.cache.policies.admission import SeenOften, Watermark
+from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
@@ -26,80 +26,6 @@ from kvferry.scheduler.transfers import (
     checked_blocks,
 )
 from kvferry.types import NO_SLOT, DeviceBlocks
-
-
-class OnDevice:
-    """Hints for blocks that only the device has, for stores that no request orders.
-
-    With lazy stores a block is stored when the engine is about to drop it, mostly long after its
-    request has ended. Until then this remembers which blocks must not be stored (unless another
-    request that may be stored has them too), and for others the request with hints or tenant.
-    Owns what was said of the latest ``most_keys`` blocks; more than the device has.
-    """
-
-    def __init__(self, most_keys: int, hash_tokens: int) -> None:
-        self._most_keys = most_keys
-        self._hash_tokens = hash_tokens
-        self._bounded: dict[Any, int] = {}  # live, and how many keys are withheld so far
-        self._said: dict[Key, Any] = {}  # the request; None where it must not be stored
-
-    def __len__(self) -> int:
-        return len(self._said)
-
-    def opened(self, request: Any) -> None:
-        """Only some of its blocks may be stored: others are withheld as soon as there are any."""
-        self._bounded[request] = 0
-
-    def ended(self, request: Any) -> None:
-        """What it has computed may be dropped from now on, and is stored before if it may be."""
-        hints = request.hints
-        if hints is None and not self._said:
-            return
-        keys = allowed = request.chain.keys()
-        if hints is not None:
-            request.chain = keys  # what the engine knows of it is the engine's to forget
-            if hints.max_store_tokens is not None:
-                allowed = keys[: hints.max_store_tokens // self._hash_tokens]
-        for key in allowed:
-            if self._said.get(key, request) is None:
-                del self._said[key]
-        if request in self._bounded:
-            self._withhold(request)
-            del self._bounded[request]
-        if hints is not None and (hints.shapes_what_stays or request.tenant):
-            self._note(allowed, request)
-
-    def may_store(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key of a device block, whether its block may be stored."""
-        for request in self._bounded:
-            self._withhold(request)
-        said = self._said
-        return np.array([said.get(key, self) is not None for key in keys], dtype=bool)
-
-    def by_request(
-        self, keys: Keys, chosen: npt.NDArray[np.int64]
-    ) -> list[tuple[Any, npt.NDArray[np.int64]]]:
-        """The chosen keys' places, by the request with hints for them; in their order."""
-        parts: dict[Any, list[int]] = {}
-        for at in chosen.tolist():
-            parts.setdefault(self._said.get(keys[at]), []).append(at)
-        return [(request, np.array(part, dtype=np.int64)) for request, part in parts.items()]
-
-    def _withhold(self, request: Any) -> None:
-        """Its own blocks behind those that may be stored; as many as it has by now."""
-        first = max(request.hints.max_store_tokens, request.own_from or 0) // self._hash_tokens
-        first = max(first, self._bounded[request])
-        if len(request.chain) > first:
-            self._note(request.chain.keys()[first:], None)
-            self._bounded[request] = len(request.chain)
-
-    def _note(self, keys: Keys, request: Any) -> None:
-        for key in keys:
-            self._said.pop(key, None)
-            self._said[key] = request
-        while len(self._said) > self._most_keys:
-            del self._said[next(iter(self._said))]
-
 
 _SHARE, _LEAST_BLOCKS = 1 / 4, 64
 """Of the device's blocks: so many may be in the hands of stores, where no setting says how many.
@@ -156,10 +82,10 @@ class Progress:
 
 
 class Stores:
-    """Turns computed blocks into store orders. Owns admission, the bounds and the lazy watermark.
+    """Turns computed blocks into store orders. Owns admission and the bounds on stores.
 
-    Stores are the first to wait: while the bounds are reached nothing is ordered, and an eager
-    request asks again in its next step.
+    Stores are the first to wait: while the bounds are reached nothing is ordered, and a request
+    asks again in its next step.
     """
 
     def __init__(
@@ -169,11 +95,7 @@ class Stores:
         transfers: Transfers,
         config: Config,
         shape: EngineShape,
-        on_device: OnDevice | None = None,
     ) -> None:
-        """``on_device`` knows what was said of blocks that are offered; None where none are."""
-        self.is_lazy = config.store_mode == "lazy"
-        self.on_device = on_device
         self.admission = SeenOften(config.store_threshold, num_keys=pool.num_slots)
         self.num_shed = 0
         self._was_cut = False  # by the bounds, the last store
@@ -185,10 +107,6 @@ class Stores:
         self._max_blocks = bound if is_given or bound is None else max(bound, _LEAST_BLOCKS)
         self._max_bytes = config.max_bytes_in_flight
         self._block_bytes = shape.block_bytes
-        most = self._max_blocks if self._max_blocks is not None else 1 << 20
-        self._watermark = Watermark(most=most)
-
-    # -- eager ----------------------------------------------------------------------------------
 
     def computed(
         self,
@@ -305,48 +223,6 @@ class Stores:
         if self.admission.counts:
             wanted &= self.admission.admits(slot_keys)
         return wanted
-
-    # -- lazy -----------------------------------------------------------------------------------
-
-    @property
-    def depth(self) -> int:
-        """How many blocks of its free queue the engine should offer in this step."""
-        return self._watermark.depth if self.is_lazy else 0
-
-    def demand(self, num_blocks: int) -> None:
-        """The engine took this many device blocks in the step that just passed."""
-        self._watermark.demand(num_blocks)
-
-    def offered(self, g: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
-        """Order those of the blocks at the head of the free queue that are not stored yet."""
-        if len(keys) != len(blocks):
-            raise InputError(f"{len(keys)} keys for {len(blocks)} offered blocks; pair them up")
-        if not 0 <= g < len(self._matcher.groups):
-            raise InputError(f"there are {len(self._matcher.groups)} groups, got group {g}")
-        device = checked_blocks(g, blocks, range(len(blocks)))
-        if not self.is_lazy or not len(keys):
-            return ()
-        slot_keys = self._matcher.scoped(g, keys)
-        wanted = ~self._pool.known(slot_keys) & self.admission.admits(slot_keys)
-        if self.on_device is not None:
-            wanted &= self.on_device.may_store(keys)
-        # The queue may hold the same content twice.
-        first = {key: at for at, key in reversed(list(enumerate(slot_keys)))}
-        wanted &= np.isin(np.arange(len(keys)), list(first.values())) & (device != NO_BLOCK)
-        # Soonest to go last: the pool keeps the front of a batch longest, as the front of a chain.
-        chosen = np.flatnonzero(wanted)[: self._room(g)][::-1]
-        parts = self.on_device.by_request(keys, chosen) if self.on_device else [(None, chosen)]
-        ordered = []
-        for request, part in parts:
-            tenant = 0 if request is None else request.tenant
-            lease = self._pool.reserve(slot_keys.take(part), chained=False, tenant=tenant)
-            if lease is not None:
-                at = part[lease.positions]
-                transfer = self._transfers.store(g, lease, device[at], request)
-                if request is not None:
-                    request.num_storing += 1
-                ordered.append(Ordered(g, device[at], transfer, at, slot_keys.take(at)))
-        return tuple(ordered)
 
     # -- bounds ---------------------------------------------------------------------------------
 

@@ -1,45 +1,10 @@
-"""Lazy stores, events for routers, several connectors at once, and models we leave alone."""
+"""Events for routers, several connectors at once, and models we leave alone."""
 
 from __future__ import annotations
 
 import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, Engine, make_prompts
 from tests.integration.vllm.reference import in_a_process
-
-
-def test_lazy_stores_keep_what_is_about_to_go(start, expect, llama):
-    prompts = make_prompts(61, *[300] * 8)
-    expected = expect(llama, prompts)
-    engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=32)
-    for _ in range(3):
-        assert [engine.generate([prompt])[0] for prompt in prompts] == expected
-    assert engine.loaded_blocks > 0
-    engine.check_idle()
-
-
-def test_lazy_stores_keep_nothing_of_requests_that_say_so(start, expect, llama):
-    """Seen red with blocks that are stored as they go, whoever they are of."""
-    prompts = make_prompts(64, *[300] * 8)
-    expected = expect(llama, prompts)
-    engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=32)
-    for _ in range(2):
-        asked = [engine.generate([each], hints={"do_not_store": True})[0] for each in prompts]
-        assert asked == expected
-    assert engine.stats.pool.cached == 0
-    assert engine.loaded_blocks == 0
-    for _ in range(2):  # others may be, though their tokens are the same
-        assert [engine.generate([prompt])[0] for prompt in prompts] == expected
-    assert engine.loaded_blocks > 0
-    engine.check_idle()
-
-
-def test_lazy_stores_cost_nothing_while_all_fits(start, llama):
-    prompts = make_prompts(62, 100, 200)
-    engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=512)
-    first = engine.generate(prompts)
-    assert engine.generate(prompts) == first
-    assert engine.stats.pool.cached == 0
-    engine.check_idle()
 
 
 def test_routers_hear_of_blocks_below_host_memory(start, llama, monkeypatch, tmp_path):

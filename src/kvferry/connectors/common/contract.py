@@ -6,7 +6,7 @@ session does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -47,8 +47,6 @@ class Step(NamedTuple):
     num_tokens: int
     new: Sequence[str] = ()
     preempted: Collection[str] = ()
-    num_allocated: Callable[[], int] = lambda: 0
-    """Counts the device blocks given out in this step; called with lazy stores only."""
 
 
 class EngineAdapter(EngineBlocks, Protocol):
@@ -84,9 +82,6 @@ class EngineAdapter(EngineBlocks, Protocol):
 
     def release_all(self) -> None:
         """End every hold. Call it only once no rank copies."""
-
-    def next_evicted(self, depth: int) -> Iterator[tuple[int, Keys, list[int]]]:
-        """Per group, keys and ids of the blocks among the next ``depth`` to be given away."""
 
 
 KeysOfTokens = Callable[[list[int], str], Keys]

@@ -152,7 +152,6 @@ class Serving:
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
         self._claims_whole = setup.is_full and setup.goes_alone and not setup.uses_drafts
-        self._is_lazy = setup.config.store_mode == "lazy" and setup.stores
         # The last block that a draft model wrote belongs to tokens that need not come again.
         step = reach.hit_alignment(groups, hash_block_tokens=engine.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
@@ -390,8 +389,6 @@ class Serving:
         if released:
             self.engine.release(released)
         self._num_quiet = 0 if self._rests.num_held else min(num_quiet, _MOST_QUIET)
-        if self._is_lazy:
-            self._offer(step)
         if not (step.scheduled or self._requests):
             scheduler.writeback.flush()
         plan = scheduler.plan()
@@ -402,7 +399,7 @@ class Serving:
 
     def _store_running(self, scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may compute unobserved."""
-        least = LONG_TOKENS if scheduled and not self._is_lazy else 0
+        least = LONG_TOKENS if scheduled else 0
         step_tokens, late = self._rests.step, self._setup.lookahead_tokens
         for request_id, num_new in scheduled.items():
             state = self._requests.get(request_id)
@@ -438,13 +435,6 @@ class Serving:
             for part in held:
                 if isinstance(part, Ordered):
                     self.reports.events.ordered(part)
-
-    def _offer(self, step: Step) -> None:
-        """With lazy stores: show what the engine will give away next."""
-        scheduler = self.scheduler
-        scheduler.stores.demand(step.num_allocated())
-        for offer in self.engine.next_evicted(scheduler.stores.depth):
-            self.engine.hold(scheduler.offer(*offer))
 
     # -- receipts -------------------------------------------------------------------------------
 

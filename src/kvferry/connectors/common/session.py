@@ -121,7 +121,7 @@ class SchedulerSession:
         words = (
             f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory "
             f"{shared} {self.setup.num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
-            f"a block is {shape.layout}, stores {config.store_mode}, "
+            f"a block is {shape.layout}, "
             f"copy path {config.copy_path}, loads {config.load_policy}, policy {config.policy}"
         )
         if config.all_tiers:

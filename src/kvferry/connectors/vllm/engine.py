@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from operator import attrgetter
@@ -152,24 +152,6 @@ class VllmEngine:
             block = block.next_free_block
         return False
 
-    def next_evicted(self, depth: int) -> Iterator[tuple[int, Keys, list[int]]]:
-        """Per group, keys and ids of named blocks among the first ``depth`` of the free queue."""
-        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        named: dict[int, tuple[list[bytes], list[int]]] = {}
-        for _ in range(depth):
-            if block is None or block.next_free_block is None:  # the queue's own end mark
-                break
-            if block.block_hash is not None and not block.is_null:
-                name = bytes(block.block_hash)
-                group = int.from_bytes(name[-_GROUP_BYTES:], "big")
-                hashes, ids = named.setdefault(group, ([], []))
-                hashes.append(name[:-_GROUP_BYTES])
-                ids.append(block.block_id)
-            block = block.next_free_block
-        for group, (hashes, ids) in named.items():
-            if group in self._ids:
-                yield self._ids.index(group), adopt(self._namespace, hashes), ids
-
     # -- tables ---------------------------------------------------------------------------------
 
     def table(self, ids: Sequence[int], length: int | None = None) -> BlockTable:
@@ -295,12 +277,4 @@ def step_of(output: Any) -> Step:
         output.total_num_scheduled_tokens,
         [each.req_id for each in new] if new else (),
         output.preempted_req_ids or (),
-        lambda: _num_allocated(output),
     )
-
-
-def _num_allocated(output: Any) -> int:
-    """Device blocks that requests were given in this step."""
-    tables = [request.block_ids for request in output.scheduled_new_reqs]
-    tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids]
-    return sum(len(ids) for table in tables for ids in table)

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 
 import numpy as np
 
@@ -30,14 +29,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.index: dict[Key, int] = {}
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.num_allocated = 0
         self._num_holders = [0] * num_blocks
         self._keys: list[Key | None] = [None] * num_blocks
-
-    def next_to_go(self, count: int) -> list[tuple[Key, int]]:
-        """The cached blocks among the next ``count`` free blocks to be allocated, soonest first."""
-        keyed = ((self._keys[block], block) for block in islice(self.free, count))
-        return [(key, block) for key, block in keyed if key is not None]
 
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` oldest free blocks and forget their content."""
@@ -47,7 +40,6 @@ class BlockPool:
             if key is not None:
                 del self.index[key]
             self._num_holders[block] = 1
-        self.num_allocated += count
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -98,11 +90,6 @@ class DeviceMemory:
         self.num_blocks = num_blocks
         self.pools = tuple(BlockPool(num_blocks) for _ in groups)
         self.block_tokens = groups[0].block_tokens
-
-    @property
-    def num_allocated(self) -> int:
-        """Blocks allocated so far, over all groups."""
-        return sum(pool.num_allocated for pool in self.pools)
 
     def acquire(self, keys: Keys) -> tuple[int, Tables]:
         """Find the longest hit in all groups. Returns its tokens and tables with its blocks."""

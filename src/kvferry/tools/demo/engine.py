@@ -14,7 +14,6 @@ from kvferry.cache.policies import policy_named
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.identity import Namespace, chain
-from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError
 from kvferry.rank import Contents, open_on_cpu
@@ -250,20 +249,17 @@ class Engine:
         if self.offloader:
             self._settle(self.offloader)
         start, num_prefilled = self.clock(), self.counts.num_prefill_tokens
-        num_allocated = self.memory.num_allocated
         work = self._schedule()
         result = self.runner.submit([request.span(count) for request, count in work])
         for request, count in work:
             self._advance(request, count)
         if self.offloader:  # after the compute was queued: the copies are ordered behind it
-            self._offer(self.offloader.scheduler)
             self.offloader.dispatch()
         if not work and self._requests:
             time.sleep(IDLE_SECONDS)  # a transfer may end
         tokens = result()
         if self.offloader:
             scheduler = self.offloader.scheduler
-            scheduler.stores.demand(self.memory.num_allocated - num_allocated)
             num_prefilled = self.counts.num_prefill_tokens - num_prefilled
             if num_prefilled:
                 scheduler.note_prefill(num_prefilled, self.clock() - start)
@@ -386,14 +382,6 @@ class Engine:
             self._hold(request.ferried.store(request.tables, request.num_computed))
         # After the stores hold their blocks: blocks that a window has passed are handed out again.
         self.memory.trim(request.tables, request.num_computed)
-
-    def _offer(self, scheduler: Scheduler) -> None:
-        """Offer the blocks that the device drops next. Blocks that are stored stay until then."""
-        if scheduler.stores.depth:
-            for group, pool in enumerate(self.memory.pools):
-                soonest = pool.next_to_go(scheduler.stores.depth)
-                keys = Keys.from_bytes(key for key, _ in soonest)
-                self._hold(scheduler.offer(group, keys, [block for _, block in soonest]))
 
     def _postprocess(self, work: Work, tokens: list[int]) -> list[ServedRequest]:
         now = self.clock()
