@@ -48,6 +48,12 @@ class Shape:
     longest: int = 700
     dcp: int = 1
     """Ranks that share the tokens of every block in turn."""
+    pcp: int = 1
+    """Ranks that share the tokens of every prompt; each has the KV of all of them."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dcp * self.pcp
 
 
 class _NoGrammars:
@@ -134,7 +140,8 @@ class Simulation:
         config.kv_transfer_config.kv_connector_extra_config = {**settings, **ferry}
         parallel = config.parallel_config
         parallel.decode_context_parallel_size = parallel.tensor_parallel_size = shape.dcp
-        parallel.world_size = shape.dcp
+        parallel.prefill_context_parallel_size = shape.pcp
+        parallel.world_size = shape.num_ranks
         speculative = config.speculative_config
         if shape.num_drafts:
             speculative.num_speculative_tokens = shape.num_drafts
@@ -183,24 +190,33 @@ class Simulation:
                 hash_block_size=self.cache.hash_block_size,
             )
             self.workers = []
-            for rank in range(self.shape.dcp):
+            for rank in range(self.shape.num_ranks):
                 self.config.parallel_config.rank = rank
                 worker = KvferryConnector(self.config, KVConnectorRole.WORKER, self.cache)
                 self.workers.append(worker)
         self.connector = self.scheduler.connector
-        self.total = KVOutputAggregator(self.shape.dcp)
-        num_blocks, dcp = self.shape.num_blocks, self.shape.dcp
+        self.total = KVOutputAggregator(self.shape.num_ranks)
+        num_blocks, pcp, dcp = self.shape.num_blocks, self.shape.pcp, self.shape.dcp
         self.tensors = [
-            torch.zeros(num_blocks, dcp, self._slots(spec), dtype=torch.int64)
+            torch.zeros(pcp, num_blocks, dcp, self._slots(spec), dtype=torch.int64)
             for spec in self.shape.specs
         ]
-        self.memory = [tensor.numpy().reshape(num_blocks, -1) for tensor in self.tensors]
+        self.copies = [tensor.numpy().reshape(pcp, num_blocks, -1) for tensor in self.tensors]
+        self.memory = [copies[0] for copies in self.copies]
+        told = {}
         for rank, worker in enumerate(self.workers):
             worker.register_kv_caches(
-                {f"layer{g}": tensor[:, rank] for g, tensor in enumerate(self.tensors)}
+                {
+                    f"layer{g}": each[rank // dcp, :, rank % dcp]
+                    for g, each in enumerate(self.tensors)
+                }
             )
-        told = {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        self.connector.set_xfer_handshake_metadata(told)
+            answer = worker.get_handshake_metadata()
+            if answer is not None:  # vLLM's key: the last rank of several with one key wins
+                told[0, rank % dcp] = answer
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        if self.connector._session.serving is None:
+            self._meet()
 
     @property
     def serving(self) -> Any:
@@ -211,6 +227,19 @@ class Simulation:
     @staticmethod
     def _slots(spec: Any) -> int:
         return 1 if hasattr(spec, "mamba_cache_mode") else spec.block_size // _per_state(spec)
+
+    def _meet(self) -> None:
+        """One step without requests: the ranks say what vLLM did not tell of them at the start."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        todo = self.scheduler.schedule()
+        for worker in self.workers:
+            worker.bind_connector_metadata(pickle.loads(pickle.dumps(todo.kv_connector_metadata)))
+            worker.start_load_kv(None)
+        ends = [self._end(worker, todo) for worker in self.workers]
+        outputs = [ModelRunnerOutput([], {}, [], kv_connector_output=end) for end in ends]
+        self.scheduler.update_from_output(todo, self.total.aggregate(outputs, 0))
+        assert self.connector._session.serving is not None, self.connector._session.idle_reason
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -322,12 +351,12 @@ class Simulation:
                 for table, more in zip(self.tables[name], ids, strict=True):
                     table.extend(more)
         for block in todo.new_block_ids_to_zero or ():
-            for spec, memory in zip(self.shape.specs, self.memory, strict=True):
+            for spec, copies in zip(self.shape.specs, self.copies, strict=True):
                 if not hasattr(spec, "mamba_cache_mode"):
-                    memory[block] = 0
+                    copies[:, block] = 0
         for each in todo.kv_cache_block_copies or ():
-            for memory in self.memory:
-                memory[each.dst_block_id] = memory[each.src_block_id]
+            for copies in self.copies:
+                copies[:, each.dst_block_id] = copies[:, each.src_block_id]
 
     def _enter(self, name: str, ids: Sequence[Sequence[int]]) -> None:
         self.tables[name] = [list(each) for each in ids]
@@ -377,7 +406,7 @@ class Simulation:
         self, name: str, g: int, spec: Any, table: list[int], first: int, end: int, values: Any
     ) -> None:
         """Attention: reads as far back as it reaches, writes a value per state."""
-        per_state, memory = _per_state(spec), self.memory[g]
+        per_state, copies = _per_state(spec), self.copies[g]
         size = spec.block_size * self.shape.dcp
         start, stop = self.replays[name]
         stop = min(stop, end)
@@ -394,7 +423,7 @@ class Simulation:
         for state in range(first // per_state, end // per_state):
             block = table[state * per_state // size]
             place = self._place(g, state % (size // per_state))
-            memory[block, place] = values[(state + 1) * per_state] + g
+            copies[:, block, place] = values[(state + 1) * per_state] + g
 
     def _visible(self, name: str, spec: Any, closed: range) -> Any:
         """Between the prompt and the window of what was said there may be a gap."""
@@ -408,14 +437,14 @@ class Simulation:
     def _place(self, g: int, at: Any) -> Any:
         """Where the state is in the memory of all ranks, which take states in turn."""
         dcp = self.shape.dcp
-        return at % dcp * self.tensors[g].shape[2] + at // dcp
+        return at % dcp * self.tensors[g].shape[3] + at // dcp
 
     def _check(
         self, name: str, g: int, table: list[int], at: Any, per_block: int, per: int, values: Any
     ) -> None:
         blocks = np.array(table, dtype=np.int64)[at // per_block]
-        found = self.memory[g][blocks, self._place(g, at % per_block)]
-        wrong = at[found != values[(at + 1) * per] + g]
+        found = self.copies[g][:, blocks, self._place(g, at % per_block)]
+        wrong = at[(found != values[(at + 1) * per] + g).any(axis=0)]
         assert not len(wrong), f"{name} reads other tokens' KV in group {g}: states {wrong[:5]}"
         assert blocks.all(), f"{name} reads the null block in group {g}"
 

@@ -85,6 +85,7 @@ def _shapes() -> list[Shape]:
         Shape("full, drafts of its own text", (full(16),), 16, num_drafts=3),
         Shape("context parallel", (full(16),), 16, dcp=2),
         Shape("context parallel, drafts", (full(16),), 16, 3, (0,), dcp=4),
+        Shape("prefill context parallel", (full(16, MLAAttentionSpec, **mla),), 16, pcp=2),
         Shape("gpt-oss", (full(16), window(16, 64)), 16),
         Shape("gpt-oss, EAGLE", (full(16), window(16, 64), full(16)), 16, 3, (2,)),
         Shape(
@@ -170,6 +171,22 @@ def test_no_request_reads_what_is_not_its_own(shape: Shape, llama: Path, seed: i
         assert stats.hit_tokens > 500, "next to nothing was ever loaded"
         if shape.num_drafts:
             assert sim.num_drafts_refused > 0
+
+
+def test_ranks_whose_answers_vllm_mixes_up_find_their_disks_again(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Seen red: vLLM keeps one answer of several context-parallel ranks at the start."""
+    (shape,) = (each for each in _shapes() if each.pcp > 1)
+    settings = {"disk": str(tmp_path), "disk_size": "64MiB", "disk_keep_free": 0}
+    found = []
+    for _ in range(2):
+        with closing(Simulation(shape, llama, 1, **settings, tier_write="through")) as sim:
+            sim.come(sim.stories[0], 1)
+            sim.run()
+            sim.rest()
+            found.append(sim.serving.scheduler.stats().hit_tokens)
+    assert found == [0, 688]
 
 
 def test_a_state_that_a_draft_ran_past_is_stored_once_it_was_put_right(

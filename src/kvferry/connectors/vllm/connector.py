@@ -83,6 +83,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups = kv_cache_config.kv_cache_groups
             self._groups = [groups[number].layer_names for number in self._group_ids]
             self._num_blocks = kv_cache_config.num_blocks
+            parallel = vllm_config.parallel_config
+            self._shares_answer = parallel.world_size > parallel.tensor_parallel_size
             self._worker = WorkerSession(
                 place=setup.place_of(vllm_config, kv_cache_config),
                 config=config,
@@ -124,9 +126,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.restore()
 
     def get_handshake_metadata(self) -> Any:
-        """This rank's shape. A ``MultiConnector`` has one answer, which others may need."""
+        """This rank's shape; None where vLLM would lose it: it goes with the first step then.
+
+        A ``MultiConnector`` has one answer, which others may need. And vLLM keeps one answer for
+        each tensor-parallel rank: it drops those of other context- or pipeline-parallel ranks.
+        """
         self._worker.note_started()
-        if has_peer(KvferryConnector, "get_handshake_metadata"):
+        if self._shares_answer or has_peer(KvferryConnector, "get_handshake_metadata"):
             return None
         return self._worker.introduce()
 
