@@ -68,7 +68,7 @@ def _title(data: dict[str, Any]) -> str:
         f"# Copying KV blocks on one {p['gpu']}\n\n"
         f"{p['gpu']}, {p['link']}, driver {p['driver']}, torch {p['torch']}, "
         f"Triton {p['triton']}, Python {p['python']}, kvferry {p['kvferry']}, {p['date']}. "
-        f"One run of `{p['command']}`; its calibration took {p['calibration_seconds']} s."
+        f"One run of `{p['command']}`."
     )
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from _copy_rig import GB, CopyRig
 from kvferry.errors import DeadlineError
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.planner.measure import GB, CopyRig
 
 WIDTH = 8192
 LAYERS, TOKENS = 16, 16

@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from _copy_report import report
+from _copy_rig import GB, Call, CopyRig, provenance
 from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
@@ -33,9 +34,7 @@ from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import Path as CopyPath
 from kvferry.transfer.paths.contract import open_paths
 from kvferry.transfer.paths.direct import count_runs
-from kvferry.transfer.planner.choose import Planner
-from kvferry.transfer.planner.measure import GB, Call, CopyRig, calibrate, provenance
-from kvferry.transfer.planner.profile import profile_file, save_profile
+from kvferry.transfer.planner import Planner
 
 SKIPPED = 77
 KiB = 1 << 10
@@ -145,7 +144,7 @@ Progress = Callable[[str], None]
 
 
 class BenchRig(CopyRig):
-    """The rig of the calibration, and one large copy to compare with."""
+    """The rig, and one large copy to compare with."""
 
     def queued(self, path: CopyPath, job: CopyJob, in_flight: int) -> Call:
         """A call that queues ``job`` by ``path``, ``in_flight`` times."""
@@ -197,19 +196,8 @@ class CopyBenchmark:
 
     def run(self, command: str, *, only_large: bool = False) -> BenchResult:
         """All sections, which takes a minute or two, or large transfers only."""
-        self.progress("calibrating")
-        began = time.perf_counter()
-        profile = calibrate(self.driver, self.ours.paths, progress=self.progress)
-        took = time.perf_counter() - began
-        save_profile(profile, profile_file(self.driver.identity()))
-        self.planner = Planner(profile, self.ours.paths)
-        result = BenchResult(
-            {
-                **provenance(self.driver),
-                "command": command,
-                "calibration_seconds": f"{took:.1f}",
-            }
-        )
+        self.planner = Planner(self.ours.paths)
+        result = BenchResult({**provenance(self.driver), "command": command})
         self.ceilings: dict[Direction, float] = {}
         seen: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         result.rows = list(self._large(seen))

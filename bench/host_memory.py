@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import kvferry
+from _copy_rig import pcie_link
 from host_memories.table import table
 from kvferry.core.quantities import GiB, MiB, parse_size
 from kvferry.errors import DriverError
@@ -342,7 +343,7 @@ def provenance(driver: Driver, command: str) -> dict[str, Any]:
     uptime = Path("/proc/uptime").read_text().split()[0]
     return {
         "card": identity.name,
-        "link": identity.link,
+        "link": pcie_link(identity.pci_bus_id),
         "cuda_driver": identity.driver_version,
         "kernel": platform.release(),
         "processors": len(os.sched_getaffinity(0)),

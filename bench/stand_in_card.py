@@ -14,11 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import kvferry.transfer.kernels.launch as launching
-import kvferry.transfer.planner.choose as planning
 from kvferry.transfer.driver import BATCH_WITHOUT_FAIL_INDEX, Driver
 from kvferry.transfer.kernels.launch import ARGUMENTS
 from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
-from kvferry.transfer.planner.profile import builtin_profile
 
 BYTES_PER_SECOND = 55e9
 """What one large pinned copy takes on an H200."""
@@ -163,10 +161,8 @@ def _put(out: Any, value: Any) -> int:
 def stand_in() -> tuple[StandInLibcuda, Driver]:
     """The library, and the driver of CUDA on it.
 
-    Kernels are not compiled, nothing runs them; nor is the card measured, paths are picked as on
-    one that nobody has measured.
+    Kernels are not compiled, and nothing runs them.
     """
     library = StandInLibcuda()
-    planning.load_profile = lambda *_: builtin_profile()  # type: ignore[attr-defined]
     launching.compile_for = lambda *_: (b"", b"copy_rows")
     return library, Driver(library)

@@ -183,7 +183,8 @@ def case_of(args: argparse.Namespace, shape: str) -> Case:
 def provenance(script: str, *, needs_gpu: bool = True) -> dict[str, str]:
     """From a process of its own: this one must not hold the card."""
     code = (
-        "import json, vllm; from kvferry.transfer.planner.measure import provenance; "
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+        "import json, vllm; from _copy_rig import provenance; "
         "from kvferry.transfer.driver import Driver; d = Driver.open(0); "
         "print('PROVENANCE' + json.dumps(provenance(d) | {'vllm': vllm.__version__}))"
     )

@@ -433,10 +433,7 @@ def force_mixtures() -> bool:
 def start(shape: Shape, backend: str | None, has_kvferry: bool, *, on_cpu: bool) -> Any:
     from vllm import LLM
 
-    from kvferry.transfer.planner import profile
-
     folder = Path(os.environ["SHAPES_FOLDER"])
-    profile.cache_directory = lambda: folder
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(shape.config), encoding="utf-8")

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,9 +23,8 @@ GiB = 1 << 30
 _IS_OLD = find_spec("kvferry.transfer") is None
 """Another checkout, from before kvferry had its packages."""
 _CONNECTOR = "kvferry.vllm.connector" if _IS_OLD else "kvferry.connectors.vllm.connector"
-_PROFILES = (
-    "kvferry.device.planning.profile_files" if _IS_OLD else "kvferry.transfer.planner.profile"
-)
+_PROFILES = ("kvferry.device.planning.profile_files", "kvferry.transfer.planner.profile")
+"""Modules of older checkouts, which keep what they measured of the card in a folder."""
 
 CONNECTORS = (
     "none",
@@ -45,7 +45,7 @@ LAYERS, HEADS, HEAD_SIZE, VOCABULARY, BLOCK_TOKENS = 28, 28, 128, 152064, 16
 _LABELS = ("src", "dst", "reason", "path")
 
 PROFILES = "BENCH_PROFILES"
-"""Names the folder in which kvferry keeps what it measured of the card, for the length of a run."""
+"""Names the folder in which an older kvferry keeps what it measured of the card, for a run."""
 
 _POISON = 77
 """A byte nothing computes: every KV value becomes 2.1e+08."""
@@ -175,8 +175,11 @@ class Engine:
         """``settings`` are kvferry's, ``options`` vLLM's, over those below."""
         from vllm import LLM
 
-        # Not by XDG_CACHE_HOME: vLLM's compile cache is keyed by that, too.
-        import_module(_PROFILES).cache_directory = lambda: Path(os.environ[PROFILES])  # type: ignore[attr-defined]
+        for module in _PROFILES:
+            with suppress(ImportError):
+                # Not by XDG_CACHE_HOME: vLLM's compile cache is keyed by that, too.
+                profiles: Any = import_module(module)
+                profiles.cache_directory = lambda: Path(os.environ[PROFILES])
         folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
         began = time.perf_counter()
         usual: dict[str, Any] = {

@@ -267,7 +267,7 @@ class Config:
     block_tokens: int = setting(16, COUNT, basic=True)
     """Tokens in one block."""
     copy_path: str = setting(AUTO_PATH, one_of(AUTO_PATH, *BY_NAME))
-    """How blocks are copied; auto picks by measurement on this machine."""
+    """How blocks are copied; auto picks by size and by what runs."""
     staging_ring: int = setting(128 * MiB, SIZE)
     """Device memory of the staged path's rings, half for each direction."""
     load_deadline: float = setting(30.0, SECONDS)

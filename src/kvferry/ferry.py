@@ -632,7 +632,6 @@ class Ferry(Closing):
         """
         self._owner.require()
         if self._endpoint is None:
-            from kvferry.telemetry.catalog import why_path  # few ask, and it imports the planner
             from kvferry.telemetry.endpoint import ControlApi, Endpoint
 
             # The parts, not this ferry, or a ferry that is dropped would never be collected.
@@ -651,7 +650,6 @@ class Ferry(Closing):
                 self._mailbox,
                 slot_bytes=dict.fromkeys((HOST, *rank.tiers), rank.host.tier.slot_bytes),
                 pinned_bytes=lambda: rank.host.stats().pinned_bytes,
-                why_path=lambda copy: why_path(copy, getattr(rank.engine, "choices", None)),
                 disks=rank.disks,
             )
             self._endpoint = Endpoint(source, host=host, port=port, control=control)

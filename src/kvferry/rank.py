@@ -247,7 +247,7 @@ def open_on_gpu(
     # Here: what they bring is needed with a GPU only.
     from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
     from kvferry.transfer.paths.contract import open_paths
-    from kvferry.transfer.planner.choose import open_planner
+    from kvferry.transfer.planner import Planner
 
     activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:
@@ -256,14 +256,13 @@ def open_on_gpu(
             undo.callback(driver.close)
         path_set = open_paths(driver, ring_bytes=config.staging_ring)
         undo.callback(path_set.close)
-        # Before there is host memory: its growth beside a calibration would be measured with it.
-        planner = open_planner(driver, path_set.paths, copy_path=config.copy_path)
+        planner = Planner(path_set.paths, config.copy_path)
         host = _open_host(layouts, config, activity, num_ranks_here, shared, driver)
         undo.callback(host.close)
         if not host.is_pinned:
             # A kernel that touches memory the driver does not know kills the process's GPU work.
             unpinned = next(path.name for path in COPY_PATHS if not path.needs_pinned)
-            planner = open_planner(driver, path_set.paths, copy_path=unpinned)
+            planner = Planner(path_set.paths, unpinned)
         whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
         tiers = _open_tiers(config, host, whose, undo)
         rows = host.tier.rows

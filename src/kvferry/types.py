@@ -152,8 +152,7 @@ class Receipt:
     """What became of one transfer, or of one question, on one rank.
 
     ``failed`` are the positions of the blocks that did not move (or are not there) where the others
-    did. ``path`` is the way it was copied, chosen while the model ran (``beside_model``) or not,
-    and for host slots that lay in ``num_runs`` pieces.
+    did. ``path`` is the way it was copied.
     """
 
     transfer_id: TransferId
@@ -163,8 +162,6 @@ class Receipt:
     num_bytes: int = 0
     seconds: float = 0.0
     path: str = ""
-    beside_model: bool = False
-    num_runs: int = 1
     failed: tuple[int, ...] = ()
 
 

@@ -18,8 +18,7 @@ from kvferry.settings import copy_paths
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, path_names
 from kvferry.transfer.job import Direction
 from kvferry.transfer.paths.contract import class_of, common_variants, open_paths
-from kvferry.transfer.planner.choose import Planner
-from kvferry.transfer.planner.profile import builtin_profile
+from kvferry.transfer.planner import Planner
 
 KV = make_kv("layers")
 PAGE = Path(__file__).parents[2] / "docs" / "copy-engine.md"
@@ -36,10 +35,10 @@ def test_a_setting_can_name_each_and_no_other() -> None:
         Config(copy_path="teleport")
 
 
-def test_each_can_be_planned_without_a_measurement() -> None:
+def test_each_can_be_chosen() -> None:
     for way in Direction:
         for name in BY_NAME:
-            assert Planner(builtin_profile(), [name]).choose(way, KV.layout, 3, True) == name
+            assert Planner([name]).choose(way, KV.layout, 3, True) == name
 
 
 def test_there_is_always_one_that_asks_for_nothing() -> None:
@@ -70,5 +69,5 @@ def test_one_more_is_an_entry_in_the_list(monkeypatch: pytest.MonkeyPatch) -> No
     driver: Any = FakeDriver()
     opened = open_paths(driver, ring_bytes=1 << 16)
     assert set(opened.paths) == {*path_names(with_kernels=False)} >= {"swift"}
-    planner = Planner(builtin_profile(), opened.paths)
+    planner = Planner(opened.paths)
     assert planner.choose(Direction.LOAD, KV.layout, 3, False) == "swift"

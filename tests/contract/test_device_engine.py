@@ -246,20 +246,3 @@ def test_compute_may_be_the_default_stream() -> None:
     rig.store([1], [1])
     rig.drain_ok()
     assert rig.slot(1) == wrote
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_receipt_says_what_its_path_was_chosen_for(fails: bool, large: bool) -> None:
-    rig = Rig()
-    for busy in (False, True):
-        if fails:
-            rig.engine._paths.clear()
-        if busy:
-            rig.driver.timeline.frozen = {rig.compute}
-            rig.launch(lambda: None)
-        transfer = rig.store([1, 2, 3], [2, 5, 7])
-        rig.driver.timeline.frozen = set()
-        receipt = rig.drain()[transfer]
-        assert receipt.outcome is (Outcome.FAILED if fails else Outcome.OK)
-        assert receipt.beside_model is busy
-        assert receipt.num_runs == 3

@@ -112,7 +112,7 @@ class FakeDriver(Driver):
         yield
 
     def identity(self) -> DeviceIdentity:
-        return DeviceIdentity("fake", 13000, "0000:00:00.0", "unknown")
+        return DeviceIdentity("fake", 13000, "0000:00:00.0")
 
     def close(self) -> None:
         pass

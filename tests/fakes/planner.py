@@ -6,15 +6,14 @@ from typing import Any
 
 from kvferry.settings.copy_paths import BY_NAME
 from kvferry.transfer.job import Direction
-from kvferry.transfer.planner.choose import Planner
-from kvferry.transfer.planner.profile import builtin_profile
+from kvferry.transfer.planner import Planner
 
 
 class FixedPlanner(Planner):
     """The path ``store`` for stores and ``load`` for loads, whatever the transfer."""
 
     def __init__(self, store: str, load: str) -> None:
-        super().__init__(builtin_profile(), BY_NAME)
+        super().__init__(BY_NAME)
         self._fixed = {Direction.STORE: store, Direction.LOAD: load}
 
     def choose(self, direction: Direction, *_: Any, **__: Any) -> str:

@@ -38,7 +38,7 @@ def test_version():
     [
         (("docter",), "Did you mean 'doctor'?"),
         (("TOP",), "Did you mean 'top'?"),
-        (("xyzzy",), "There are: calibrate"),
+        (("xyzzy",), "There are: completion"),
         (("top", "--onec"), "--once"),
     ],
 )

@@ -220,14 +220,14 @@ def test_the_manifest_sets_settings_that_exist():
         assert config.metrics_port not in port.values(), port
 
 
-def test_blocks_models_and_profiles_are_kept_on_claims():
+def test_blocks_and_models_are_kept_on_claims():
     claims = {name: d for (kind, name), d in SERVER.items() if kind == "PersistentVolumeClaim"}
     kept: dict[str, str] = {
         v["name"]: v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"][1:]
     }
     assert set(kept.values()) == set(claims)
     places = {m["mountPath"]: kept.get(m["name"], "") for m in CONTAINER["volumeMounts"]}
-    assert places["/root/.cache/huggingface"] == places["/root/.cache/kvferry"] == "vllm-kvferry"
+    assert places["/root/.cache/huggingface"] == "vllm-kvferry"
     config = config_of(CONTAINER)
     (directory,) = config.disk
     claim = size(claims[places[directory]]["spec"]["resources"]["requests"]["storage"])
@@ -296,7 +296,7 @@ def test_the_line_that_runs_the_container_is_whole_and_the_same_everywhere():
     assert config.host < parse_size(words[words.index("--memory") + 1].upper() + "iB")
     assert json.loads(words[-1])["kv_connector"] == "kvferry"
     mounts = [word.split(":")[1] for before, word in pairwise(words) if before == "-v"]
-    assert mounts == ["/root/.cache/huggingface", "/root/.cache/kvferry"]
+    assert mounts == ["/root/.cache/huggingface"]
 
 
 def test_the_build_sees_what_the_dockerfile_copies_and_nothing_else():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from kvferry.transfer.driver import (
     Driver,
     Priority,
     SourceOrder,
-    pcie_link,
 )
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 801: b"CUDA_ERROR_NOT_SUPPORTED"}
@@ -225,17 +223,6 @@ def test_work_is_done_under_way_or_broken(ask: str) -> None:
     library.codes[ask] = 1
     with pytest.raises(DriverError, match=rf"{ask}\(.* 0x500\)"):
         is_done(0x500)
-
-
-def test_link_is_read_from_sysfs(tmp_path: Path) -> None:
-    device = tmp_path / "0000:ab:00.0"
-    device.mkdir()
-    assert pcie_link("0000:ab:00.0", tmp_path) == "unknown"
-    (device / "max_link_speed").write_text("32.0 GT/s PCIe\n")
-    (device / "max_link_width").write_text("16\n")
-    assert pcie_link("00000000:AB:00.0", tmp_path) == "32.0 GT/s PCIe x16"
-    (device / "max_link_width").write_text("255\n")
-    assert pcie_link("0000:ab:00.0", tmp_path) == "unknown"
 
 
 def test_a_machine_without_a_driver_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

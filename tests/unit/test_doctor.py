@@ -29,7 +29,7 @@ from kvferry.tools.doctor.drive import DriveFacts, file_system, look_at_drive, m
 from kvferry.transfer.driver import BatchForm, DeviceIdentity
 
 CARD = Gpu(
-    DeviceIdentity("NVIDIA Test", 13000, "00000000:41:00.0", "32.0 GT/s PCIe x16"),
+    DeviceIdentity("NVIDIA Test", 13000, "00000000:41:00.0"),
     BatchForm.WITHOUT_FAIL_INDEX,
     *("32.0 GT/s PCIe", "16", "32.0 GT/s PCIe", "16"),
 )
@@ -79,7 +79,6 @@ FIT = Environment(
     room=lambda path: (200 * GiB, 100 * GiB),
     drive=lambda directory: FAST,
     processors=lambda: frozenset(range(16)),
-    has_profile=lambda identity, paths: True,
 )
 
 
@@ -125,7 +124,7 @@ def test_a_fit_machine_is_ok_in_every_line():
     findings = json.loads(result.output)["findings"]
     assert [finding["name"] for finding in findings] == [
         *("python", "settings", "gpu", "driver", "batch copy", "link", "numa", "torch", "triton"),
-        *("calibration", "host memory", "container", "locked memory", "/dev/shm", "huge pages"),
+        *("host memory", "container", "locked memory", "/dev/shm", "huge pages"),
         *("disk /", "disk /: space", "disk /: drive", "disk encryption", "disk checksums"),
         *("vllm", "connector", "hash seed"),
     ]
@@ -133,7 +132,7 @@ def test_a_fit_machine_is_ok_in_every_line():
     assert words["disk /: drive"] == "3.5GiB/s read, 3GiB/s written"
     assert words["disk /: space"] == "100GiB free of 200GiB; up to 64GiB will be used"
     assert words["driver"] == "580.95.05, for CUDA up to 13.0"
-    assert "18 ok, 0 warn, 0 fail" in CliRunner().invoke(kvferry, ["doctor"], obj=FIT).output
+    assert "17 ok, 0 warn, 0 fail" in CliRunner().invoke(kvferry, ["doctor"], obj=FIT).output
 
 
 def test_tiers_are_opened_and_closed_again(monkeypatch):
@@ -165,7 +164,6 @@ SICK = (
     ("torch", F, ".[gpu]", package("torch", None)),
     ("torch", F, "your driver", package("torch", "2.13.0+cpu")),
     ("triton", W, ".[gpu]", package("triton", None)),
-    ("calibration", W, "kvferry calibrate", on(has_profile=lambda identity, paths: False)),
     ("host memory", F, "ask for less", on({"host": "500GiB"})),
     ("host memory", F, "docker run", on({"host": "31GiB"})),
     (

@@ -49,7 +49,7 @@ def test_a_request_is_told_with_its_copies():
     assert stored.explanation is None
     assert [copy.dst for copy in stored.copies] == ["host"]
     assert scheduler.recent() == ("a", "b")
-    assert json.loads(json.dumps(plain("b", entry, lambda copy: "because")))["copies"][0]["why"]
+    assert json.loads(json.dumps(plain("b", entry)))["copies"][0]["paths"] == ["dma"]
 
 
 def test_failed_copies_say_why_and_ranks_are_summed():

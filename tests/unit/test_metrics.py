@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.cache.slots import TenantCounts
 from kvferry.core.identity import Namespace, chain
-from kvferry.scheduler.journal import Copy, Reason
+from kvferry.scheduler.journal import Reason
 from kvferry.scheduler.tier import SlotTier
 from kvferry.scheduler.transfers import OTHER, TrafficCounts
 from kvferry.telemetry import catalog as names
@@ -30,15 +29,10 @@ from kvferry.telemetry.catalog import (
     catalog,
     exposition,
     samples,
-    why_path,
 )
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import Distribution
 from kvferry.tiers.disk.protocol import FAILURES, DiskFigures
-from kvferry.transfer.job import Direction
-from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.planner.choose import PathChoices, Planner
-from kvferry.transfer.planner.profile import builtin_profile
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
 
 ROOT = Path(__file__).parents[2]
@@ -226,52 +220,6 @@ def test_of_several_requests_of_one_name_the_latest_is_explained():
     assert exact["request_id"] == "cmpl-a-0-8b2677e1"
     assert exact["others"] == []
     assert source.explain("cmpl-c") is None
-
-
-def layout(segment_bytes: int, segments: int) -> GroupLayout:
-    steps = np.arange(segments, dtype=np.int64)
-    sizes = np.full(segments, segment_bytes)
-    return GroupLayout(steps << 30, sizes, sizes, num_blocks=10)
-
-
-@pytest.fixture(scope="module")
-def choices() -> PathChoices:
-    return PathChoices(
-        builtin_profile(), ("loop", "dma", "kernel", "staged"), None, (layout(8192, 64),)
-    )
-
-
-def copy_of(path: str, **changes: Any) -> Copy:
-    made = Copy(1, "host", "device", 0, 16, 16 << 19, 0.001, (path,))
-    return made._replace(**changes)
-
-
-@pytest.mark.parametrize("busy", [False, True])
-@pytest.mark.parametrize(("src", "dst"), [("host", "device"), ("device", "host")])
-def test_a_copys_path_is_explained_for_how_it_was_chosen(choices, src, dst, busy):
-    planner = Planner(choices.profile, choices.paths)
-    way = Direction.LOAD if dst == "device" else Direction.STORE
-    for num_runs in (1, 5, 16):
-        path = planner.choose(way, choices.layouts[0], 16, busy, num_runs)
-        copy = copy_of(path, src=src, dst=dst, beside_model=busy, num_runs=num_runs)
-        words = why_path(copy, choices)
-        assert words.startswith(f"{way.value} of 16 blocks")
-        assert f"model {'running' if busy else 'idle'}" in words
-        assert (f"in {num_runs} runs: {path}." if num_runs > 1 else f": {path}.") in words
-    other = copy_of("loop", src=src, dst=dst, beside_model=busy)
-    assert why_path(other, choices) == ""  # the planner would not choose that: no reason is made up
-
-
-def test_a_rank_that_stores_a_part_chose_for_its_part(choices):
-    planner = Planner(choices.profile, choices.paths)
-    path = planner.choose(Direction.STORE, choices.layouts[0], 4, False)
-    copy = copy_of(path, src="device", dst="host", paths=("shared", path))
-    assert why_path(copy, choices, num_sharing=4).startswith("store of 4 blocks")
-
-
-def test_a_copy_with_one_possible_path_says_so():
-    assert "no other path" in why_path(copy_of("cpu"), None)
-    assert why_path(copy_of("kernel"), None) == ""
 
 
 if __name__ == "__main__":

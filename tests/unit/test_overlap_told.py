@@ -35,7 +35,7 @@ def test_it_is_told(is_decided: bool) -> None:
     assert transfer.in_parts == is_decided
     entry = desk.scheduler.onlooker.journal("reader")
     assert entry is not None
-    served = {**plain("reader", entry, lambda copy: ""), "others": []}
+    served = {**plain("reader", entry), "others": []}
     told = read_as(Explained, read_json(json.dumps(served).encode()))
     out = io.StringIO()
     put_explained(told, Console(file=out, width=200))

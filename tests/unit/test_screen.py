@@ -108,8 +108,7 @@ def test_an_explanation_keeps_its_numbers_whole(width):
     decision = AnswerDecision("load_faster", 0.000257, 0.2438)
     why = AnswerExplanation(123_456, 0, 120_000, "evicted", 0, 120_000, decision)
     copies = tuple(
-        Copied("host", "device", n, 589_800_000, 0.178, ("kernel", "staged"), "", "because")
-        for n in (1, 12_345)
+        Copied("host", "device", n, 589_800_000, 0.178, ("kernel", "staged")) for n in (1, 12_345)
     )
     explained = Explained("chatcmpl-" + "0123456789" * 5, why, (), copies)
     console = Console(width=width, highlight=False, color_system=None)

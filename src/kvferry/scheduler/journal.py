@@ -125,9 +125,7 @@ MOST_COPIES = 32
 class Copy(NamedTuple):
     """One transfer that ended for a request (a store may have carried others' blocks too).
 
-    Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took,
-    ``beside_model`` says that a rank chose its own while the model ran, ``num_runs`` in how many
-    pieces the host slots lay for it.
+    Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took.
     """
 
     transfer_id: int
@@ -139,17 +137,13 @@ class Copy(NamedTuple):
     seconds: float
     paths: tuple[str, ...]
     reason: str = ""
-    beside_model: bool = False
-    num_runs: int = 1
 
     @classmethod
     def of(cls, flight: InFlight, transfer: Transfer) -> Copy:
-        num_bytes, seconds, num_runs, beside_model, paths = 0, 0.0, 1, False, {""}
+        num_bytes, seconds, paths = 0, 0.0, {""}
         for receipt in flight.receipts:  # one for each rank
             num_bytes += receipt.num_bytes
             seconds = max(seconds, receipt.seconds)
-            num_runs = max(num_runs, receipt.num_runs)
-            beside_model |= receipt.beside_model
             paths.add(receipt.path)
         return cls(
             transfer.id,
@@ -161,8 +155,6 @@ class Copy(NamedTuple):
             seconds,
             tuple(sorted(paths - {""})),
             flight.reason or flight.note,
-            beside_model,
-            num_runs,
         )
 
 

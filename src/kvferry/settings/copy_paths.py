@@ -1,6 +1,6 @@
 """The ways to copy a block between device and host, each described once, as plain data.
 
-Settings, planning, calibration, benchmarks and the documentation use these descriptions. A new path
+Settings, planning, benchmarks and the documentation use these descriptions. A new path
 is a file in ``transfer/paths`` and an entry in ``COPY_PATHS``.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 AUTO_PATH = "auto"
-"""Not a path: pick one for every transfer, by measurement."""
+"""Not a path: pick one for every transfer, by cost."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a path costs in one direction.
 
-    Seconds to start, per segment and per run of adjacent host slots, and bytes per second.
-    Calibration replaces these. Beside a model copies take ``stretch`` times as long, and each
-    gigabyte takes ``lost_ms_per_gb`` milliseconds from the model or from the engine's interpreter.
+    Seconds to start, per segment and per run of adjacent host slots, and bytes per second. Beside a
+    model copies take ``stretch`` times as long, and each gigabyte takes ``lost_ms_per_gb``
+    milliseconds from the model or from the engine's interpreter.
     """
 
     start: float
@@ -104,8 +104,8 @@ COPY_PATHS = (
         needs_kernels=True,
     ),
 )
-"""All of them. The costs are one NVIDIA H200's (docs/benchmarks/copies.md), rounded. Their
-relations matter; calibration measures the start, the rate and the runs on each machine."""
+"""All of them. The costs are one NVIDIA H200's (docs/benchmarks/copies.md), rounded. Only
+their relations matter."""
 
 BY_NAME = {path.name: path for path in COPY_PATHS}
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from kvferry.core.quantities import quoted
 from kvferry.errors import DeadlineError, InputError, StateError
-from kvferry.scheduler.journal import Copy, Entry, Explanation
-from kvferry.telemetry.catalog import Snapshot, installed_version, why_path
+from kvferry.scheduler.journal import Entry, Explanation
+from kvferry.telemetry.catalog import Snapshot, installed_version
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import RequestId
 
@@ -244,10 +244,6 @@ def _one_of(found: Iterable[RequestId]) -> str:
     return f"name one by its engine's name, such as {some}"
 
 
-WhyPath = Callable[[Copy], str]
-"""Why a copy took its path, in words; empty where that is not known here."""
-
-
 class AskedScheduler(Protocol):
     """What of a scheduler can be asked."""
 
@@ -268,14 +264,12 @@ class Source:
         *,
         slot_bytes: Mapping[str, int] | None = None,
         pinned_bytes: Callable[[], int | None] = lambda: None,
-        why_path: WhyPath = lambda copy: why_path(copy, None),
         disks: Callable[[], Mapping[str, DiskFigures]] = dict,
     ) -> None:
         self._scheduler = scheduler
         self._mailbox = mailbox
         self._slot_bytes = dict(slot_bytes or {})
         self._pinned_bytes = pinned_bytes
-        self._why_path = why_path
         self._disks = disks
 
     def snapshot(self) -> Snapshot:
@@ -303,7 +297,7 @@ class Source:
             entry = self._mailbox.ask(self._entry, ids[0]) if ids else None
         if entry is None:
             return None
-        return {**plain(ids[0], entry, self._why_path), "others": ids[1:]}
+        return {**plain(ids[0], entry), "others": ids[1:]}
 
     def recent(self, most: int = 50) -> list[dict[str, Any]]:
         """The latest requests and what each of them missed, the latest first."""
@@ -334,7 +328,7 @@ class Source:
         return found
 
 
-def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, Any]:
+def plain(request_id: RequestId, entry: Entry) -> dict[str, Any]:
     """One journal entry, ready for JSON."""
     why = entry.explanation
     return {
@@ -343,5 +337,5 @@ def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, A
         "hints": entry.hints.as_dict() if entry.hints is not None else None,
         "refused": list(entry.refused),
         "overlap": entry.overlap,
-        "copies": [{**copy._asdict(), "why": why_path(copy)} for copy in entry.copies],
+        "copies": [copy._asdict() for copy in entry.copies],
     }

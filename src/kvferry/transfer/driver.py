@@ -23,7 +23,6 @@ from ctypes import (
 )
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,6 @@ from kvferry.errors import ClosedError, DriverError
 log = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
-
-SYSFS = Path("/sys/bus/pci/devices")
-UNKNOWN_LINK = "unknown"
 
 SUCCESS = 0
 NOT_READY = 600
@@ -104,12 +100,11 @@ class BatchForm(Enum):
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """What a measurement on this device depends on."""
+    """Which device this is."""
 
     name: str
     driver_version: int
     pci_bus_id: str
-    link: str
 
 
 class MemcpyLocation(ctypes.Structure):
@@ -270,13 +265,13 @@ class Driver:
         return version.value
 
     def identity(self) -> DeviceIdentity:
-        """Name, driver and link of the device."""
+        """Name, driver version and bus id of the device."""
         name, bus = (ctypes.create_string_buffer(256) for _ in range(2))
         self._call("cuDeviceGetName", name, len(name), self._device)
         self._call("cuDeviceGetPCIBusId", bus, len(bus), self._device)
         bus_id = bus.value.decode(errors="replace").lower()
         card = name.value.decode(errors="replace")
-        return DeviceIdentity(card, self.version(), bus_id, pcie_link(bus_id))
+        return DeviceIdentity(card, self.version(), bus_id)
 
     def close(self) -> None:
         """Let go of the device. Safe to call twice."""
@@ -494,22 +489,3 @@ class EventPool:
         """Destroy every event, held or not: the driver lets pending ones end first."""
         self._free.clear()
         self._all.close()
-
-
-def pcie_link(bus_id: str, sysfs: Path = SYSFS) -> str:
-    """The widest link the card can have here, as in ``"32.0 GT/s PCIe x16"``, or ``"unknown"``.
-
-    Not the current one: an idle card lowers its link.
-    """
-    # The driver may write the domain with eight digits, the kernel uses four.
-    domain, _, rest = bus_id.lower().partition(":")
-    device = sysfs / f"{domain[-4:]}:{rest}"
-    try:
-        speed = (device / "max_link_speed").read_text().strip()
-        width = (device / "max_link_width").read_text().strip()
-    except OSError:
-        return UNKNOWN_LINK
-    # 255 lanes is how the kernel spells "the card would not say".
-    if not speed or speed.lower().startswith("unknown") or width in ("", "0", "255"):
-        return UNKNOWN_LINK
-    return f"{speed} x{width}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from bisect import bisect_left
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,21 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
-from tests.fakes.ports import free_port
 from tests.integration.vllm.engine import make_prompts
 
-from kvferry.connectors.common import ranks
-from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.reports import EXPORTED, between, figures, values_of
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
 from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import FerryCollector, MetricKind, Snapshot
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats
 from kvferry.telemetry.stats import Histogram as OurHistogram
-from kvferry.tools.top.scrape import explain
-from kvferry.transfer.planner.choose import PathChoices
-from kvferry.transfer.planner.profile import builtin_profile
-from kvferry.types import Receipt
 
 FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}
 
@@ -120,39 +112,3 @@ def test_both_endpoints_say_the_same(start, llama):
         expected, said = ours(snapshot_of(stats, traffic)), exported.values(number)
         assert said == pytest.approx(expected)
         assert said.keys() == expected.keys()
-
-
-def test_the_planners_reason_reaches_the_explanation(start, llama, monkeypatch):
-    """A CPU has no paths to choose from: this rank tells of a card's, and says that it took one."""
-    real = ranks.open_rank
-
-    def open_rank(*arguments: Any) -> Any:
-        memory: Any = real(*arguments)
-        engine, poll = memory.engine, memory.engine.poll
-        layouts = tuple(engine._jobs.layouts)
-        choices = PathChoices(builtin_profile(), ("kernel",), None, layouts)
-        engine.choices = pickle.loads(pickle.dumps(choices))  # as between processes
-
-        def polled() -> list[Receipt]:
-            return [replace(receipt, path="kernel", beside_model=True) for receipt in poll()]
-
-        engine.poll = polled
-        return memory
-
-    monkeypatch.setattr(worker_side, "open_rank", open_rank)
-    port = free_port()
-    engine = start(llama, is_fresh=True, ferry={**FERRY, "metrics_port": port})
-    prompts = make_prompts(72, 300)
-    engine.generate(prompts)
-    engine.forget_device()
-    engine.generate(prompts)
-    engine.settle()
-    url = f"http://127.0.0.1:{port}/"
-    told = [explain(url, row["request_id"]) for row in explain(url)["requests"]]
-    copies = [copy for one in told for copy in one["copies"]]
-    assert {copy["dst"] for copy in copies} == {"device", "host"}
-    for copy in copies:
-        way = "load" if copy["dst"] == "device" else "store"
-        assert copy["paths"] == ["kernel"]
-        assert copy["why"].startswith(f"{way} of {copy['num_blocks']} blocks")
-        assert "model running: kernel." in copy["why"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from kvferry.tiers.disk.protocol import DiskFigures
-from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import Health, Opened, Plan, Rank, Receipt, TierName, TransferId
 
 log = logging.getLogger(__name__)
@@ -69,8 +68,7 @@ class TierShape:
 class RankShape:
     """One rank at start: how many host slots it has, or why it has none.
 
-    ``choices`` are the measurements by which it picks copy paths. ``tiers`` are nearest first.
-    A rank that ``sees_weights`` notices when they change.
+    ``tiers`` are nearest first. A rank that ``sees_weights`` notices when they change.
     """
 
     rank: Rank
@@ -80,7 +78,6 @@ class RankShape:
     block_bytes: tuple[int, ...] = ()
     layout: str = ""
     is_shared: bool = False
-    choices: PathChoices | None = None
     tiers: tuple[TierShape, ...] = ()
     refusal: str = ""
     sees_weights: bool = False

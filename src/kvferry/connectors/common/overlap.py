@@ -45,7 +45,7 @@ class OverlapDecider:
         *,
         hash_tokens: int,
     ) -> None:
-        """``costs`` know the loads so far, for ranks without measurements.
+        """``costs`` know the loads so far.
 
         ``has_others`` says whether another request computes in these steps, or soon will.
         """
@@ -53,7 +53,6 @@ class OverlapDecider:
         # An engine that shares parts of blocks copies those before the connector is called.
         self._is_off = is_off or hash_tokens != setup.groups[0].block_tokens
         self._policy = Overlapping("off" if self._is_off else setup.config.overlap_loads)
-        self._choices = shape.choices
         self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0
         self._block_tokens = setup.groups[0].block_tokens
         self._costs = costs
@@ -64,7 +63,7 @@ class OverlapDecider:
         if self._is_off:
             return self._policy.decide(None, has_others=False)
         has_others = self._has_others()
-        return self._policy.decide(self._seconds(num_tokens, has_others), has_others=has_others)
+        return self._policy.decide(self._seconds(num_tokens), has_others=has_others)
 
     def leaves_a_block(self, num_tokens: int) -> bool:
         """Whether to compute a prompt's last block although it could be loaded.
@@ -74,14 +73,12 @@ class OverlapDecider:
         """
         if self._is_off:
             return False
-        seconds = self._seconds(num_tokens, has_others=False)
+        seconds = self._seconds(num_tokens)
         return seconds is not None and seconds >= WORTH_SECONDS and not self._has_others()
 
-    def _seconds(self, num_tokens: int, has_others: bool) -> float | None:
-        """By the planner's measurements; where it has none, by the loads so far."""
+    def _seconds(self, num_tokens: int) -> float | None:
+        """By the loads so far; None where there was none."""
         num_blocks = -(-num_tokens // self._block_tokens)
-        if self._choices is not None:
-            return self._choices.load_seconds(0, num_blocks, busy=has_others)
         bandwidth = self._costs.bandwidth_of(HOST)
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
 

@@ -104,7 +104,7 @@ def movers_of(
 
 
 def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlace) -> RankShape:
-    """A rank's slots, blocks and path choices, and its tiers with the blocks they still have."""
+    """A rank's slots and blocks, and its tiers with the blocks they still have."""
     tiers = []
     for name, tier in memory.tiers.items():
         opened = tier.recovered() if tier.num_places is not None else None
@@ -118,7 +118,6 @@ def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlac
         block_bytes=tuple(layout.block_bytes for layout in layouts),
         layout=", ".join(dict.fromkeys(kinds)),
         is_shared=place.replicates,
-        choices=getattr(memory.engine, "choices", None),
         tiers=tuple(tiers),
     )
 

@@ -24,7 +24,6 @@ from kvferry.telemetry.catalog import (
     idle,
     installed_version,
     samples,
-    why_path,
 )
 from kvferry.telemetry.source import AskedScheduler, Mailbox, Source
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution, SchedulerStats
@@ -201,14 +200,12 @@ class Reports:
     ) -> None:
         from kvferry.telemetry.endpoint import Endpoint
 
-        config, choices = setup.config, shape.choices
-        num_sharing = setup.num_ranks if shape.is_shared else 1
+        config = setup.config
         source = Source(
             asked,
             self.mailbox,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
-            why_path=lambda copy: why_path(copy, choices, num_sharing=num_sharing),
             disks=self._summed_disks,
         )
         given: Any = DEFAULT_PORT if config.metrics_port is AUTO else config.metrics_port

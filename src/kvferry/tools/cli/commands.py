@@ -16,7 +16,6 @@ VERSION: str = import_module("kvferry").__version__
 
 COMMANDS = {
     "demo": ("demo:demo", "See KV blocks leave a small device and come back."),
-    "calibrate": ("calibrate:calibrate", "Time the copy paths on this machine."),
     "disk": ("disk:disk", "List, verify and remove the stores on disk."),
     "remote": ("remote:remote", "List and remove what is kept in a shared bucket."),
     "doctor": ("doctor:doctor", "Check whether this machine is fit."),

@@ -26,7 +26,7 @@ from kvferry.tools.top.scrape import (
     read_as,
     read_json,
 )
-from kvferry.tools.words import clean, clip, counted, show_bytes, show_seconds, tier_words
+from kvferry.tools.words import clip, counted, show_bytes, show_seconds, tier_words
 
 _MOST_NAME = 500
 
@@ -126,9 +126,6 @@ def put_explained(explained: Explained, console: Console) -> None:
         return
     heads = ("Copy", "Blocks", "Bytes", "Time", "Speed", "Path")
     console.print(Rows(heads, [_copy(copy) for copy in explained.copies], left=["Path"]))
-    for words in dict.fromkeys(copy.why for copy in explained.copies if copy.why):
-        for line in words.splitlines():
-            console.print(Text(clean(line), style="dim"))
 
 
 def _explanation(why: AnswerExplanation) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
@@ -20,7 +20,6 @@ from kvferry.connectors.vllm.versions import Standing, refusal, seeds_are_fixed,
 from kvferry.core.quantities import GiB, MiB, rounded_size
 from kvferry.errors import ConfigError, DriverError, install
 from kvferry.hostmem.limits import Machine, find_placement, read_text, size_for
-from kvferry.settings.copy_paths import path_names
 from kvferry.settings.kinds import AUTO
 from kvferry.settings.tiers import DISK, KEY_ENV, REMOTE, DiskSettings, TierSpec
 from kvferry.tiers.contract import TierSetup
@@ -33,7 +32,6 @@ from kvferry.tools.doctor.drive import (
     nearest_directory,
 )
 from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
-from kvferry.transfer.planner.profile import has_profile
 
 _PLUGINS = "vllm.general_plugins"
 _RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
@@ -173,7 +171,6 @@ class Environment:
     room: Callable[[str], tuple[int, int] | None] = room_of
     drive: Callable[[str], DriveFacts] = look_at_drive
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
-    has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = has_profile
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
 
 
@@ -367,11 +364,6 @@ def _packages(env: Environment, gpu: Gpu) -> Iterator[Finding]:
         yield warn("triton", words, install("gpu"))
     else:
         yield ok("triton", triton)
-    if env.has_profile(gpu.identity, path_names(with_kernels=triton is not None)):
-        yield ok("calibration", "this machine has been measured")
-    else:
-        words = "this machine has not been measured: the first start takes a second longer"
-        yield warn("calibration", words, "kvferry calibrate, on an idle GPU")
 
 
 def check_memory(env: Environment, config: Config) -> Iterator[Finding]:

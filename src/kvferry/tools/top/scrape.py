@@ -112,7 +112,6 @@ class Copied:
     seconds: float
     paths: tuple[str, ...] = ()
     reason: str = ""
-    why: str = ""
 
 
 @dataclass(frozen=True)

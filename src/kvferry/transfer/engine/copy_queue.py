@@ -37,7 +37,6 @@ class PendingCopy:
     path_name: str = ""
     beside_model: bool = False
     compute_waits: bool = False
-    num_runs: int = 1
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""
     pieces: Iterator[None] | None = None
@@ -66,8 +65,6 @@ class PendingCopy:
             num_bytes=0 if self.reason else self.job.num_bytes,
             seconds=0.0 if self.reason else self.seconds,
             path=self.path_name,
-            beside_model=self.beside_model,
-            num_runs=self.num_runs,
         )
 
 

@@ -27,7 +27,7 @@ from kvferry.transfer.job import Direction, JobFactory
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
 from kvferry.transfer.paths.direct import count_runs
-from kvferry.transfer.planner.choose import PathChoices, Planner
+from kvferry.transfer.planner import Planner
 from kvferry.types import FIRST_RANK, Rank, Receipt, Transfer, TransferId
 
 log = logging.getLogger(__name__)
@@ -271,12 +271,6 @@ class GpuEngine(Closing):
         """Whether a thread is still inside a driver call after ``close``."""
         return any(queue.is_stuck for queue in self._queues.values())
 
-    @property
-    def choices(self) -> PathChoices:
-        """The measurements and layouts that paths are picked by here."""
-        planner = self._planner
-        return PathChoices(planner.profile, tuple(self._paths), planner.pinned, self._jobs.layouts)
-
     # -- one transfer ------------------------------------------------------------------------
 
     def _mark_ready(self, copy: PendingCopy) -> None:
@@ -290,13 +284,12 @@ class GpuEngine(Closing):
 
     def _pick(self, copy: PendingCopy) -> Path:
         job = copy.job
-        copy.num_runs = count_runs(job)
         copy.path_name = self._planner.choose(
             job.direction,
             job.layout,
             len(job.device_blocks),
             copy.beside_model,
-            copy.num_runs,
+            count_runs(job),
             at_once=copy.compute_waits,
         )
         path = self._paths.get(copy.path_name)

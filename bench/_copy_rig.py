@@ -1,8 +1,4 @@
-"""Calibration: time the paths on this very machine, in a fraction of a second.
-
-Each path is timed by direction and size on an idle card, with host slots in one run and scattered.
-The costs that fit best are kept.
-"""
+"""Memory and streams of one card for timing copies, and where and when they were timed."""
 
 from __future__ import annotations
 
@@ -12,21 +8,18 @@ import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import import_module, metadata
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.core.quantities import KiB, MiB
-from kvferry.settings.copy_paths import Cost, candidates
+from kvferry.core.quantities import MiB
 from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.planner.profile import Profile, builtin_cost
 
 GB = 1e9
 
@@ -169,74 +162,8 @@ class CopyRig:
         self.driver.synchronize_stream(stream)
 
 
+SYSFS = pathlib.Path("/sys/bus/pci/devices")
 MODULE_VERSION = pathlib.Path("/sys/module/nvidia/version")
-
-SEGMENT_BYTES = (4 * KiB, 16 * KiB)
-"""What a kernel does costs the same for larger ones."""
-NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
-SCATTERED_BYTES = NUM_BYTES[-2:]
-SEGMENTS_PER_BLOCK = 64
-SMALL_REPEATS, REPEATS = 5, 3
-LARGE = 16 * MiB
-"""From here on three repeats do: what scatters is the start."""
-
-Progress = Callable[[str], None]
-
-
-def calibrate(
-    driver: Driver, paths: Mapping[str, Path], *, progress: Progress = lambda _: None
-) -> Profile:
-    """Time those of ``paths`` that there is a choice between, on the device of ``driver``."""
-    names = candidates(paths)
-    with driver.current():
-        # Half of the host's slots are left out to scatter the others.
-        rig = CopyRig(driver, num_bytes=NUM_BYTES[-1], host_bytes=2 * NUM_BYTES[-1])
-        try:
-            costs = {}
-            for direction in Direction:
-                jobs = list(_jobs(rig, direction))
-                taken = []
-                for job in jobs:
-                    runs = len(job.run_heads)
-                    progress(f"{direction.value}, {job.num_bytes / MiB:g} MiB, host runs: {runs}")
-                    repeats = REPEATS if job.num_bytes >= LARGE else SMALL_REPEATS
-                    calls = [rig.call(paths[name], job) for name in names]
-                    taken.append(rig.time_in_turn(calls, direction, repeats=repeats))
-                for index, name in enumerate(names):
-                    seconds = np.array([times[index].seconds for times in taken])
-                    costs[direction, name] = _fit(builtin_cost(direction, name), jobs, seconds)
-        finally:
-            rig.close()
-    return Profile(costs, provenance(driver))
-
-
-def _jobs(rig: CopyRig, direction: Direction) -> Iterator[CopyJob]:
-    """Larger and larger transfers, the largest with scattered host slots too."""
-    for segment_bytes in SEGMENT_BYTES:
-        for num_bytes in NUM_BYTES:
-            segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
-            num_blocks = num_bytes // (segments * segment_bytes)
-            yield rig.job(direction, segment_bytes, segments, num_blocks)
-            if num_bytes in SCATTERED_BYTES and num_blocks > 1:
-                yield rig.job(direction, segment_bytes, segments, num_blocks, scattered=True)
-
-
-def _fit(cost: Cost, jobs: Sequence[CopyJob], seconds: npt.NDArray[np.float64]) -> Cost:
-    """``cost`` with the start, rate and seconds per run that fit the timings best, none negative.
-
-    Errors count by their share of the time, so that small copies weigh as much as large ones.
-    """
-    rows = [(1.0, job.num_bytes / GB, len(job.run_heads) - 1) for job in jobs]
-    table = np.array(rows) / np.maximum(seconds, 1e-9)[:, None]
-    found, used = np.zeros(3), [0, 1, 2]
-    while used:
-        best = np.linalg.lstsq(table[:, used], np.ones(len(rows)), rcond=None)[0]
-        if (best >= 0).all():
-            found[used] = best
-            break
-        used = [column for column, value in zip(used, best, strict=True) if value >= 0]
-    start, per_gb, per_run = found.tolist()
-    return replace(cost, start=start, rate=GB / max(per_gb, 1e-6), per_run=per_run)
 
 
 def provenance(driver: Driver) -> dict[str, str]:
@@ -247,7 +174,7 @@ def provenance(driver: Driver) -> dict[str, str]:
         "source": "measurements on this machine",
         "gpu": identity.name,
         "driver": _driver_version(identity.driver_version),
-        "link": identity.link,
+        "link": pcie_link(identity.pci_bus_id),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "kvferry": str(import_module("kvferry").__version__),
         "python": platform.python_version(),
@@ -269,3 +196,19 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def pcie_link(bus_id: str) -> str:
+    """The widest link the card can have here, as in ``"32.0 GT/s PCIe x16"``, or ``"unknown"``.
+
+    Not the current one: an idle card lowers its link.
+    """
+    # The driver may write the domain with eight digits, the kernel uses four.
+    domain, _, rest = bus_id.lower().partition(":")
+    device = SYSFS / f"{domain[-4:]}:{rest}"
+    try:
+        speed = (device / "max_link_speed").read_text().strip()
+        width = (device / "max_link_width").read_text().strip()
+    except OSError:
+        return "unknown"
+    return f"{speed} x{width}"
