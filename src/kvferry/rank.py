@@ -309,7 +309,7 @@ def _open_host(
 def _open_tiers(
     config: Config, host: HostMemory, whose: TierSetup, undo: ExitStack
 ) -> dict[TierName, TierMover]:
-    tiers = open_tiers(config.all_tiers, host.tier, whose, ready_slots=lambda: host.ready_slots)
+    tiers = open_tiers(config.all_tiers, host.tier, whose)
     for tier in tiers.values():
         undo.callback(tier.close)
     return tiers

@@ -687,34 +687,6 @@ def test_what_waits_behind_a_hung_medium_fails_in_time(rig: Rig) -> None:
 
 
 @every_tier
-def test_cancelling_what_waits_and_what_is_under_way(rig: Rig, kind: str) -> None:
-    rows = fresh(3)
-    rig.write([0, 1, 2], rows)
-    gate = Gate(rig, Way.READ, 0)
-    into = poisoned(2)
-    running = rig.send(Way.READ, [0, 1], into)
-    gate.wait_reached()
-    for _ in range(8):
-        rig.send(Way.READ, [0], poisoned(1))
-    other = poisoned(1)
-    waiting = rig.send(Way.READ, [2], other)
-    rig.tier.cancel(BatchId(waiting))
-    rig.tier.cancel(BatchId(running))
-    rig.tier.cancel(BatchId(12345))
-    (result,) = rig.poll_one()
-    assert (result.batch_id, result.ok.tolist()) == (waiting, [False])
-    assert "cancelled" in result.reasons[0]
-    gate.open()
-    results = {result.batch_id: result for result in rig.tier.drain(LONG)}
-    if kind not in SIDE_BY_SIDE:  # there it had begun
-        assert not results[BatchId(running)].ok[1]
-        assert (into[1] == 0xEE).all()
-    assert (other == 0xEE).all()
-    rig.tier.cancel(BatchId(running))  # long over
-    assert rig.tier.poll() == []
-
-
-@every_tier
 def test_a_tier_that_goes_away_fails_at_once_and_comes_back(rig: Rig) -> None:
     rows = fresh(2)
     rig.write([0, 1], rows)

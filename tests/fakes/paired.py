@@ -71,12 +71,6 @@ class Paired:
     def ailment(self) -> str:
         return self.inner.ailment
 
-    def attach_memory(self, address: int, num_bytes: int) -> None:
-        self.inner.attach_memory(address, num_bytes)
-
-    def cancel(self, batch_id: BatchId) -> None:
-        self.inner.cancel(batch_id)
-
     def forget(self) -> None:
         self.inner.forget()
 

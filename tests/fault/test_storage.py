@@ -25,8 +25,7 @@ class Engine:
         settings = {"disk": str(disk), "disk_size": "8MiB", "disk_keep_free": "0"}
         config = Config.load(overrides={**settings, "disk_start_deadline": "20s"}, env={})
         setup = TierSetup(TierName(""), SIZE, namespace=bytes(32), family=bytes(32))
-        memory = [(self.rows.ctypes.data, self.rows.nbytes)]
-        self.storage = Storage(config, setup, [SIZE], memory)
+        self.storage = Storage(config, setup, [SIZE])
 
     def move(self, verb: str) -> list[bool]:
         addresses = self.rows.ctypes.data + np.arange(COUNT)[:, None] * SIZE

@@ -31,7 +31,6 @@ class IoQueueMachine(RuleBasedStateMachine):
         self.queue = IoQueue(self.answer, blocks_per_job=3, deadline=DEADLINE)
         self.sent: dict[int, OrderMessage] = {}
         self.answers: dict[int, ResultMessage] = {}
-        self.cancelled: set[int] = set()
         self.jobs: list[Job] = []
         self.delivering: list[Job] = []
         self.good: dict[int, set[int]] = {}
@@ -89,7 +88,6 @@ class IoQueueMachine(RuleBasedStateMachine):
         assert job is not None
         order = job.order.message
         assert self.now < order.deadline
-        assert order.id not in self.cancelled
         assert not self.ailment
         places = order.places[job.positions]
         assert 1 <= len(places) <= 3
@@ -130,15 +128,6 @@ class IoQueueMachine(RuleBasedStateMachine):
         if not is_over:
             self.good[number] |= set(positions) - bad
         assert self.queue.end(job, dict.fromkeys(bad, "broken")) == (not is_over)
-
-    @precondition(lambda self: self.sent)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.sent)))
-        self.cancelled.add(number)
-        self.queue.cancel(number)
-        if all(job.order.message.id != number for job in self.jobs):
-            assert number in self.answers, "nothing of it is under way, and it waits"
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 11.0]))
     def time_passes(self, seconds: float) -> None:

@@ -83,11 +83,6 @@ class History:
             self.queue.end(job, {})
             self.look(way, thread)
 
-    def cancel_reads(self) -> None:
-        for order in self.orders:
-            if order.way is Way.READ:
-                self.queue.cancel(order.id)
-
     def settle(self) -> None:
         while any(condition.woken for condition in self.conditions.values()):
             for way, condition in self.conditions.items():
@@ -107,7 +102,6 @@ STEPS: dict[str, Callable[[History], None]] = {
     "writes": lambda history: history.submit(Way.WRITE, 3),
     "end read": lambda history: history.end(Way.READ),
     "end write": lambda history: history.end(Way.WRITE),
-    "cancel": lambda history: history.cancel_reads(),
 }
 
 

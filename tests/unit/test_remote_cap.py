@@ -48,24 +48,3 @@ def test_orders_given_up_while_they_wait_do_not_stop_the_line(capped: Busy) -> N
             assert 0 < reasons.count(SAYS_NO.reason) < 8, "some, and no more than the cap lets"
 
     run(capped, story)
-
-
-def test_one_cancelled_while_it_waits_takes_nothing(capped: Busy) -> None:
-    """Seen red where bytes were claimed before the wait."""
-
-    async def story() -> None:
-        batch = capped.batch(8, 100.0, Way.READ)
-        carried = capped.carry(batch)
-        await capped.settle()
-        batch.is_cancelled = True
-        await capped.answer(SAYS_NO)
-        wanted = capped.order(1, within=2.0, way=Way.READ)
-        await capped.settle(1.0)
-        await capped.answer(SAYS_NO)
-        assert wanted.done()
-        assert carried.done()
-        assert (await wanted).reasons == {0: SAYS_NO.reason}
-        reasons = list((await carried).reasons.values())
-        assert reasons == [SAYS_NO.reason] + ["cancelled"] * 7
-
-    run(capped, story)

@@ -92,33 +92,6 @@ def test_orders_that_cannot_be_are_refused_and_touch_nothing(rig: Rig) -> None:
     assert (rig.host.rows == before).all()
 
 
-def test_memory_is_told_of_before_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostTier(8, SLOT_BYTES)
-    disk = MemoryTier(8, SLOT_BYTES, name=DISK)
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(disk, "attach_memory", lambda at, size: told.append((at, size)))
-    ready = [2]
-    mover = TierMover(host, disk, ready_slots=lambda: ready[0])
-
-    def down(number: int, slot: int) -> None:
-        slots = as_slots([slot])
-        mover.submit(
-            Transfer(
-                TransferId(number), HOST, DISK, slots, slots, keys=keys([slot]).array, within=9.0
-            )
-        )
-
-    down(1, 1)
-    assert told == [(host.address, 2 * host.pitch)]
-    ready[0] = 6
-    down(2, 0)
-    assert len(told) == 1, "nothing new is named"
-    down(3, 4)
-    assert told[1:] == [(host.address + 2 * host.pitch, 4 * host.pitch)]
-    mover.drain(10)
-    mover.close()
-
-
 def test_tiers_of_different_blocks_do_not_fit_together() -> None:
     with pytest.raises(InputError, match="blocks of 16 bytes, the host slots of 32"):
         TierMover(HostTier(2, 32), MemoryTier(2, 16))

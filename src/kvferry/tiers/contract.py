@@ -4,8 +4,8 @@
 
     submit(batch) ──> queued ──> under way ──> poll() gives one Result, once
                         │            │
-        cancelled, or   │            └── a block that fails is one failed block
-        its time is up  └──> failed, and its memory was never touched
+        its time is up  │            └── a block that fails is one failed block
+                        └──> failed, and its memory was never touched
 
 Two kinds share the contract. A *placed* tier has ``num_places`` numbered places; which block lies
 where is decided by a pool on the scheduler's side, and a batch names the places. A *keyed* tier
@@ -146,21 +146,8 @@ class Tier(Protocol):
     num_places: int | None
     block_bytes: int
 
-    def attach_memory(self, address: int, num_bytes: int) -> None:
-        """Batches may name addresses in this memory from now on; it stays mapped until ``close``.
-
-        Called once for each piece of host memory, as they become ready. A tier that must register
-        memory does so before it begins the first batch that names it.
-        """
-
     def submit(self, batch: Batch) -> None:
         """Queue a batch."""
-
-    def cancel(self, batch_id: BatchId) -> None:
-        """Give a batch up: blocks that have not begun fail, the others end as they will.
-
-        Its result still comes. A batch that has ended, or is unknown, is ignored.
-        """
 
     def poll(self) -> list[Result]:
         """Results since the last call, also of batches that did not begin by their deadline."""

@@ -227,10 +227,8 @@ class TierMover:
         tier: Tier,
         *,
         rank: Rank = FIRST_RANK,
-        ready_slots: Callable[[], int] | None = None,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        """``ready_slots`` says how many host slots can be used by now (default: all of them)."""
         if host.slot_bytes != tier.block_bytes:
             raise InputError(
                 f"tier {tier.name} has blocks of {tier.block_bytes} bytes, the host slots of "
@@ -241,10 +239,8 @@ class TierMover:
         self._host = host
         self._tier = tier
         self._rank = rank
-        self._ready_slots = ready_slots if ready_slots is not None else lambda: host.num_slots
         self._close_seconds = close_seconds
         self._sizes = np.array([host.slot_bytes], dtype=np.int64)
-        self._num_attached = 0
         self._ailment = self._fault = ""
         self._under_way: dict[BatchId, int] = {}
         """How many blocks each batch has whose result has not come yet."""
@@ -403,17 +399,7 @@ class TierMover:
                 f"transfer {transfer.id}: host slots are 0 to {self._host.num_slots - 1}, asked "
                 f"for {int(slots.min())} to {last}"
             )
-        if last >= self._num_attached:
-            self._attach()
         return (self._host.address + slots * self._host.pitch)[:, None]
-
-    def _attach(self) -> None:
-        """Tell the tier of the host memory that became ready since."""
-        ready, pitch = self._ready_slots(), self._host.pitch
-        if ready > self._num_attached:
-            start = self._num_attached * pitch
-            self._tier.attach_memory(self._host.address + start, ready * pitch - start)
-            self._num_attached = ready
 
     def _receipt(self, result: Result) -> Receipt:
         """The receipt of a batch; raises one of ``_NOT_A_RESULT`` where the tier has no such one.
@@ -454,15 +440,13 @@ class TierMover:
 
 _NOT_A_RESULT = (AttributeError, TypeError, ValueError)
 
-_VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close")
+_VERBS = ("submit", "poll", "drain", "forget", "close")
 
 
 def open_tiers(
     specs: Sequence[TierSpec],
     host: HostTier,
     setup: TierSetup | None = None,
-    *,
-    ready_slots: Callable[[], int] | None = None,
 ) -> dict[TierName, TierMover]:
     """One rank's tiers below its host memory, nearest first; all of them or none.
 
@@ -483,7 +467,7 @@ def open_tiers(
             )
             tier = open_tier(spec, own)
             undo.callback(tier.close)
-            tiers[spec.name] = TierMover(host, tier, rank=setup.rank, ready_slots=ready_slots)
+            tiers[spec.name] = TierMover(host, tier, rank=setup.rank)
         undo.pop_all()
     return tiers
 

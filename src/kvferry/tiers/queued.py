@@ -1,4 +1,4 @@
-"""A base for tiers that queue batches: deadlines, cancellation and results.
+"""A base for tiers that queue batches: deadlines and results.
 
 ::
 
@@ -40,7 +40,6 @@ class Task:
     batch: Batch
     generation: int
     is_begun: bool = False
-    is_cancelled: bool = False
     is_over: bool = False
 
     @property
@@ -51,8 +50,6 @@ class Task:
     @property
     def stopped(self) -> str:
         """Why no further block of it should begin; empty while they should."""
-        if self.is_cancelled:
-            return "cancelled"
         return "not begun in time" if time.monotonic() >= self.batch.deadline else ""
 
 
@@ -91,9 +88,6 @@ class QueuedTier(ABC):
     def _start(self, *, is_read: bool) -> None:
         """Begin queued batches of one way, as far as there is room; ``_changed`` is held."""
 
-    def attach_memory(self, address: int, num_bytes: int) -> None:  # noqa: B027
-        """The whole memory of the process can be reached: nothing to register."""
-
     def submit(self, batch: Batch) -> None:
         check_batch(cast(Tier, self), batch)
         with self._changed:
@@ -109,13 +103,6 @@ class QueuedTier(ABC):
             self._queues[task.is_read].append(task)
             self._earliest = min(self._earliest, batch.deadline)
             self._start(is_read=task.is_read)
-
-    def cancel(self, batch_id: BatchId) -> None:
-        with self._changed:
-            task = self._tasks.get(batch_id)
-            if task is not None:
-                task.is_cancelled = True
-                self._sweep()
 
     def poll(self) -> list[Result]:
         with self._changed:

@@ -106,13 +106,12 @@ class Storage:
         config: Config,
         setup: TierSetup,
         sizes: Sequence[int],
-        memory: Iterable[tuple[int, int]],
         keep_alive: object = None,
     ) -> None:
         """Open the tiers that ``config`` names; ConfigError where a setting is wrong.
 
-        A block is pieces of ``sizes`` bytes. ``memory`` has the address and length of each region
-        that blocks may lie in. ``keep_alive`` is never freed if a hung drive may still write there.
+        A block is pieces of ``sizes`` bytes. ``keep_alive`` is never freed if a hung drive may
+        still write there.
         """
         if not config.all_tiers:
             raise InputError("there is nothing to store on: set disk or remote")
@@ -128,14 +127,11 @@ class Storage:
         setup = replace(
             setup, block_bytes=sum(sizes), disk=config.disk_settings, remote=config.remote_settings
         )
-        regions = tuple(memory)
         with ExitStack() as undo:
             for spec in config.all_tiers:
                 own = replace(setup, name=spec.name, options=spec.options)
                 medium = open_tier(spec, own)
                 undo.callback(medium.close)
-                for address, num_bytes in regions:
-                    medium.attach_memory(address, num_bytes)
                 policy = policy_named(config.tier_policy)
                 remains = [] if medium.num_places is None else [opened(medium)]
                 blocks = lower_tier(

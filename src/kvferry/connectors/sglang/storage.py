@@ -215,18 +215,18 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
                     "with MLA one rank writes for all, and a disk store serves one process; use "
                     "remote, or one GPU"
                 )
-            pools = {each: _geometry(pool) for each, pool in self._hosts.items()}
+            sizes = {each: _piece_sizes(pool) for each, pool in self._hosts.items()}
             first, namespace = (
-                _namespace(self._parallel, self._hosts[each], args, revision, pools[each][0])
+                _namespace(self._parallel, self._hosts[each], args, revision, sizes[each])
                 for each in (_KV, name)
             )
-            sizes, regions = pools[name]
             nodes = max(1, int(getattr(args, "nnodes", 1) or 1))
             setup = _setup(
-                self._parallel, namespace, first, name, host, sum(sizes), list(pools), nodes
+                self._parallel, namespace, first, name, host, sum(sizes[name]), list(sizes), nodes
             )
             with self._lock:
-                self._pools[name] = _Pool(host, Storage(self._config, setup, sizes, regions, host))
+                storage = Storage(self._config, setup, sizes[name], host)
+                self._pools[name] = _Pool(host, storage)
         except ConfigError:
             raise
         except (KvferryError, OSError, NotImplementedError, ValueError) as error:
@@ -348,16 +348,12 @@ def _keys(keys: Sequence[str]) -> Keys:
     )
 
 
-def _geometry(pool: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """The sizes of a page's pieces, and where a host pool's memory lies."""
+def _piece_sizes(pool: Any) -> list[int]:
+    """The sizes of a page's pieces."""
     import torch
 
     _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
-    given = getattr(pool, "kv_buffer", None)
-    if given is None:
-        given = pool.get_hybrid_pool_buffer()  # recurrent states
-    tensors = given if isinstance(given, (list, tuple)) else [given]
-    return list(sizes), [(each.data_ptr(), each.nbytes) for each in tensors]
+    return list(sizes)
 
 
 def _namespace(

@@ -75,10 +75,8 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
             )
         rows = np.asarray(primary_kv_view)
         self._address, self._pitch = rows.ctypes.data, rows.strides[0]
-        num_bytes = rows.shape[0] * self._pitch
         setup = _setup(offloading_spec, revision, self._pitch)
-        region = (self._address, num_bytes)
-        self._storage = Storage(config, setup, [self._pitch], [region], primary_kv_view)
+        self._storage = Storage(config, setup, [self._pitch], primary_kv_view)
         self._jobs: dict[JobId, tuple[TransferJob, list[OffloadKey]]] = {}
         self._to_ask: dict[OffloadKey, None] = {}
 

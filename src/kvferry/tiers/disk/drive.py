@@ -148,8 +148,6 @@ class DriveServer:
     def _obey(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
             self._submit(messages.unpack_order(body))
-        elif kind is FrameKind.CANCEL:
-            self._queue.cancel(messages.unpack(body))
         elif kind is FrameKind.FORGET:
             number, is_kept = messages.unpack(body)
             self._tracker.reset(number, is_kept=bool(is_kept))

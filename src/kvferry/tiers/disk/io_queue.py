@@ -5,9 +5,9 @@
     order ──cut──> jobs: runs of neighbouring places ──> reads  ──> threads ──┐
                                                     └──> writes ──> threads ──┴──> one result
 
-A job that has not begun when its order is cancelled, late, or the drive ails, fails without a
-thread. One that is in flight longer than the deadline is given up: the drive ails until it returns,
-and what it then brings is not delivered.
+A job that has not begun when its order is late, or the drive ails, fails without a thread. One that
+is in flight longer than the deadline is given up: the drive ails until it returns, and what it then
+brings is not delivered.
 
 A block that fails is a failed block. Many in a row, a drive that does not answer, a file that is
 gone: the drive ails, its orders fail at once, and it is tried now and then. No room to write does
@@ -52,7 +52,6 @@ class Order:
     num_jobs: int = 0
     num_delivering: int = 0
     """Threads that write into the engine's memory for it right now."""
-    is_cancelled: bool = False
     is_over: bool = False
     """The result was sent: the engine's memory is not ours any more."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -65,8 +64,6 @@ class Order:
 
     def skip_reason(self, now: float) -> str:
         """Why no further job of it should begin; empty while they should."""
-        if self.is_cancelled:
-            return "cancelled"
         return _NOT_BEGUN if now >= self.message.deadline else ""
 
 
@@ -123,13 +120,6 @@ class IoQueue:
                 return
             self._waiting[message.way].extend(jobs)
             self._work[message.way].notify(len(jobs))
-
-    def cancel(self, order_id: int) -> None:
-        with self._lock:
-            order = self._orders.get(order_id)
-            if order is not None:
-                order.is_cancelled = True
-        self.sweep()
 
     def take(self, way: Way) -> Job | None:
         """Wait for the next job that should begin, and begin it; None: the queue is closed."""

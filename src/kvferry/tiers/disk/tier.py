@@ -182,10 +182,6 @@ class DriveClient:
         self._child.channel.send(messages.pack_order(order))
         return ""
 
-    def cancel(self, order_id: int) -> None:
-        if order_id in self._orders and self._child is not None:
-            self._child.channel.send(messages.pack(FrameKind.CANCEL, order_id))
-
     def reset(self, number: int, *, is_kept: bool) -> None:
         """Forget everything. A drive that is away is told when it is back, before anything else."""
         self._is_kept, self._was_reset = is_kept, True
@@ -512,9 +508,6 @@ class DiskTier:
             ailments = [drive.ailment for drive in self._drives]
         return ailments[0] if all(ailments) else ""
 
-    def attach_memory(self, address: int, num_bytes: int) -> None:
-        """A drive process reaches all of our memory by address: nothing to register."""
-
     def submit(self, batch: Batch) -> None:
         check_batch(self, batch)
         assert batch.places is not None
@@ -549,13 +542,6 @@ class DiskTier:
                 reason = drive.submit(order)
                 if reason:
                     self._order_ended(number, reason)
-
-    def cancel(self, batch_id: BatchId) -> None:
-        with self._changed:
-            entry = self._batches.get(batch_id)
-            for number in entry.orders if entry is not None else ():
-                for drive in self._drives:
-                    drive.cancel(number)
 
     def poll(self) -> list[Result]:
         with self._changed:

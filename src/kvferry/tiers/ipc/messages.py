@@ -2,7 +2,7 @@
 
 ::
 
-    engine ──> HELLO, ORDER, CANCEL, FORGET ──> child
+    engine ──> HELLO, ORDER, FORGET ──> child
     engine <── READY | REFUSED, RESULT, AILS, FULL, FORGOT, SAYS <── child
 
 Both ends are of one release and on one machine, so no format here is kept for others to read.
@@ -54,7 +54,6 @@ class FrameKind(IntEnum):
     READY = 2  # child: it can take orders
     REFUSED = 3  # child: it cannot serve, and why
     ORDER = 4  # engine: blocks to find, read or write
-    CANCEL = 5  # engine: the result of this order is no longer wanted
     RESULT = 6  # child: the result of an order
     FORGET = 7  # engine: nothing written before this may be read again
     FORGOT = 8  # child: the blocks are forgotten durably

@@ -80,7 +80,6 @@ class InFlightBatch:
     order: OrderMessage
     names: list[str]
     keys: Sequence[bytes]
-    is_cancelled: bool = False
     began: float = field(default_factory=lambda: time.monotonic())
     ends: list[End] = field(init=False)
 
@@ -210,8 +209,6 @@ class StoreTransfers:
 
     def _stopped(self, batch: InFlightBatch) -> str:
         """Why no further block of it should begin; empty while they should."""
-        if batch.is_cancelled:
-            return "cancelled"
         is_late = batch.seconds_left <= 0
         return self.health.ailment(batch.order.way) or (_NOT_BEGUN if is_late else "")
 
@@ -398,7 +395,6 @@ class StoreProcess:
         mapping: SlotMapping | None = None,
     ) -> None:
         self._channel = channel
-        self._batches: dict[int, InFlightBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -440,18 +436,12 @@ class StoreProcess:
     def _take(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
             batch = self._transfers.begin(unpack_order(body))
-            self._batches[batch.order.id] = batch
             self._spawn(self._carry(batch))
-        elif kind is FrameKind.CANCEL:
-            cancelled = self._batches.get(unpack(body))
-            if cancelled is not None:
-                cancelled.is_cancelled = True
         elif kind is FrameKind.FORGET:
             self._spawn(self._client.forget(self._objects.folder(unpack(body))))
 
     async def _carry(self, batch: InFlightBatch) -> None:
         result = await self._transfers.carry(batch)
-        del self._batches[batch.order.id]
         self._channel.send(pack_result(result))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -125,13 +125,6 @@ class RemoteTier(QueuedTier):
     def _skip_reason(self, task: Task) -> str:
         return self.ailment or ("" if task.is_read else self.refusal_to_write)
 
-    def cancel(self, batch_id: BatchId) -> None:
-        with self._changed:
-            task = self._tasks.get(batch_id)
-            if task is not None and task.is_begun and self._child is not None:
-                self._child.channel.send(pack(FrameKind.CANCEL, batch_id))
-            super().cancel(batch_id)
-
     def poll(self) -> list[Result]:
         with self._changed:
             if not self._is_closed:
