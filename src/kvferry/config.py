@@ -191,7 +191,7 @@ FILE_NAME = optional(Kind("PATH", read_file_name))
 POLICY = Kind(ACCEPTS, read_policy)
 SECRET = optional(Kind("text or file:PATH", read_secret, lambda secret: "(not shown)"))
 STORE = optional(Kind("URL", lambda name, value: str(read_remote(name, value))))
-TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, _list_of)
+TENANTS = Kind("NAME=SHARE, ...|none", read_tenants, _list_of)
 TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
 
 
@@ -304,9 +304,9 @@ class Config:
     pin_share: float = setting(0.25, SHARE)
     """The part of each tier that pins, TTLs and priorities may hold, at most."""
     tenants: tuple[TenantShare, ...] = setting((), TENANTS)
-    """Which part of host memory, and of a disk or memory below it, each tenant keeps, and may have
-    at most. * is every other tenant. A shared store decides itself what it keeps. A request's
-    tenant is a hint, or its cache salt in vLLM."""
+    """Which part of host memory, and of a disk or memory below it, each tenant keeps. * is every
+    other tenant. A shared store decides itself what it keeps. A request's tenant is a hint, or its
+    cache salt in vLLM."""
     control: str = setting("off", one_of("off", "local", "anywhere"))
     """Serve pin, prefetch and drop over HTTP on metrics_port: never, to this machine, or to every
     machine. Each call needs control_token."""

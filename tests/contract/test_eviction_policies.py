@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import key, keys
-from tests.fakes.policies import FairLru, Fifo, Odd, Tails
+from tests.fakes.policies import Fifo, Odd, Tails
 from tests.model.lru_before import TouchOrder
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
@@ -47,7 +47,6 @@ POLICIES: dict[str, EvictionPolicyMaker] = {
     "fifo": Fifo,
     "tails": Tails,
     "odd": Odd,
-    "fair": FairLru,
 }
 HONEST = {name: make for name, make in POLICIES.items() if make is not Odd}
 NUM_SLOTS = 12

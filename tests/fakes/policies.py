@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.policies.contract import Arriving, Residents
-from kvferry.cache.policies.lru import Lru
-from kvferry.cache.policies.quotas import Quotas
 from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Key
 from kvferry.types import NO_SLOT, SlotArray
@@ -122,22 +120,3 @@ class Odd(Fifo):
         self.given |= set(taken.tolist())
         self.discard(taken)
         return taken
-
-
-class FairLru(Quotas):
-    """LRU for two tenants that share all slots evenly: who comes is owned, odd slots by the second.
-
-    In a pool the pool says whose slots are; here nobody does.
-    """
-
-    def __init__(self, residents: Residents) -> None:
-        super().__init__(Lru, residents, (None, None))
-        self._odd = np.arange(residents.num_slots) % 2
-        for tenant in (0, 1):
-            self.own(np.flatnonzero(self._odd == tenant), tenant)
-
-    def own(self, slots: SlotArray, tenant: int) -> None:
-        """A pool that is not divided gives all to the first: keep to ours."""
-        for number in (0, 1):
-            part = slots[self._odd.take(slots) == number]
-            super().own(part[self.owner_of(part) != number], number)

@@ -36,7 +36,7 @@ class Twins:
         self.pools = [Pool(num_slots, make, clock=lambda: self.time) for _ in "ab"]
         if divided:
             for pool in self.pools:
-                pool.eviction.divide([None, 0.4, None], [1.0, 1.0, 0.5], 0)
+                pool.eviction.divide([None, 0.4, None], 0)
         self.divided = divided
         self.evicted = [Evictions(pool) for pool in self.pools]
         self.open: list[list[Lease]] = []

@@ -83,26 +83,20 @@ def test_a_policy_is_told_with_the_time_of_each_before_anything_is_stored() -> N
     assert pool.eviction.feed.now() == 9.0
 
 
-@pytest.mark.parametrize("how", ["reset", "drop", "disown", "ceiling"])
+@pytest.mark.parametrize("how", ["reset", "drop", "disown"])
 def test_blocks_that_go_were_found_by_those_who_asked_before(how: str) -> None:
     pool, policy, _ = made(num_slots=16)
-    if how == "ceiling":
-        pool.eviction.divide([None, None], [0.5, 1.0], 1)
-        policy = pool.eviction.feed.policy._inner[0]  # type: ignore[attr-defined]
     store(pool, keys(range(8)))
-    lease = pool.lease(keys(range(8))) if how != "ceiling" else None
+    lease = pool.lease(keys(range(8)))
     pool.asked(keys(range(8)), 128, pool.lookup(keys(range(8))))
     match how:
         case "reset":
             pool.reset()
         case "drop":
             pool.drop(pool.lookup(keys(range(8))))
-        case "disown":
+        case _:
             assert lease is not None
             lease.disown()
-        case _:
-            store(pool, keys(range(100, 104)))
-            assert pool.counts.cached == 8
     pool.catch_up()
     assert [each[3] for each in policy.heard] == [8]
 

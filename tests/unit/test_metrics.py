@@ -17,7 +17,7 @@ from tests.fakes.metrics_page import page
 from kvferry.cache.policies.load_or_compute import Verdict
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
-from kvferry.cache.slots import TenantCounts
+from kvferry.cache.tenants import TenantCounts
 from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import Reason
 from kvferry.scheduler.tier import SlotTier

@@ -1,11 +1,10 @@
-"""Tenants: shares and ceilings of every tier, eviction order, and counts per tenant."""
+"""Tenants: shares of every tier, eviction order, and counts per tenant."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.fakes.crafted_keys import keys as numbered
@@ -13,10 +12,9 @@ from tests.fakes.desk import Desk, story
 from tests.fakes.policies import Fifo
 
 from kvferry.cache.policies.lru import Lru
-from kvferry.cache.policies.quotas import Quotas
+from kvferry.cache.policies.quotas import Quotas, next_to_give
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import TenantCounts
-from kvferry.cache.tenants import MOST_OTHERS, MOST_SHOWN, Tenants
+from kvferry.cache.tenants import MOST_OTHERS, TenantCounts, Tenants
 from kvferry.config import Config, show
 from kvferry.connectors.common.hints import tenant_of
 from kvferry.errors import ConfigError
@@ -31,12 +29,8 @@ from kvferry.types import TierName
     [
         ("none", ()),
         ("*", (TenantShare("*"),)),
-        (
-            "search=40%:60%, *=fair:50%",
-            (TenantShare("search", 0.4, 0.6), TenantShare("*", None, 0.5)),
-        ),
+        ("search=40%, *=fair", (TenantShare("search", 0.4), TenantShare("*"))),
         ({"a": "0.1"}, (TenantShare("a", 0.1),)),
-        ("a=20%:20%", (TenantShare("a", 0.2, 0.2),)),
         (  # as floats they are more than one
             "a=56%, b=34%, c=10%",
             (TenantShare("a", 0.56), TenantShare("b", 0.34), TenantShare("c", 0.1)),
@@ -55,13 +49,11 @@ def test_shares_are_read_and_shown(said, meant):
         ("a=60%, b=60%", "add up to 120%"),
         ("a=1%, a=2%", "named twice"),
         ("a=lots", "tenants: a: expected a share"),
-        ("a=10%:2", "ceiling of a: expected a share"),
+        ("a=10%:20%", "tenants: a: expected a share"),
         ("=10%", "is no name"),
-        (7, r"expected NAME=SHARE\[:CEILING\]"),
+        (7, r"expected NAME=SHARE"),
         (", ".join(f"t{n}" for n in range(33)), "at most 32"),
-        ("a=5%:2%", "a cannot keep 5% under a ceiling of 2%"),
-        ("*=5%:2%", "\\* cannot keep 5% under a ceiling of 2%"),
-        ("a=80%, *=30%", "add up to 110%"),
+        ("a=80%, *=10%", "\\* stands for many tenants; it can only be fair"),
     ],
 )
 def test_shares_that_cannot_be_meant_are_refused(said, words):
@@ -100,7 +92,7 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one():
     assert plain.pool.match(story(1, 6)) == 0
 
 
-@pytest.mark.parametrize("others", ["", ", *", ", *=5%", ", *=20%", ", *=0%"])
+@pytest.mark.parametrize("others", ["", ", *"])
 def test_a_share_is_kept_under_floods_and_made_up_names(others):
     """An even part was one of the whole, beside the shares: of 80 blocks 44 were left."""
     desk = Desk(slots=100, tenants=f"a=80%{others}")
@@ -138,70 +130,25 @@ def test_the_number_of_counted_tenants_is_bounded():
     desk.check_empty()
 
 
-def test_a_name_without_slots_gives_way_to_a_new_one_and_its_counts_stay_in_the_sum():
-    pool: Any = Slots()
-    disk: Any = Slots()
-    tenants = Tenants((TenantShare("*"),), {"host": pool, "disk": disk})
-    first = tenants.number("t0")
-    tenants.counts(first).queries = 5
-    pool.held[first] = 3
-    pool.gone[tenants.number("t1")] = 7
-    for number in range(1, MOST_OTHERS):
-        tenants.counts(tenants.number(f"t{number}")).queries = 1
-    newcomer = tenants.number("new")
-    assert newcomer not in (0, first)
-    assert tenants.number("t0") == first
-    told = tenants.snapshot()
-    assert told["other"].queries == 1
-    assert told["other"].evicted == {"host": 7, "disk": 0}
-    assert told["t1"] == TenantCounts(slots={"host": 0, "disk": 0}, evicted={"host": 0, "disk": 0})
-    pool.held.clear()
-    disk.held[first] = 1  # what it has on any tier is its own
-    for number in range(100, 100 + 2 * MOST_OTHERS):
-        assert tenants.number(f"t{number}") != first
-
-
-class Slots:
-    """What a divided pool says of its tenants is up to the test."""
-
-    def __init__(self):
-        self.held, self.gone = {}, {}
-
-    def slots_of_tenant(self, number):
-        return self.held.get(number, 0)
-
-    def evicted_of_tenant(self, number):
-        return self.gone.get(number, 0)
-
-    def pass_on_tenant(self, number, heir):
-        self.gone[heir] = self.gone.get(heir, 0) + self.gone.pop(number, 0)
-
-
-slots_of_none: Any = Slots()
-
-
-def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_the_sum():
-    tenants = Tenants((TenantShare("*"), TenantShare("named")), {"host": slots_of_none})
+def test_however_many_names_are_sent_few_are_told_apart_and_nothing_is_lost_of_the_sum():
+    tenants = Tenants((TenantShare("*"), TenantShare("named")))
     seen: set[str] = set()
-    last = 0
-    for number in range(3000):
+    for number in range(300):
         tenants.counts(tenants.number(f"attacker-{number}")).queries += 1
-        told = tenants.snapshot()
+        told = tenants.snapshot({})
         seen |= told.keys()
         assert sum(each.queries for each in told.values()) == number + 1
-        assert told["other"].queries >= last
-        last = told["other"].queries
-    assert len(seen) == MOST_SHOWN + 3  # none, named, other
-    assert len(tenants._numbers) <= MOST_OTHERS + 1
+    assert len(seen) == MOST_OTHERS + 3  # none, named, other
+    assert tenants.counts(tenants.number("named")).queries == 0
 
 
 @pytest.mark.parametrize("name", ["none", "other", "before"])
 def test_reserved_names_are_refused_for_tenants(name):
     with pytest.raises(ConfigError, match="has a meaning of its own; name it otherwise"):
         Config.from_dict({"tenants": f"{name}=10%"})
-    tenants = Tenants((TenantShare("*"),), {"host": slots_of_none})
+    tenants = Tenants((TenantShare("*"),))
     tenants.counts(tenants.number(name)).queries = 3
-    told = tenants.snapshot()
+    told = tenants.snapshot({})
     assert told[f"tenant-{name}"].queries == 3
     assert told.get(name, TenantCounts()).queries == 0
 
@@ -217,31 +164,17 @@ def test_blocks_of_an_earlier_run_have_no_tenant_and_are_evicted_in_order():
     old = numbered(range(12))
     tier.restore([(old[:8], np.arange(8))])
     tier.restore([(old[8:], np.arange(8, 12))])
-    desk = Desk(tiers=(tier,), tenants="*=fair:25%")
+    desk = Desk(tiers=(tier,), tenants="*=fair")
     assert on(desk, "disk") == {"before": 12}
     more = numbered(range(50, 54))
-    assert tier.restore([(more, np.arange(12, 16))]) == 4, "no ceiling is theirs"
+    assert tier.restore([(more, np.arange(12, 16))]) == 4
     assert on(desk, "disk") == {"before": 16}
     keep(desk, "a", 1, 4)
-    assert on(desk, "disk") == {"none": 4, "before": 12}, "and not all that is above a ceiling"
+    assert on(desk, "disk") == {"none": 4, "before": 12}
     assert pool.cached(old[:4]).all()
     assert pool.cached(more).all()
     assert int(pool.cached(old).sum()) == 8, "the oldest went, the end of what was written first"
     pool.check_integrity()
-
-
-def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():
-    """The host has room; it is the tenant that has none, and evicts its own."""
-    desk = below(512, "a=fair:25%, *", WriteMode.SPILL, slots=256)
-    for number in range(1, 30):
-        keep(desk, f"a{number}", number, 4, "a")
-        desk.run()
-    assert on(desk, "host") == {"a": 64}
-    (disk,) = desk.scheduler.lower.tiers
-    assert disk.pool is not None
-    for number in range(1, 30):
-        there = desk.pool.cached(story(number, 4)) | disk.pool.cached(story(number, 4))
-        assert there.all(), f"some is lost of story {number}"
 
 
 def test_a_tier_that_is_not_ours_to_bound_is_named(caplog):
@@ -249,8 +182,8 @@ def test_a_tier_that_is_not_ours_to_bound_is_named(caplog):
     with caplog.at_level("WARNING", logger="kvferry"):
         Desk(tiers=tiers, tenants="a=10%")
     assert (
-        "tenants: shares and ceilings do not hold for tier s3, which decides itself what it "
-        "keeps; they hold for host and disk"
+        "tenants: shares do not hold for tier s3, which decides itself what it keeps; they hold "
+        "for host and disk"
     ) in caplog.text
     caplog.clear()
     Desk(tiers=tiers)
@@ -300,34 +233,34 @@ LONGEST = 6  # blocks of a chain
 
 
 class Divided(RuleBasedStateMachine):
-    """Seen to fail where: ``Quotas.left`` forgets to count; ``Pool.reserve`` looks at no ceiling;
-    ``given_up`` looks at no ``keeps``; ``Quotas.expect`` is not called; ``_victims`` asks policies
-    of all tenants together.
+    """Seen to fail where: ``Quotas.left`` forgets to count; all give blocks ``within`` their
+    parts; ``Quotas.expect`` is not called; ``_victims`` asks policies of all tenants together.
     """
 
     @initialize(
         num_slots=st.integers(6, 20),
         make=st.sampled_from((Lru, Fifo)),
-        ceilings=st.lists(st.sampled_from((0.5, 1.0)), min_size=3, max_size=3),
         shares=st.sampled_from(
             ((None, None, None), (None, 0.5, 0.2), (None, 0.8, None), (None, 0.5, 0.5))
         ),
     )
-    def start(self, num_slots, make, ceilings, shares):
+    def start(self, num_slots, make, shares):
         self.now = 0.0
         self.pool = Pool(num_slots, make, clock=lambda: self.now)
-        self.pool.eviction.divide(shares, ceilings, 0)
+        self.pool.eviction.divide(shares, 0)
         self.shares = shares
-        self.most = [int(num_slots * ceiling) for ceiling in ceilings]
         self.leases = []
+
+    def quotas(self):
+        assert self.pool.eviction.quotas is not None
+        return self.pool.eviction.quotas
 
     @rule(number=st.integers(0, 9), length=st.integers(1, LONGEST), tenant=st.integers(0, 2))
     def store(self, number, length, tenant):
-        pool = self.pool
-        before = [pool.eviction.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        before = self.quotas().owned.tolist()
         chain = numbered(range(100 * number + 10 * tenant, 100 * number + 10 * tenant + length))
-        lease = pool.reserve(chain, tenant=tenant)
-        after = [pool.eviction.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        lease = self.pool.reserve(chain, tenant=tenant)
+        after = self.quotas().owned.tolist()
         parts = self.parts(before, tenant)
         for x in range(NUM_TENANTS):
             if x == tenant or after[x] == before[x]:
@@ -352,9 +285,7 @@ class Divided(RuleBasedStateMachine):
 
     def can_lose(self, tenant, chain):
         """Whether a tenant has a block that could go, but for those of the chain itself."""
-        fair = self.pool.eviction.quotas
-        assert fair is not None
-        own = np.flatnonzero(fair.owner_of(np.arange(self.pool.num_slots)) == tenant)
+        own = np.flatnonzero(self.quotas().owner_of(np.arange(self.pool.num_slots)) == tenant)
         own = own[~np.isin(own, self.pool.table.index.find(chain))]
         return any(self.pool.table.can_go(slot) for slot in own.tolist())
 
@@ -388,15 +319,11 @@ class Divided(RuleBasedStateMachine):
     def is_sound(self):
         self.pool.check_integrity()
         counts = self.pool.counts
-        owned = [self.pool.eviction.slots_of_tenant(t) for t in range(NUM_TENANTS)]
-        assert sum(owned) == counts.total - counts.free
-        assert all(o <= most for o, most in zip(owned, self.most, strict=True))
-        evicted = [self.pool.eviction.evicted_of_tenant(t) for t in range(NUM_TENANTS)]
-        assert sum(evicted) == counts.evicted
-        fair = self.pool.eviction.quotas
-        assert fair is not None
-        owners = fair.owner_of(self.pool.eviction.pins.all_pinned())
-        assert fair.pinned.tolist() == [int((owners == t).sum()) for t in range(NUM_TENANTS)]
+        quotas = self.quotas()
+        assert quotas.owned.sum() == counts.total - counts.free
+        assert quotas.evicted.sum() == counts.evicted
+        owners = quotas.owner_of(self.pool.eviction.pins.all_pinned())
+        assert quotas.pinned.tolist() == [int((owners == t).sum()) for t in range(NUM_TENANTS)]
 
     def teardown(self):
         for lease in getattr(self, "leases", ()):
@@ -411,8 +338,8 @@ def test_a_divided_pool_takes_over_what_is_there():
     lease = pool.reserve(numbered(range(3)))
     assert lease is not None
     lease.commit()
-    pool.eviction.divide([None, None], [1.0, 1.0], 0)
-    assert pool.eviction.slots_of_tenant(0) == 3
+    pool.eviction.divide([None, None], 0)
+    assert owned(pool) == [3, 0]
     pool.check_integrity()
     other = pool.reserve(numbered(range(50, 57)), tenant=1)
     assert other is not None
@@ -420,3 +347,125 @@ def test_a_divided_pool_takes_over_what_is_there():
     other.commit()
     pool.check_integrity()
     assert isinstance(pool.eviction.policy, Quotas)
+
+
+def owned(pool: Pool) -> list[int]:
+    assert pool.eviction.quotas is not None
+    return pool.eviction.quotas.owned.tolist()
+
+
+share = st.one_of(st.none(), st.integers(0, 40).map(lambda percent: percent / 100))
+
+
+@given(
+    shares=st.lists(share, min_size=1, max_size=8),
+    there=st.lists(st.booleans(), min_size=8, max_size=8),
+    num_slots=st.integers(1, 10_000),
+)
+def test_all_parts_together_are_no_more_than_the_whole(shares, there, num_slots):
+    if sum(share or 0.0 for share in shares) > 1:
+        shares = [None if share is None else share / 4 for share in shares]
+    quotas = Quotas(Lru, Pool(num_slots).eviction._residents, shares)
+    quotas.owned[:] = there[: len(shares)]
+    counts = [share is not None or here for share, here in zip(shares, there, strict=False)]
+    assert quotas.parts()[counts].sum() <= num_slots + 1e-6
+
+
+def test_a_share_is_whole_slots():
+    quotas = Quotas(Lru, Pool(100).eviction._residents, (0.29, None))
+    assert quotas.parts().tolist() == [29, 71], "and not 28 by the rounding of floats"
+
+
+@given(
+    above=st.dictionaries(st.integers(0, 5), st.integers(-20, 400).map(lambda n: n / 4)),
+    count=st.integers(0, 300),
+)
+def test_tenants_end_about_equally_far_above_their_parts(above, count):
+    ends = dict(above)
+    turns = 0
+    while (turn := next_to_give(ends, count)) is not None:
+        tenant, number = turn
+        assert 0 < number <= count
+        ends[tenant] -= number
+        assert ends[tenant] > -1, "it gave of its part"
+        count -= number
+        turns += 1
+    assert turns < 150
+    if count:
+        assert all(end <= 1e-6 for end in ends.values())
+    gave = [end for tenant, end in ends.items() if end < above[tenant]]
+    assert not gave or max(ends.values()) <= min(gave) + 1, "one above the others gave too little"
+
+
+def stored(pool: Pool, numbers, tenant: int, parent: int | None = None) -> int:
+    above = numbered([parent])[0] if parent is not None else None
+    lease = pool.reserve(numbered(numbers), parent=above, tenant=tenant)
+    if lease is None:
+        return 0
+    lease.commit()
+    return len(lease.slots)
+
+
+def test_what_another_tenants_blocks_follow_goes_once_those_have_gone():
+    """All that tenant 1 has is followed by what tenant 2 has; one store needs of both."""
+    pool = Pool(12)
+    pool.eviction.divide([0.5, None, None], 0)
+    stored(pool, range(6), 1)
+    stored(pool, range(20, 26), 2, parent=5)
+    assert stored(pool, range(40, 46), 0) == 6
+    assert stored(pool, range(50, 54), 0) == 4
+    pool.check_integrity()
+
+
+class Refusing(Lru):
+    """Rather keeps what is there, where it is told to."""
+
+    refuses = False
+
+    def take(self, count, arriving):
+        return super().take(0 if self.refuses else count, arriving)
+
+
+def test_a_tenant_that_refuses_to_evict_takes_no_slot_of_a_tenant_within_its_part():
+    """A policy that refuses newcomers was passed over, and the next tenant lost its blocks."""
+    pool = Pool(16, Refusing)
+    pool.eviction.divide([None, None], 0)
+    stored(pool, range(6), 0)
+    stored(pool, range(50, 60), 1)
+    pool.catch_up()
+    assert pool.eviction.quotas is not None
+    its = pool.eviction.quotas._inner[1]
+    assert isinstance(its, Refusing)
+    its.refuses = True
+    assert stored(pool, range(100, 104), 1) == 0
+    assert owned(pool) == [6, 10]
+    assert stored(pool, range(20, 24), 0) == 4, "at the cost of its own"
+    assert owned(pool) == [6, 10]
+    its.refuses = False
+    assert stored(pool, range(30, 34), 0) == 4
+    assert owned(pool) == [8, 8]
+    pool.check_integrity()
+
+
+def test_a_tenant_asked_twice_evicts_the_parents_of_its_first_victims():
+    """They had not gone yet, so what they followed seemed to stay, and another lost a block."""
+    pool = Pool(9)
+    pool.eviction.divide([None, 0.5, 0.2], 0)
+    stored(pool, range(2), 0)
+    stored(pool, [50], 1)
+    stored(pool, range(100, 104), 2)
+    reads = pool.lease(numbered([50]))
+    assert reads is not None
+    assert stored(pool, range(60, 65), 1) == 5
+    assert owned(pool) == [2, 6, 1]
+    reads.release()
+
+
+def test_parts_are_of_what_can_be_used_as_yet():
+    """Else a share of memory that is not there yet keeps all others out of what is."""
+    pool = Pool(40, num_ready=20)
+    pool.eviction.divide([None, 0.5], 0)
+    stored(pool, range(20), 1)
+    assert owned(pool) == [0, 20]
+    assert stored(pool, range(100, 110), 0) == 10
+    assert owned(pool) == [10, 10]

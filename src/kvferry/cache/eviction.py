@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.events import EventKind
-from kvferry.cache.pins import Pins, RankedSlots
+from kvferry.cache.pins import Pins
 from kvferry.cache.policies.contract import (
     Arriving,
     EvictionPolicy,
@@ -35,14 +36,51 @@ CONTINUES_SECONDS = 300.0
 """How long a conversation that continues is pinned, where no hint says when it does."""
 CONTINUES_PRIORITY = 50
 
-_NEAR_SHARE = 8
-"""A tenant whose slots but one in so many are taken has to make room for itself soon."""
-
 _SPARE_SHARE, _MOST_SPARE = 64, 4096
 """Slots freed beyond need where slots are placed: among single ones there are no runs."""
 
 _MOST_VAIN = 64
 """Blocks that should go first and cannot go now, after which the policy is asked."""
+
+
+class RankedSlots:
+    """Slots by priority, those of one priority in the order in which they came. Owns this order.
+
+    An interrupt between two steps may leave a slot's priority without its place, never the reverse.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[int, dict[int, None]] = {}
+        """By priority; a priority without slots is not here."""
+        self._priority: dict[int, int] = {}
+
+    def add(self, slots: SlotArray, priority: int) -> None:
+        """These stand behind all others of this priority, and nowhere else."""
+        self.discard(slots)
+        if len(slots):
+            numbers = slots.tolist()
+            self._priority.update(dict.fromkeys(numbers, priority))
+            self.queues.setdefault(priority, {}).update(dict.fromkeys(numbers))
+
+    def discard(self, slots: SlotArray) -> None:
+        if not self.queues:
+            return
+        for slot in slots.tolist():
+            priority = self._priority.get(slot)
+            if priority is not None:
+                queue = self.queues.get(priority, {})
+                queue.pop(slot, None)
+                if not queue:
+                    self.queues.pop(priority, None)
+                del self._priority[slot]
+
+    def first(self, priority: int, count: int) -> SlotArray:
+        """Up to ``count`` slots of one priority, in their order."""
+        return np.array([*islice(self.queues.get(priority, ()), max(0, count))], dtype=np.int64)
+
+    def clear(self) -> None:
+        self.queues.clear()
+        self._priority.clear()
 
 
 class Eviction:
@@ -71,7 +109,6 @@ class Eviction:
         self._first = RankedSlots()
         self.quotas: Quotas | None = None
         """Which tenant owns each slot, where slots belong to tenants."""
-        self._ceilings: list[int] = []
         self._num_spare = min(table.num_slots // _SPARE_SHARE, _MOST_SPARE) if placed else 0
         self._make_policy = policy
         self._residents = Residents(
@@ -112,7 +149,7 @@ class Eviction:
         own_pins = NO_SLOTS
         try:
             if self._first.queues:
-                self._evict_first(count - table.free.count, table.is_idle)
+                self._evict_first(count - table.free.count)
             self._evict_by_policy(count, arriving)
             if count > table.free.count and self.pins.count:  # rather these than no store
                 gave_way = self.pins.give_way(count - table.free.count)
@@ -136,44 +173,15 @@ class Eviction:
         self.feed.policy.put_back(idle[~self.feed.policy.holds(idle)])
         self.feed.has_failed = False
 
-    def within_ceiling(
-        self, missing: SlotArray, own: SlotArray, arriving: Arriving, tenant: int
-    ) -> SlotArray:
-        """As many of what is missing as a tenant may have, once it has given up of its own."""
-        table, quotas, ceiling = self._table, self.quotas, self._ceilings[tenant]
-        assert quotas is not None
-        self.feed.drain()
-        over = int(quotas.owned[tenant]) + len(missing) - ceiling
-        if over <= 0 or ceiling >= table.num_slots:
-            return missing
-
-        def is_its_own(slots: SlotArray) -> npt.NDArray[np.bool_]:
-            return table.is_idle(slots) & (quotas.owner_of(slots) == tenant)
-
-        table.readers[own] += 1
-        try:
-            if self._first.queues:
-                over -= self._evict_first(over, is_its_own)
-            if over > 0:
-                self._evict(self._victims(quotas.of(tenant), over, arriving))
-        except Exception:
-            self.feed.has_failed = True
-            raise
-        finally:
-            table.readers[own] -= 1
-        return missing[: max(0, ceiling - int(quotas.owned[tenant]))]
-
-    def _evict_first(
-        self, count: int, is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
-    ) -> int:
-        """Evict up to so many of those that are wanted least; returns how many."""
+    def _evict_first(self, count: int) -> None:
+        """Evict up to so many of those that are wanted least."""
         first, chains = self._first, self._table.chains
         found = [NO_SLOTS]
         for priority in sorted(first.queues):
             going = None
             while count > 0 and (going is None or len(going)):
                 looked = first.first(priority, count + _MOST_VAIN)
-                can_go = is_idle(looked)
+                can_go = self._table.is_idle(looked)
                 can_go[can_go] = chains.can_go(looked[can_go])
                 first.add(looked[~can_go], priority)  # they wait behind the others
                 going = chains.children_first(looked[can_go])[:count]
@@ -183,7 +191,6 @@ class Eviction:
         going = np.concatenate(found)
         self.policy.discard(going)
         self._evict(going)
-        return len(going)
 
     def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
         wanted = count - self._table.free.count
@@ -259,14 +266,8 @@ class Eviction:
         self._table.evict(going, NO_SLOTS)
 
     def coldest(self, count: int) -> Keys:
-        """The keys of up to ``count`` blocks that would be evicted first, in that order.
-
-        First come those that tenants near their ceilings would give up for their own.
-        """
+        """The keys of up to ``count`` blocks that would be evicted first, in that order."""
         slots = self.policy.peek(count + self.pins.count)
-        if self.quotas is not None and (near := self._near_ceiling(self.quotas)):
-            own = np.concatenate([self.quotas.peek_of(*each) for each in near])
-            slots = np.concatenate((own, slots[~np.isin(slots, own)]))
         return self._table.index.keys_of(slots[self._table.is_idle(slots)][:count])
 
     # -- what happens to slots ------------------------------------------------------------------
@@ -324,7 +325,7 @@ class Eviction:
         asked = slots
         if self.quotas is not None:
             slots = self._within_part(slots, self.quotas)
-        came, gave_way = self.pins.add(slots, now + seconds, now, priority)
+        came, gave_way = self.pins.add(slots, now + seconds, priority)
         self._unclaim(gave_way)
         table.claim(came)
         if self.quotas is not None:
@@ -341,7 +342,7 @@ class Eviction:
         owners = quotas.owner_of(slots[fresh])
         end = len(slots)
         for tenant in np.unique(owners).tolist():
-            most = max(1, int(self.pins.most * quotas.part_of(tenant)))
+            most = quotas.most_pinned(tenant, self.pins.most)
             room = max(0, most - int(quotas.pinned[tenant]))
             its = fresh[owners == tenant]
             if len(its) > room:
@@ -397,26 +398,19 @@ class Eviction:
 
     # -- quotas ---------------------------------------------------------------------------------
 
-    def divide(
-        self,
-        shares: Sequence[float | None],
-        ceilings: Sequence[float],
-        before: int,
-        at_most: Sequence[float] | None = None,
-    ) -> None:
-        """From now on slots belong to tenants, by number, each with its part of all slots.
+    def divide(self, shares: Sequence[float | None], before: int) -> None:
+        """From now on slots belong to tenants, by number, each with its share of all slots.
 
-        What is here already belongs to the tenant ``before``. A tenant without a share has an even
-        part of what the shares leave over, ``at_most`` so much of all slots.
+        What is here already belongs to the tenant ``before``. A tenant whose share is None has an
+        even part of what the shares leave over.
         """
         table = self._table
         order = self.policy.peek(table.num_slots)
         state = table.state[:-1]
         cached = state == CACHED
         cached[order] = False
-        quotas = Quotas(self._make_policy, self._residents, shares, at_most)
+        quotas = Quotas(self._make_policy, self._residents, shares)
         self.quotas = quotas
-        self._ceilings = [int(table.num_slots * ceiling) for ceiling in ceilings]
         self.before = before
         quotas.own(np.flatnonzero(np.isin(state, (WRITING, CACHED))), before)
         quotas.count_pinned(self.pins.all_pinned(), 1)
@@ -424,42 +418,7 @@ class Eviction:
         quotas.insert(np.flatnonzero(cached))
         quotas.insert(np.ascontiguousarray(order[::-1]))  # the last named goes first
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether slots belong to tenants."""
-        return self.quotas is not None
-
-    def slots_of_tenant(self, number: int) -> int:
-        """How many slots a tenant has."""
-        return int(self.quotas.owned[number]) if self.quotas is not None else 0
-
-    def evicted_of_tenant(self, number: int) -> int:
-        """How many blocks of a tenant made room so far."""
-        return int(self.quotas.evicted[number]) if self.quotas is not None else 0
-
-    def pass_on_tenant(self, number: int, heir: int) -> None:
-        """A number goes to another name: what was counted for it counts for its heir."""
-        if self.quotas is not None:
-            self.quotas.evicted[heir] += self.quotas.evicted[number]
-            self.quotas.evicted[number] = 0
-
     def tenants_of(self, keys: Keys) -> npt.NDArray[np.int16] | None:
         """The tenants that own these cached blocks; None where slots belong to no tenant."""
         quotas = self.quotas
         return quotas.owner_of(self._table.index.find(keys)) if quotas is not None else None
-
-    @property
-    def num_near_ceiling(self) -> int:
-        """How many blocks tenants near their ceilings should be able to give up any time."""
-        return 0 if self.quotas is None else sum(n for _, n in self._near_ceiling(self.quotas))
-
-    def _near_ceiling(self, quotas: Quotas) -> list[tuple[int, int]]:
-        """The tenants that may soon have to make room for themselves, and how much of it."""
-        owned = quotas.owned.tolist()
-        found = []
-        for tenant, ceiling in enumerate(self._ceilings):
-            ahead = max(1, ceiling // _NEAR_SHARE)
-            is_near = owned[tenant] > max(0, ceiling - ahead)
-            if is_near and ceiling < self._table.num_slots:
-                found.append((tenant, ahead))
-        return found

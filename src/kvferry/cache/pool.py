@@ -233,8 +233,6 @@ class Pool:
             must_stay = eviction.pins.count + len(missing) <= eviction.pins.most
         arriving = Arriving(keys, found, above, chained, must_stay)
         quotas = eviction.quotas
-        if quotas is not None:
-            missing = eviction.within_ceiling(missing, own, Arriving(*arriving), tenant)
         if len(missing) > table.free.count:
             if quotas is not None:
                 quotas.expect(tenant, len(missing), self.num_ready)

@@ -6,8 +6,8 @@ leave in sets that take all their descendants along.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
 
@@ -52,17 +52,6 @@ class PoolCounts:
     unready: int = 0
     pinned: int = 0
     refused_pins: int = 0
-
-
-@dataclass
-class TenantCounts:
-    """What one tenant was counted for; its slots, and its blocks that made room, by tier."""
-
-    queries: int = 0
-    asked_tokens: int = 0
-    hit_tokens: int = 0
-    slots: Mapping[str, int] = field(default_factory=dict)
-    evicted: Mapping[str, int] = field(default_factory=dict)
 
 
 Places = Sequence[int] | npt.NDArray[np.integer]

@@ -21,8 +21,7 @@ from kvferry.cache.events import EventKind, EventLog, PoolEvent
 from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import TenantCounts
-from kvferry.cache.tenants import Tenants
+from kvferry.cache.tenants import TenantCounts, Tenants
 from kvferry.core.identity import scope
 from kvferry.core.keys import Key, Keys, masked_key
 from kvferry.hints import Hinted, Hints

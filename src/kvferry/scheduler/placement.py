@@ -152,8 +152,9 @@ def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
         f"{num_blocks} blocks are not pinned on {tier}: pins and TTLs hold {pins.count} of "
         f"at most {pins.most} blocks there (pin_share)"
     )
-    is_divided = pool.eviction.is_divided
-    return f"{words}, each tenant's at most its part of those" if is_divided else words
+    if pool.eviction.quotas is None:
+        return words
+    return f"{words}, each tenant's at most its part of those"
 
 
 def evidence_of(hints: Hints | None) -> Evidence | None:

@@ -618,6 +618,8 @@ class Scheduler:
         below = {tier.name: tier.pool for tier in tiers if tier.pool is not None}
         keyed = [tier for tier in tiers if isinstance(tier, KeyedTier)]
         placed = [tier for tier in tiers if isinstance(tier, SlotTier)]
+        every = ({HOST: pool} | below).items()
+        quotas = {name: owned for name, each in every if (owned := each.eviction.quotas)}
         return SchedulerStats(
             pool=pool.counts,
             tiers={name: each.counts for name, each in below.items()},
@@ -646,9 +648,9 @@ class Scheduler:
             traffic=moved.traffic.snapshot(),
             queued=self.num_queued,
             bytes_in_flight=self.transfers.num_bytes,
-            leases={name: each.num_leases for name, each in ({HOST: pool} | below).items()},
+            leases={name: each.num_leases for name, each in every},
             resets=self._num_resets,
-            tenants=tenants.snapshot() if tenants is not None else {},
+            tenants=tenants.snapshot(quotas) if tenants is not None else {},
             lost_blocks=moved.lost_blocks,
             ailments={tier.name: tier.ailment for tier in tiers},
             asked={t.name: (t.num_asked, t.num_found) for t in keyed},
@@ -679,14 +681,14 @@ class Scheduler:
 def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:
     pools: dict[str, Pool] = {HOST: pool}
     pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
-    tenants = Tenants(shares, {name: each.eviction for name, each in pools.items()})
+    tenants = Tenants(shares)
     for each in pools.values():
-        each.eviction.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
+        each.eviction.divide(tenants.shares, tenants.before)
     for tier in tiers:
         if tier.pool is None:
             log.warning(
-                "tenants: shares and ceilings do not hold for tier %s, which decides itself what "
-                "it keeps; they hold for %s",
+                "tenants: shares do not hold for tier %s, which decides itself what it keeps; they "
+                "hold for %s",
                 tier.name,
                 " and ".join(pools),
             )

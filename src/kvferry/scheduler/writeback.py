@@ -209,9 +209,7 @@ class Writeback:
         """
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
-        wanted = max(
-            self._watermark.depth - self._host.num_free, self._host.eviction.num_near_ceiling
-        )
+        wanted = self._watermark.depth - self._host.num_free
         # A search of the coldest takes as long as a step's other work, and mostly finds nothing.
         now = self._clock()
         state = (self._num_reserved, self._host.generation, self._num_changes)
@@ -336,12 +334,12 @@ class Writeback:
             return self._send_one(tier, order)
         tenant = int(owners[0])  # blocks stored together, as a chain, are one tenant's
         if order.chained or not np.count_nonzero(owners != tenant):
-            return self._send_one(tier, order._replace(tenant=max(0, tenant)))
+            return self._send_one(tier, order._replace(tenant=tenant))
         has_sent = False
         for tenant in np.unique(owners).tolist():
             part = keys.take(owners == tenant)
             runs = self._host.runs_of(part) if order.runs is not None else None
-            has_sent |= self._send_one(tier, WriteOrder(part, runs=runs, tenant=max(0, tenant)))
+            has_sent |= self._send_one(tier, WriteOrder(part, runs=runs, tenant=tenant))
         return has_sent
 
     def _send_one(self, tier: LowerTier, order: WriteOrder) -> bool:

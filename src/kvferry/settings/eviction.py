@@ -5,11 +5,10 @@
     lru                          a policy of kvferry
     my_package.policies:Mine     another policy: module, and the class or function that makes it
 
-    search=40%:60%, chat=20%, *=fair:50%     name=share[:ceiling]; * is every other tenant
+    search=40%, chat=20%, *=fair     name=share; * is every other tenant
 
-A share is what a tenant keeps while others need room. *fair* is an even part of what the named
-shares leave over, among the tenants that have blocks; a share of ``*`` bounds such a part. A
-ceiling is never passed, even while there is room. Both are parts of every tier with slots; a store
+A share is what a tenant keeps while others need room. *fair* is an even part of what the shares
+leave over, among the tenants that have blocks. Shares are parts of every tier with slots; a store
 that finds blocks by their keys decides itself what it keeps.
 """
 
@@ -103,18 +102,15 @@ class TenantShare:
 
     name: str
     share: float | None = None
-    ceiling: float = 1.0
 
     def __str__(self) -> str:
-        share = _FAIR if self.share is None else show_share(self.share)
-        ceiling = f":{show_share(self.ceiling)}" if self.ceiling < 1.0 else ""
-        return f"{self.name}={share}{ceiling}"
+        return f"{self.name}={_FAIR if self.share is None else show_share(self.share)}"
 
 
 def read_tenants(name: str, value: object) -> tuple[TenantShare, ...]:
-    """From text as above, a mapping of names to ``share[:ceiling]``, or a tuple of shares."""
+    """From text as above, a mapping of names to shares, or a tuple of shares."""
     given = list(value.items()) if isinstance(value, Mapping) else value
-    parts = split_list(name, given, "NAME=SHARE[:CEILING], ...", _MOST_NAMED)
+    parts = split_list(name, given, "NAME=SHARE, ...", _MOST_NAMED)
     found = tuple(
         part if isinstance(part, TenantShare) else _read_tenant(name, part)
         for part in parts
@@ -129,22 +125,15 @@ def read_tenants(name: str, value: object) -> tuple[TenantShare, ...]:
 
 
 def _read_tenant(name: str, given: object) -> TenantShare:
-    """From ``name=share[:ceiling]``, or from a name and the rest."""
+    """From ``name=share``, or from a name and the rest."""
     pair = given if isinstance(given, tuple) else str(given).partition("=")[::2]
-    tenant, part = str(pair[0]).strip(), str(pair[-1])
+    tenant, share = str(pair[0]).strip(), str(pair[-1]).strip()
     if not tenant or len(tenant) > MOST_TENANT_CHARS or not tenant.isprintable():
         raise ConfigError(f"{name}: {quoted(tenant)} is no name of a tenant")
     if tenant in RESERVED:
         raise ConfigError(f"{name}: {quoted(tenant)} has a meaning of its own; name it otherwise")
-    share, _, ceiling = (word.strip() for word in part.partition(":"))
-    found = TenantShare(
-        tenant,
-        None if share.lower() in ("", _FAIR) else parse_share(share, name=f"{name}: {tenant}"),
-        parse_share(ceiling, name=f"{name}: ceiling of {tenant}") if ceiling else 1.0,
-    )
-    if found.share is not None and found.ceiling < found.share:
-        raise ConfigError(
-            f"{name}: {tenant} cannot keep {show_share(found.share)} under a ceiling of "
-            f"{show_share(found.ceiling)}; give it a smaller share or a higher ceiling"
-        )
-    return found
+    if share.lower() in ("", _FAIR):
+        return TenantShare(tenant)
+    if tenant == EVERYBODY_ELSE:
+        raise ConfigError(f"{name}: * stands for many tenants; it can only be {_FAIR}")
+    return TenantShare(tenant, parse_share(share, name=f"{name}: {tenant}"))

@@ -98,7 +98,7 @@ _TIER = Label("tier", _TIERS)
 _LOWER_TIER = Label("tier", "the tiers configured below the host")
 _TENANT = Label(
     "tenant",
-    "none, those that the setting tenants names, the first 64 others that come, other, before (of "
+    "none, those that the setting tenants names, the first 16 others that come, other, before (of "
     "an earlier life)",
 )
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))

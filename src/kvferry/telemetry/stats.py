@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.cache.slots import PoolCounts, TenantCounts
+from kvferry.cache.slots import PoolCounts
+from kvferry.cache.tenants import TenantCounts
 from kvferry.types import HOST
 
 SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
