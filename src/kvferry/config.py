@@ -170,6 +170,8 @@ RENAMED = {
 """Former names of settings. Using one is an error that gives the present name."""
 
 REMOVED = {
+    "disk_direct": "kvferry reads and writes past the page cache where the file system can",
+    "disk_write_per_day": "disk_admission = requested-twice writes far fewer bytes",
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
     "store_mode": "blocks are stored as they are computed",
     "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
@@ -225,16 +227,12 @@ class Config:
     disk_admission: str = setting("all", ADMISSION)
     """Write every block to disk that host memory is about to drop, or only a block that was
     requested twice."""
-    disk_write_per_day: int | None = setting(None, optional(SIZE))
-    """The most bytes to write to disk in 24 hours; none: no bound."""
     disk_deadline: float = setting(10.0, SECONDS)
     """A drive without an answer for so long is unavailable until it answers."""
     disk_start_deadline: float = setting(5.0, SECONDS)
     """Start without a drive that is not open after so long. It is attached when it is."""
     disk_key_file: str | None = setting(None, FILE_NAME)
     """Encrypt what is on disk with the key in this file: 32 bytes, or their base64."""
-    disk_direct: str = setting("auto", one_of("auto", "never"))
-    """Read and write past the page cache where the file system can, or through it."""
     tiers: tuple[TierSpec, ...] = setting((), TIERS)
     """Tiers below host memory and below the disk, nearest first. memory:SIZE and memory-by-key:SIZE
     are ordinary memory, for each rank. package.module:factory is a tier of your own."""
@@ -360,10 +358,8 @@ class Config:
             size=self.disk_size,
             keep_free=self.disk_keep_free,
             for_others=self.disk_other_models_share,
-            write_per_day=self.disk_write_per_day,
             deadline=self.disk_deadline,
             key_file=self.disk_key_file,
-            direct=self.disk_direct,
             start_deadline=self.disk_start_deadline,
         )
 

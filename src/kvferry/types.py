@@ -169,15 +169,14 @@ class Receipt:
 class Opened:
     """What one rank's tier with places has from an earlier life, once it is open.
 
-    Only blocks of the same ``reset_number`` on all ranks count. ``spent`` are the bytes that a
-    day's budget lacks; ``stores`` says where the files of a disk are.
+    Only blocks of the same ``reset_number`` on all ranks count. ``stores`` says where the files of
+    a disk are.
     """
 
     num_places: int
     keys: KeyRows
     places: SlotArray
     reset_number: int = 0
-    spent: int = 0
     stores: tuple[Any, ...] = ()
 
 

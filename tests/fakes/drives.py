@@ -74,10 +74,8 @@ class Weather:
 class WeatheredFile(BlockFile):
     """The real file; each block's fault comes before each call that concerns it."""
 
-    def __init__(
-        self, path: str, pitch: int, *, direct: bool, weather: Weather, stripe: int
-    ) -> None:
-        super().__init__(path, pitch, direct=direct)
+    def __init__(self, path: str, pitch: int, *, weather: Weather, stripe: int) -> None:
+        super().__init__(path, pitch)
         self.path = path
         self.weather = weather
         self.stripe = stripe

@@ -119,17 +119,16 @@ def test_a_full_drive_is_served_reset_and_found_again(place: Path) -> None:
         rows = life.write(range(20))
         life.wait_durable()
     fill_up(place)
-    with DiskLife(place / "kvferry", keep_free=5 << 30, refill=1.0) as life:
+    with DiskLife(place / "kvferry", keep_free=5 << 30) as life:
         assert len(life.tier.recovered()[0]) == 20
         life.expect(range(20), rows)
         life.tier.forget()
         assert life.tier.wait_forgotten(LONG), "the number has its bytes"
         rows = life.write(range(40, 50))
         life.wait_durable()
-    with DiskLife(place / "kvferry", refill=1.0) as life:
+    with DiskLife(place / "kvferry") as life:
         assert sorted(life.tier.recovered()[1].tolist()) == list(range(40, 50))
         life.expect(range(40, 50), rows)
-        assert life.tier.spent > 9 * life.block_bytes, "and so has the count of the day's bytes"
 
 
 def test_an_engine_keeps_its_places_while_the_floor_is_crossed(place: Path) -> None:

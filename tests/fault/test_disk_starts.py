@@ -19,7 +19,6 @@ from tests.unit.test_disk_store import BOUND, fill, identity, placed
 from tests.unit.test_ferry_tiers import Open, attach
 from tests.unit.test_ferry_tiers import fill as fill_ferry
 
-from kvferry.core.quantities import MiB
 from kvferry.errors import ConfigError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.quota import StoreLock
@@ -27,7 +26,6 @@ from kvferry.tiers.disk.store import Store, list_stores, purge_store
 from kvferry.tiers.disk.superblock import DiskBound
 from kvferry.tiers.disk.tier import start_drive
 from kvferry.tiers.ipc.process import ChildProcess
-from kvferry.types import TierName
 
 __all__ = ["attach"]  # a fixture
 
@@ -239,21 +237,3 @@ def test_without_its_lock_file_a_store_is_still_one_servers(tmp_path: Path) -> N
         fill(store, [1])
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert placed(store) == [1]
-
-
-# -- the bytes of a day ---------------------------------------------------------------------------
-
-
-def test_the_bytes_of_a_day_are_counted_across_restarts(attach: Open, tmp_path: Path) -> None:
-    size = 4 * MiB
-    ferry, tier = attach_disk(attach, tmp_path, disk_write_per_day=size)
-    fill_ferry(ferry)
-    wait_until(lambda: durable(tier))
-    written = tier.figures().written_bytes
-    assert written
-    left = ferry._scheduler.writeback._admissions[TierName("disk")]._left
-    ferry.close()
-    ferry, tier = attach_disk(attach, tmp_path, disk_write_per_day=size)
-    again = ferry._scheduler.writeback._admissions[TierName("disk")]._left
-    assert again <= left + size / 1000, "a restart gives nothing back"
-    assert tier.spent > written - size / 1000

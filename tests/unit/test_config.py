@@ -116,7 +116,7 @@ def test_a_formatted_value_reads_back(size, share):
 def test_a_size_without_a_unit_is_refused_unless_it_can_be_bytes(bare, meant):
     """Seen red: host="64" was 64 bytes, and a server that caches nothing."""
     sizes = [each.name for each in describe() if each.accepts.startswith("size")]
-    assert len(sizes) >= 8
+    assert sizes
     for name in sizes:
         words = rf"attach: {name}: .* did you mean {re.escape(meant)}\?"
         with pytest.raises(ConfigError, match=words):

@@ -13,7 +13,7 @@ from kvferry.cache.slots import as_slots
 from kvferry.tiers.disk.block_file import Digests, Seals
 from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.index import DiskIndex, Shape
-from kvferry.tiers.disk.state import read_reset, read_spent, write_reset, write_spent
+from kvferry.tiers.disk.state import read_reset, write_reset
 from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 
 PAGE = (Path(__file__).parents[2] / "docs" / "DISK_FORMAT.md").read_text()
@@ -43,7 +43,7 @@ def test_rows_leave_no_gap() -> None:
         rows = sorted((at, row[0]) for at, row in table(name).items())
         ends = [at + count for at, count in rows]
         gaps = [b for (b, _), a in zip(rows[1:], ends, strict=False) if a != b]
-        assert gaps == {"state": [1024]}.get(name, [])
+        assert not gaps
         assert ends[-1] == end
 
 
@@ -126,9 +126,7 @@ def test_the_state_is_as_written(tmp_path: Path) -> None:
     file = DiskFile(path)
     assert read_reset(file) is None, "it was never written"
     write_reset(file, 1_800_000_000_123_456_789)
-    write_spent(file, 12345, 1_800_000_000)
     assert read_reset(file) == 1_800_000_000_123_456_789
-    assert read_spent(file) == (12345, 1_800_000_000)
     file.close()
     data = path.read_bytes()
     assert len(data) == 4096
@@ -137,8 +135,4 @@ def test_the_state_is_as_written(tmp_path: Path) -> None:
         assert number(sector, rows, "reset number") == 1_800_000_000_123_456_789
         digest = blake2b(sector[16:24], digest_size=16, person=b"kvferry.reset").digest()
         assert text(sector, rows, "digest of bytes 16 to 23") == digest
-    assert number(data, rows, "bytes that") == 12345
-    assert number(data, rows, "when") == 1_800_000_000
-    digest = blake2b(data[1040:1056], digest_size=16, person=b"kvferry.budget").digest()
-    assert text(data, rows, "digest of bytes 1040") == digest
-    assert not any(data[1056:])
+    assert not any(data[1024:])

@@ -57,7 +57,7 @@ def test_a_setup_arrives_as_it_was_and_never_shows_its_key() -> None:
     assert repr(setup.key)[2:-1] not in repr(setup)
 
 
-@pytest.mark.parametrize("when", ["opening", "calling", "asked not to"])
+@pytest.mark.parametrize("when", ["opening", "calling"])
 def test_a_file_system_without_direct_calls_is_used_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_file_system_without_direct_calls_is_used_without(
 
     if when == "opening":
         monkeypatch.setattr(os, "open", refuse)
-    file = BlockFile(str(path), SECTOR, direct=when != "asked not to")
+    file = BlockFile(str(path), SECTOR)
     memory = PrivateMemory(2 * SECTOR).bytes
     if when == "calling":
         assert file.is_direct

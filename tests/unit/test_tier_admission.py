@@ -1,59 +1,17 @@
-"""What goes to a disk or a shared store at all: what is asked for again, so many bytes a day."""
+"""What goes to a disk or a shared store at all: what is asked for again."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode, lower_tier
-from kvferry.scheduler.writeback import TierAdmission
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import TierName
-
-DAY = 86400.0
-
-
-def test_no_day_sees_more_than_its_bytes() -> None:
-    """However it is spent: at once, bit by bit, after a rest."""
-    for pause in (1.0, 600.0, DAY / 3, 2 * DAY):
-        admission, now = TierAdmission(bytes_per_day=80_000, block_bytes=1), 0.0
-        spent: list[tuple[float, int]] = []
-        while now < 3 * DAY:
-            num_bytes = admission.bytes_left(now)
-            admission.wrote(num_bytes)
-            spent.append((now, num_bytes))
-            now += pause if len(spent) % 50 else 40_000.0
-        for at, _ in spent[::7]:
-            within = sum(count for then, count in spent if at <= then < at + DAY)
-            assert within <= 80_000
-
-
-def test_bytes_come_back_over_the_day() -> None:
-    admission = TierAdmission(bytes_per_day=80_000, block_bytes=1)
-    assert admission.bytes_left(0.0) == 10_000
-    admission.wrote(10_000)
-    assert admission.bytes_left(0.0) == 0
-    assert admission.bytes_left(DAY / 14) == pytest.approx(5_000, abs=2)
-    assert admission.bytes_left(5 * DAY) == 10_000
-
-
-def test_an_admission_counts_requests_and_bytes() -> None:
-    admission = TierAdmission(times=2, num_keys=100, bytes_per_day=8 * 30, block_bytes=10)
-    some = keys(range(6))
-    assert not admission.admits(some, 0.0).any()
-    admission.requested(some)
-    admission.requested(some[1:])
-    assert admission.admits(some, 0.0).tolist() == [False, True, True, True, False, False], (
-        "30 bytes"
-    )
-    admission.wrote(3)
-    assert not admission.admits(some, 0.0).any()
-    assert admission.admits(some, DAY / 7).sum() == 3
 
 
 def desk_of(name: TierName = DISK, **settings: Any) -> Desk:
@@ -84,20 +42,8 @@ def test_only_what_was_asked_for_again_is_written() -> None:
 
 
 def test_other_tiers_take_what_they_always_took() -> None:
-    desk = desk_of(TierName("store"), disk_admission="requested-twice", disk_write_per_day="1B")
+    desk = desk_of(TierName("store"), disk_admission="requested-twice")
     assert live(desk, 1, 2, 3, 4, 5, 6) >= {1, 2, 3}
-
-
-def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
-    desk = desk_of(disk_admission="all", disk_write_per_day="80kB")
-    live(desk, 1, 2, 3, 4, 5, 6)
-    pool = desk.scheduler.lower.tiers[0].pool
-    assert pool is not None
-    assert pool.counts.cached <= 10
-    desk.now += DAY
-    live(desk, 7, 8, 9)
-    assert 10 < pool.counts.cached <= 20
-    desk.check_empty()
 
 
 def test_what_must_be_asked_for_again_is_written_before_it_goes() -> None:

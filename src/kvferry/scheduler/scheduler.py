@@ -178,7 +178,6 @@ class Scheduler:
             clock,
             lower.moves,
             config,
-            block_bytes=shape.slot_bytes * shape.num_ranks,
             piece_slots=lower.piece_slots,
         )
         """Copies blocks down; while the engine is idle, all that only the host holds."""
@@ -329,8 +328,6 @@ class Scheduler:
         Requests wait for one that is away no longer than to the next ``settle``.
         """
         self.lower.note_health(health)
-        if health.opened is not None:
-            self.writeback.note_spent(health.tier, health.opened.spent)
         self.writeback.note_change()
 
     # -- plan and settle --------------------------------------------------------------------------

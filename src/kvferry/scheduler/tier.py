@@ -129,8 +129,6 @@ class LowerTier(ABC):
         blocks must be forgotten: one rank may have been told so, and the others not."""
         self.reset_number = 0
         """The greatest that a rank found; blocks of a smaller one do not count."""
-        self.spent = 0
-        """Bytes that a day's budget lacked when the ranks opened the tier."""
 
     def note_health(self, rank: Rank, reason: str) -> None:
         """A rank says that the tier is away there, and why, or (no reason) that it is back."""
@@ -237,7 +235,6 @@ class SlotTier(LowerTier):
             num_places *= len(found)
         self.pool.grow(min(num_places, self.pool.num_slots))
         self.reset_number = max(opened.reset_number for opened in found)
-        self.spent = sum(opened.spent for opened in found)
         if any(opened.reset_number < self.reset_number for opened in found):
             self.has_remains = True  # a rank was not told of the last reset
         elif any(len(places) for _, places in recovered):

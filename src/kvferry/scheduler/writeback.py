@@ -26,7 +26,7 @@ from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.runs import End
 from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Transfers
-from kvferry.settings.tiers import DISK, REMOTE, day_budget
+from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, NO_SLOTS, TierName, TransferId
 
 log = logging.getLogger(__name__)
@@ -77,18 +77,17 @@ class Writeback:
         moves: dict[TransferId, Move],
         config: Config,
         *,
-        block_bytes: int,
         piece_slots: int,
     ) -> None:
-        """A block costs ``block_bytes`` on all ranks; a flush has 16 ``piece_slots`` in flight."""
+        """A flush has 16 ``piece_slots`` in flight."""
         self._host = host
         self._tiers = tiers
         self._transfers = transfers
         self._clock = clock
         self._moves = moves
-        self._admissions: dict[TierName, TierAdmission] = {}
+        self._admissions: dict[TierName, SeenOften] = {}
         for tier in tiers:
-            self._set_up(tier, config, block_bytes)
+            self._set_up(tier, config)
         self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
         self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
         self._watermark = Watermark(
@@ -109,25 +108,16 @@ class Writeback:
         self._seen = host.generation
         self._began = self._say_at = self._look_at = 0.0
 
-    def _set_up(self, tier: LowerTier, config: Config, block_bytes: int) -> None:
+    def _set_up(self, tier: LowerTier, config: Config) -> None:
         setting = {DISK: config.disk_admission, REMOTE: config.remote_admission}
-        is_picky = setting.get(tier.name, "all") != "all"
-        per_day = config.disk_write_per_day if tier.name == DISK else None
-        if is_picky:  # when a block is stored, it was requested once
-            tier.write = WriteMode.SPILL
-        if tier.name == REMOTE and config.remote_mode == "read-only":
-            tier.write = WriteMode.NEVER
-        if is_picky or per_day is not None:
+        if setting.get(tier.name, "all") != "all":
+            tier.write = WriteMode.SPILL  # when a block is stored, it was requested once
             num_keys = self._host.num_slots
             num_keys += tier.pool.num_slots if tier.pool is not None else _MOST_KEYS
-            admission = self._admissions[tier.name] = TierAdmission(
-                times=2 if is_picky else 1,
-                num_keys=num_keys,
-                bytes_per_day=per_day,
-                block_bytes=block_bytes,
-                now=self._clock(),
-            )
-            admission.note_spent(tier.spent)
+            num_keys = min(max(num_keys, _LEAST_KEYS), _MOST_KEYS)
+            self._admissions[tier.name] = SeenOften(2, num_keys=num_keys)
+        if tier.name == REMOTE and config.remote_mode == "read-only":
+            tier.write = WriteMode.NEVER
 
     @property
     def counts_requests(self) -> bool:
@@ -137,7 +127,7 @@ class Writeback:
     def requested(self, keys: Keys) -> None:
         """Count a request for these blocks."""
         for admission in self._admissions.values():
-            admission.requested(keys)
+            admission.see(keys)
 
     # -- what changed ---------------------------------------------------------------------------
 
@@ -185,7 +175,7 @@ class Writeback:
             return
         for tier in through:
             going = keys
-            admits = self._admits(tier, keys, now)
+            admits = self._admits(tier, keys)
             if not admits.all():
                 going = keys[: int(admits.argmin())] if chained else keys.take(admits)
             self._send(tier, WriteOrder(going, parent, chained))
@@ -229,7 +219,7 @@ class Writeback:
         # Not chained: here ends come before beginnings, the order in which they should be evicted.
         missing = coldest.take(lacks)[::-1]
         if num_asked:
-            admits = self._admits(tier, missing, now)
+            admits = self._admits(tier, missing)
             num_asked = int(np.count_nonzero(admits[-num_asked:]))
             missing = missing.take(admits)
         if not num_asked:
@@ -293,7 +283,7 @@ class Writeback:
 
     def _flush_to(self, tier: LowerTier, keys: Keys, now: float) -> None:
         wanted = self._host.cached(keys) & ~tier.known(keys, now)
-        wanted[wanted] = self._admits(tier, keys.take(wanted), now)
+        wanted[wanted] = self._admits(tier, keys.take(wanted))
         if np.count_nonzero(wanted):
             keys = keys.take(wanted)
             self._send(tier, WriteOrder(keys, runs=self._host.runs_of(keys)))
@@ -389,67 +379,7 @@ class Writeback:
 
     def _note_sent(self, transfer_id: TransferId, tier: LowerTier, keys: Keys) -> None:
         self._moves[transfer_id] = Move(tier, keys, upward=False)
-        if tier.name in self._admissions:
-            self._admissions[tier.name].wrote(len(keys))
 
-    def note_spent(self, name: TierName, num_bytes: int) -> None:
-        """A tier was opened whose budget lacks so many bytes."""
-        if name in self._admissions:
-            self._admissions[name].note_spent(num_bytes)
-
-    def _admits(self, tier: LowerTier, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
+    def _admits(self, tier: LowerTier, keys: Keys) -> npt.NDArray[np.bool_]:
         admission = self._admissions.get(tier.name)
-        return admission.admits(keys, now) if admission is not None else np.full(len(keys), True)
-
-
-class TierAdmission:
-    """Decides which blocks may be written to one tier: those requested often enough, within bytes.
-
-    Owns the request counts and the bytes that may still be written, so that no 24 hours see more
-    than a day's::
-
-        left at the start: 1/8 of a day's;  comes back: 7/8 of a day's each day
-
-    What an earlier process wrote to a disk counts too: see :meth:`note_spent`.
-    """
-
-    def __init__(
-        self,
-        *,
-        times: int = 1,
-        num_keys: int = 1,
-        bytes_per_day: int | None = None,
-        block_bytes: int = 0,
-        now: float = 0.0,
-    ) -> None:
-        """``block_bytes`` are those that a block costs on all ranks together."""
-        self._requested = SeenOften(times, num_keys=min(max(num_keys, _LEAST_KEYS), _MOST_KEYS))
-        self._block_bytes = block_bytes if bytes_per_day is not None else 0
-        self._most, self._rate = day_budget(bytes_per_day or 0)
-        self._left = self._most
-        self._at = now
-
-    def requested(self, keys: Keys) -> None:
-        """Count a request for these blocks."""
-        self._requested.see(keys)
-
-    def admits(self, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
-        """For each of these, from the first on, whether it may be written now."""
-        admits = self._requested.admits(keys)
-        if self._block_bytes:
-            admits &= np.cumsum(admits) <= max(0, self.bytes_left(now)) // self._block_bytes
-        return admits
-
-    def bytes_left(self, now: float) -> int:
-        """Bytes that may be written now, where a day's are bounded."""
-        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
-        self._at = now
-        return int(self._left)
-
-    def note_spent(self, num_bytes: int) -> None:
-        """Take the bytes that an earlier process wrote, and time has not given back."""
-        self._left -= num_bytes
-
-    def wrote(self, num_blocks: int) -> None:
-        """Take so many blocks from the bytes left."""
-        self._left -= num_blocks * self._block_bytes
+        return admission.admits(keys) if admission is not None else np.full(len(keys), True)

@@ -36,28 +36,20 @@ class DiskSettings:
 
     ``size`` bounds everything under ``directories``, whichever model wrote it; ``keep_free`` stays
     free on each file system. ``for_others`` is the share of ``size`` left to other models that
-    wrote lately. ``direct`` is "auto" or "never".
+    wrote lately.
     """
 
     directories: tuple[str, ...]
     size: int
     keep_free: int = 0
     for_others: float = 0.0
-    write_per_day: int | None = None
     deadline: float = 10.0
     key_file: str | None = None
-    direct: str = "auto"
     start_deadline: float = 5.0
 
     def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
         """The key to encrypt with; None without one. ConfigError where it cannot be used."""
         return read_key("disk_key_file", self.key_file, KEY_ENV, env)
-
-
-def day_budget(per_day: int) -> tuple[float, float]:
-    """Bytes of a day's that may be written at once, and bytes a second that come back."""
-    at_once = per_day / 8
-    return at_once, (per_day - at_once) / 86400.0
 
 
 def read_directories(name: str, value: object) -> tuple[str, ...]:

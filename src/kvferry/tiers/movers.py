@@ -209,9 +209,9 @@ def opened(tier: Tier) -> Opened | None:
         keys, places = _call(tier, "recovered", (keys, places))
     except Exception:  # a medium on a bad day must not keep an engine from starting
         log.exception("tier %s cannot say what it still has", tier.name)
-    number, spent = getattr(tier, "reset_number", 0), getattr(tier, "spent", 0)
+    number = getattr(tier, "reset_number", 0)
     stores = tuple(_call(tier, "stores", ()))
-    return Opened(tier.num_places or 0, keys.array, places, number, spent, stores)
+    return Opened(tier.num_places or 0, keys.array, places, number, stores)
 
 
 class TierMover:

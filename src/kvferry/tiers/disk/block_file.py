@@ -36,20 +36,17 @@ _Call = Callable[[int, list[memoryview], int], int]
 class BlockFile:
     """Places on one drive. Owns the descriptor. Any thread may read and write."""
 
-    def __init__(self, path: str, pitch: int, *, direct: bool = True) -> None:
+    def __init__(self, path: str, pitch: int) -> None:
         self._path = path
         self._pitch = pitch
-        self.is_direct = False
-        self._fd = -1
-        if direct:
-            try:
-                self._fd = open_file(path, os.O_RDWR | os.O_DIRECT)
-                self.is_direct = True
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        if self._fd < 0:
+        self.is_direct = True
+        try:
+            self._fd = open_file(path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
             self._fd = open_file(path, os.O_RDWR)
+            self.is_direct = False
 
     def read(self, place: int, data: memoryview) -> None:
         """Fill ``data`` (whole places) from ``place`` on."""

@@ -13,14 +13,12 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk import io_workers, state
+from kvferry.tiers.disk import io_workers
 from kvferry.tiers.disk.block_file import BlockFile, open_prover
-from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue
 from kvferry.tiers.disk.protocol import (
     Count,
@@ -55,7 +53,6 @@ class DriveServer:
         self._channel = engine.channel
         self._status = engine.status
         self._open_file = open_file
-        self._day: DayBudget | None = None
 
     def serve(self) -> None:
         """Open the store and serve it until the engine hangs up or is gone.
@@ -79,7 +76,7 @@ class DriveServer:
         store = self._store = _open_patiently(setup, self._channel)
         pitch = store.superblock.identity.pitch
         prover = open_prover(setup.identity.block_bytes, store.store_id, setup.key)
-        file = self._file = self._open_file(str(store.blocks_path), pitch, direct=setup.direct)
+        file = self._file = self._open_file(str(store.blocks_path), pitch)
         blocks_per_job = max(1, setup.job_bytes // pitch)
         queue = self._queue = IoQueue(
             lambda result: self._channel.send(messages.pack_result(result)),
@@ -105,10 +102,7 @@ class DriveServer:
             self._status,
             check_seconds=setup.check_seconds,
             was_reset=lambda number: self._channel.send(messages.pack(FrameKind.FORGOT, number)),
-            note_written=self._note_written,
         )
-        if setup.refill:
-            self._day = DayBudget(store.folder / state.FILE_NAME, setup.refill)
         count = store.index.num_blocks if setup.before is None else 0
         if count:
             put_blocks(self._status, count, store.index.blocks())
@@ -141,7 +135,6 @@ class DriveServer:
             os.stat(setup.path).st_dev,
             count,
             "; ".join((*store.notes, str(store.index.report))),
-            self._day.spent if self._day is not None else 0,
         )
         self._channel.send(frame(FrameKind.READY, pickle.dumps(ready)))
 
@@ -161,10 +154,6 @@ class DriveServer:
             return
         self._queue.submit(order)
 
-    def _note_written(self) -> None:
-        if self._day is not None:
-            self._day.note(self._status.get(Count.WRITTEN_BYTES))
-
     def _sweep(self) -> None:
         self._status.add(HEARTBEAT, 1)
         hung = self._queue.sweep()
@@ -180,42 +169,10 @@ class DriveServer:
         self._queue.close(_CLOSE_SECONDS, "the tier was closed")
         if self._commits.close(max(0.1, end - time.monotonic())):
             self._file.close()
-            if self._day is not None:
-                self._day.close()
             try:
                 self._store.close()
             except KvferryError as error:  # what was promised is on the medium all the same
                 log.warning("the last commit failed: %s", error)
-
-
-class DayBudget:
-    """Counts the bytes written to a store against those of a day, across restarts.
-
-    Owns what the budget lacks, in the store's state file; ``refill`` bytes a second come back.
-    """
-
-    def __init__(self, path: Path, refill: float) -> None:
-        self._file = DiskFile(path)
-        self._refill = refill
-        self.spent, self._at = state.read_spent(self._file)
-        self._num_written = 0
-        self._spend(0)
-
-    def note(self, num_written: int) -> None:
-        """So many bytes were written since the process began."""
-        if num_written != self._num_written:
-            self._spend(num_written - self._num_written)
-            self._num_written = num_written
-            with suppress(OSError):  # the drive's health is looked at elsewhere
-                state.write_spent(self._file, self.spent, self._at)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _spend(self, num_bytes: int) -> None:
-        now = int(time.time())
-        back = int(max(0, now - self._at) * self._refill)
-        self.spent, self._at = max(0, self.spent - back) + num_bytes, now
 
 
 def open_store(setup: DriveSetup) -> Store:

@@ -336,12 +336,8 @@ class CommitThread:
         *,
         check_seconds: float,
         was_reset: Callable[[int], None],
-        note_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """``was_reset`` is called with a reset number once it is durable.
-
-        ``note_written`` is called with each commit, to count the bytes of the day.
-        """
+        """``was_reset`` is called with a reset number once it is durable."""
         self._tracker = tracker
         self._index = index
         self._file = file
@@ -350,7 +346,6 @@ class CommitThread:
         self._check_seconds = check_seconds
         self._persisted = index.reset_number
         self._was_reset = was_reset
-        self._note_written = note_written
         self._is_closed = False
         self.began = 0.0
         """When the call to the drive that is in flight began; 0: none is."""
@@ -390,7 +385,6 @@ class CommitThread:
         if point.generation != self._persisted:
             self._persisted = point.generation
             self._was_reset(point.generation)
-        self._note_written()
         self._tracker.end_commit()
         self._status.add(Count.COMMITS, 1)
         self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))

@@ -35,10 +35,7 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True)
 class ReadyMessage:
-    """A drive is open: its places, reset number and file system, and how much it recovered.
-
-    ``spent`` is what the day's budget of bytes lacks.
-    """
+    """A drive is open: its places, reset number and file system, and how much it recovered."""
 
     store: StoreAt
     num_places: int
@@ -46,7 +43,6 @@ class ReadyMessage:
     device: int
     num_recovered: int
     report: str
-    spent: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,6 @@ class DriveSetup:
     pid: int
     """The engine's, which the store's lock names."""
     key: bytes | None = field(default=None, repr=False)
-    direct: bool = True
     deadline: float = 10.0
     num_threads: int = NUM_THREADS
     num_write_threads: int | None = None
@@ -68,8 +63,6 @@ class DriveSetup:
     job_bytes: int = JOB_BYTES
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
-    refill: float = 0.0
-    """Bytes a second that the store's part of a day's budget gets back; 0: there is no bound."""
     before: ReadyMessage | None = None
     """What an earlier process served for this engine; None at the first start.
 

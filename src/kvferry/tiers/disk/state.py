@@ -1,4 +1,4 @@
-"""The state file of a store: its reset number, and the bytes written to it lately.
+"""The state file of a store: its reset number.
 
 The file has its bytes from the day the store is made, so it can be written on a full drive. The
 reset number separates blocks stored before a reset of the cache from those stored after it: a page
@@ -35,36 +35,31 @@ FILE_BYTES = 4096
 NOT_KEPT = (1 << 64) - 1
 """A page with this number never counts for another process: its blocks end with their engine."""
 
-_BUDGET_AT = 2 * SECTOR_BYTES
 MODULE = "kvferry.tiers.disk.state"
 _RESET, _FIND = "reset", "find"
 
 
-def _pack(numbers: Sequence[int], person: bytes) -> bytes:
-    data = b"".join(number.to_bytes(8, "little") for number in numbers)
-    digest = blake2b(data, digest_size=DIGEST_BYTES, person=person).digest()
+def _sector(number: int) -> bytes:
+    data = number.to_bytes(8, "little")
+    digest = blake2b(data, digest_size=DIGEST_BYTES, person=b"kvferry.reset").digest()
     return (digest + data).ljust(SECTOR_BYTES, b"\0")
-
-
-def _unpack(sector: bytes, count: int, person: bytes) -> tuple[int, ...] | None:
-    """The numbers in a sector; None if it is damaged, or was never written."""
-    ends = range(DIGEST_BYTES, DIGEST_BYTES + 8 * count, 8)
-    numbers = tuple([int.from_bytes(sector[at : at + 8], "little") for at in ends])
-    return numbers if sector == _pack(numbers, person) else None
 
 
 def read_reset(file: DiskFile) -> int | None:
     """Return the reset number, from whichever copy is whole; None if both are damaged."""
     data = read_whole(file, 0, 2 * SECTOR_BYTES)
-    copies = [
-        _unpack(data[at : at + SECTOR_BYTES], 1, b"kvferry.reset") for at in (0, SECTOR_BYTES)
-    ]
-    return max([copy[0] for copy in copies if copy is not None], default=None)
+    found = []
+    for at in (0, SECTOR_BYTES):
+        sector = data[at : at + SECTOR_BYTES]
+        number = int.from_bytes(sector[DIGEST_BYTES : DIGEST_BYTES + 8], "little")
+        if sector == _sector(number):
+            found.append(number)
+    return max(found, default=None)
 
 
 def write_reset(file: DiskFile, number: int) -> None:
     """Make this the reset number; on the medium on return."""
-    write_whole(file, 0, _pack([number], b"kvferry.reset") * 2)
+    write_whole(file, 0, _sector(number) * 2)
     file.sync()
 
 
@@ -73,18 +68,6 @@ def raise_reset(file: DiskFile, number: int) -> None:
     with file.locked():  # the drive process and the scheduler's child may both write
         # One that can be read may not be on the medium, after a sync that failed.
         write_reset(file, max(number, read_reset(file) or 0))
-
-
-def read_spent(file: DiskFile) -> tuple[int, int]:
-    """Return the bytes that a day's budget lacked, and when (seconds since 1970)."""
-    sector = read_whole(file, _BUDGET_AT, SECTOR_BYTES)
-    spent, at = _unpack(sector, 2, b"kvferry.budget") or (0, 0)
-    return spent, at
-
-
-def write_spent(file: DiskFile, spent: int, at: int) -> None:
-    """Note what a day's budget lacks. Not synced: a power cut may take half a minute of it."""
-    write_whole(file, _BUDGET_AT, _pack([spent, at], b"kvferry.budget"))
 
 
 # -- from outside ---------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from kvferry.core.identity import scope
 from kvferry.core.keys import KEY_BYTES, Keys, Recovered
 from kvferry.core.quantities import format_size
 from kvferry.errors import ClosedError, ConfigError, InputError, IntegrityError, KvferryError
-from kvferry.settings.tiers import day_budget
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
@@ -595,12 +594,6 @@ class DiskTier:
         with self._changed:
             return tuple(drive.path for drive in self._drives if drive.ready is None)
 
-    @property
-    def spent(self) -> int:
-        """Bytes that a day's budget lacked when the drives were opened."""
-        with self._changed:
-            return sum(drive.ready.spent for drive in self._drives if drive.ready is not None)
-
     def figures(self) -> DiskFigures:
         with self._changed:
             return add_up([drive.figures() for drive in self._drives])
@@ -687,7 +680,6 @@ def open_disk(setup: TierSetup) -> DiskTier:
             f"{format_size(setup.block_bytes)}; raise it"
         )
     open_prover(setup.block_bytes, bytes(16), key)  # says which package is missing
-    refill = day_budget(settings.write_per_day)[1] if settings.write_per_day else 0.0
     setups = [
         DriveSetup(
             path,
@@ -695,9 +687,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
             bound,
             os.getpid(),
             key,
-            direct=settings.direct != "never",
             deadline=settings.deadline,
-            refill=refill / (count * setup.num_ranks),
         )
         for stripe, path in enumerate(settings.directories)
     ]
