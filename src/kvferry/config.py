@@ -173,6 +173,8 @@ REMOVED = {
     "disk_direct": "kvferry reads and writes past the page cache where the file system can",
     "disk_write_per_day": "disk_admission = requested-twice writes far fewer bytes",
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
+    "remote_bandwidth": "bound the traffic where it is shared: in the network, or at the store",
+    "remote_ttl": "give the bucket a lifecycle rule, or run kvferry remote purge --older-than",
     "store_mode": "blocks are stored as they are computed",
     "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
 }
@@ -243,16 +245,11 @@ class Config:
     remote_admission: str = setting("all", ADMISSION)
     """Write every block to that store that host memory drops (with tier_write = through: every
     stored block). Or only a block that was requested twice by then."""
-    remote_bandwidth: int | None = setting(None, optional(SIZE))
-    """The most bytes a second to and from that store, for each rank and both ways together."""
     remote_key_file: str | None = setting(None, FILE_NAME)
     """Encrypt what is shared with the key in this file: 32 bytes, or their base64. All servers need
     the same key."""
     remote_mode: str = setting("read-write", one_of("read-write", "read-only"))
     """Read that store and write to it, or only read what other servers write."""
-    remote_ttl: float | None = setting(None, optional(SECONDS))
-    """Remove blocks of every model from a bucket or directory so long after they were written;
-    none: never. One of the servers with this setting does it at a time."""
     tier_write: str = setting("spill", one_of("spill", "through"))
     """Copy blocks to the tiers when host memory is about to drop them, or as soon as stored."""
     tier_flush: float = setting(10.0, SECONDS_OR_ZERO)
@@ -342,9 +339,7 @@ class Config:
         address = read_remote("remote", self.remote)
         return RemoteSettings(
             address,
-            self.remote_bandwidth,
             self.remote_key_file,
-            self.remote_ttl,
             self.remote_mode == "read-only",
         )
 

@@ -15,7 +15,6 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote import health, process
 from kvferry.tiers.remote.client import Fault, Unavailable
-from kvferry.tiers.remote.health import Bandwidth
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.process import InFlightBatch
 
@@ -62,7 +61,7 @@ class TellableStore:
 class Busy:
     """Everything that carries orders to the store."""
 
-    def __init__(self, loop: DrivenLoop, bandwidth: int | None) -> None:
+    def __init__(self, loop: DrivenLoop) -> None:
         self.loop = loop
         self.store = TellableStore()
         self.transfers = process.StoreTransfers(
@@ -70,7 +69,6 @@ class Busy:
             OBJECTS,
             cast(Any, SimpleNamespace(deliver=lambda *_: np.ones(1, dtype=bool))),
             None,
-            Bandwidth(bandwidth),
             lambda way, reason: None,
         )
         self.breaker = self.transfers.health.reads
@@ -116,11 +114,11 @@ class Busy:
 
 
 @contextmanager
-def driven(bandwidth: int | None = None) -> Iterator[Busy]:
+def driven() -> Iterator[Busy]:
     loop = DrivenLoop()
     clock = SimpleNamespace(monotonic=loop.time, perf_counter=loop.time)
     with patch.object(process, "time", clock), patch.object(health, "time", clock):
-        yield Busy(loop, bandwidth)
+        yield Busy(loop)
     loop.close()
 
 

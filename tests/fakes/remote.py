@@ -58,7 +58,6 @@ def hello(address: str, objects: ObjectFormat) -> dict[str, object]:
     """What a process is told, where no factory tells it."""
     return {
         "address": address,
-        "bandwidth": None,
         "namespace": objects.namespace.hex(),
         "block_bytes": objects.block_bytes,
         "rank": objects.rank,

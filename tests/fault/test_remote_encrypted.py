@@ -198,9 +198,7 @@ def test_the_key_comes_from_a_file_or_the_environment_and_is_shown_nowhere(tmp_p
     file.touch(0o600)
     file.write_bytes(secret)
     config = Config.from_dict({"remote": "s3://bucket", "remote_key_file": str(file)})
-    assert config.remote_settings == RemoteSettings(
-        read_remote("remote", "s3://bucket"), None, str(file)
-    )
+    assert config.remote_settings == RemoteSettings(read_remote("remote", "s3://bucket"), str(file))
     assert config.remote_settings.read_key({}) == secret
     env = {"KVFERRY_REMOTE": "s3://bucket", REMOTE_KEY_ENV: base64.b64encode(secret).decode()}
     config = Config.from_env(env)
@@ -213,7 +211,7 @@ def test_a_key_that_cannot_be_used_is_refused_before_anything_is_shared(tmp_path
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_bytes(b"short")
-    settings = RemoteSettings(read_remote("remote", "s3://bucket"), None, str(file))
+    settings = RemoteSettings(read_remote("remote", "s3://bucket"), str(file))
     setup = TierSetup(TierName("remote"), SIZE, shared_namespace=bytes(32), remote=settings)
     with pytest.raises(ConfigError, match=r"remote_key_file: .* holds no key: give 32 random"):
         open_remote(setup)

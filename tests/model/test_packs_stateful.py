@@ -24,7 +24,6 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import OrderMessage
 from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
-from kvferry.tiers.remote.health import Bandwidth
 from kvferry.tiers.remote.objects import (
     ObjectFormat,
     ObjectIndex,
@@ -112,9 +111,7 @@ class Server:
     def __init__(self, objects: Objects, in_one: int, *, minds: bool) -> None:
         shelf = Shelf(objects, in_one, minds=minds)
         memory = EngineMemory(os.getpid(), None)
-        self.transfers = StoreTransfers(
-            shelf, OBJECTS, memory, None, Bandwidth(None), lambda *_: None
-        )
+        self.transfers = StoreTransfers(shelf, OBJECTS, memory, None, lambda *_: None)
 
     def do(self, loop: asyncio.AbstractEventLoop, way: Way, chain: Sequence[bytes]) -> list[bool]:
         """Carry a run of blocks out, and see that what comes is right."""

@@ -111,7 +111,7 @@ HOW_RUN = {
     r"kvferry (top|explain)\b.*": "tests/integration/test_tools.py",
     r"kvferry control\b.*": "tests/integration/test_control_http.py",
     r"kvferry disk\b.*": "tests/unit/test_cli_disk.py",
-    r"kvferry remote\b.*": "tests/fault/test_remote_expiry.py",
+    r"kvferry remote\b.*": "tests/fault/test_remote_listing.py",
     r"kvferry simulate\b.*": "tests/unit/test_cli_simulate.py",
     r"python (examples/.*|-m kvferry\..*)": "tests/integration/test_examples.py",
     r"python -m sglang.*": "tests/sglang/test_storage.py",

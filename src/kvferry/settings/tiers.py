@@ -144,24 +144,8 @@ class RemoteSettings:
     """The settings of the shared store, checked."""
 
     address: RemoteAddress
-    bandwidth: int | None = None
     key_file: str | None = None
-    ttl: float | None = None
     is_read_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.ttl is None:
-            return
-        if self.address.kind == MOONCAKE:
-            raise ConfigError(
-                "remote_ttl: a Mooncake master evicts by itself; leave this out, and see "
-                "mooncake_master --eviction_high_watermark_ratio"
-            )
-        if self.is_read_only:
-            raise ConfigError(
-                "remote_ttl: with remote_mode = read-only nothing is removed; set it on a server "
-                "that writes"
-            )
 
     def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
         """The key that all servers have; None without one. ConfigError where it is unusable."""

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import os
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from obstore import exceptions
 from kvferry.settings.tiers import FILES, RemoteAddress
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
-from kvferry.tiers.remote.expiry import MOST_PROBE, PROBE, Expiry, remove
+from kvferry.tiers.remote.listing import MOST_LABEL, PROBE, remove
 from kvferry.tiers.remote.objects import most_in_one
 from kvferry.tiers.remote.stores import (
     REQUEST_SECONDS,
@@ -64,13 +63,11 @@ class BucketClient:
         blocks_per_object: int = 1,
         *,
         label: str = "",
-        ttl: float | None = None,
     ) -> None:
         """``object_bytes`` has a block with its seal; ``label`` is shown by ``kvferry remote``."""
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._probe_name = f"{self._prefix}{folder}/probe"
-        self._probe = (PROBE + label.encode())[:MOST_PROBE]
-        self._ttl = ttl
+        self._label = (PROBE + label.encode())[:MOST_LABEL]
         self._can_create = True
         self._is_folder = address.kind == FILES
         self._object_bytes = object_bytes
@@ -86,19 +83,24 @@ class BucketClient:
         return max(1, FIND_CALLS // self.num_calls) if way is Way.FIND else 1
 
     async def probe(self, way: Way) -> Fault | None:
-        """Read a small object, or write it and read it back."""
+        """Read an object as large as a block, or write it and read it back.
+
+        A small one may come through where no block does: past a network's largest packet, say.
+        """
+        size = self._object_bytes
         if self._is_folder and not await asyncio.to_thread(os.path.isdir, f"/{self._prefix}"):
             return Fault("the directory of its address is not there")
         try:
             if way is Way.WRITE:
-                await self._put(self._probe_name, self._probe, "overwrite")
-            got = await read_object(self._store, self._probe_name, range(MOST_PROBE + 1))
+                content = self._label.ljust(size, b"\0")
+                await self._put(self._probe_name, content, "overwrite")
+            got = await read_object(self._store, self._probe_name, range(max(size, MOST_LABEL) + 1))
         except FileNotFoundError as error:
             is_bucket = way is Way.READ and not _NO_BUCKET.search(str(error))
             return None if is_bucket else Fault(reason_of(error))
         except Exception as error:  # for any reason, the store cannot be used
             return Fault(reason_of(error))
-        is_wrong = way is Way.WRITE and got != self._probe
+        is_wrong = way is Way.WRITE and got != content
         return Fault("what it was given it does not give back") if is_wrong else None
 
     def _path(self, name: str) -> str:
@@ -189,13 +191,10 @@ class BucketClient:
         await asyncio.to_thread(remove_all)
 
     async def tend(self, log: Log) -> None:
-        """Remove what is older than ``ttl``, and end this process before a reply fills the memory.
+        """End this process before a reply fills the memory.
 
         The library below reads errors and lists to their end, whatever a server sends.
         """
-        if self._ttl is not None:
-            keeper = Expiry(self._store, self._prefix, self._ttl, log)
-            threading.Thread(target=keeper.run, name="kvferry-expiry", daemon=True).start()
         most = _private_bytes() + self._most_memory
         while _private_bytes() < most:
             await asyncio.sleep(0.02)

@@ -8,44 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.core.keys import KEY_BYTES
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, NotAttempted, StoreClient, Unavailable
-from kvferry.tiers.remote.objects import ObjectFormat, Sealer
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0
 PROBE_SECONDS = 2.0
-_BURST_SECONDS = 0.05
-_NOT_GIVEN_BACK = Fault("a block that it was given it does not give back")
 
 End = Unavailable | Fault | None
 """What became of one block; None: it moved, or is there."""
-
-
-class Bandwidth:
-    """A bound on bytes a second; ``None`` is no bound. Owns when the line is free again.
-
-    Bytes count from the moment they go. Bytes that wait reserve nothing: a batch that is given up
-    would have to return its reservation, or the line would seem taken for ever.
-    """
-
-    def __init__(self, bytes_per_second: int | None) -> None:
-        self._rate = bytes_per_second
-        self._free_at = 0.0
-
-    def take(self, num_bytes: int, now: float) -> float:
-        """Let these bytes go and return 0; or take nothing and return the seconds to wait."""
-        if self._rate is None:
-            return 0.0
-        if self._free_at > now:
-            return self._free_at - now
-        # What was not used lately may be used at once, but not for longer than a burst.
-        self._free_at = max(self._free_at, now - _BURST_SECONDS) + num_bytes / self._rate
-        return 0.0
 
 
 class CircuitBreaker:
@@ -88,61 +61,11 @@ class CircuitBreaker:
             self.wait = FIRST_WAIT
 
 
-class BlockProbe:
-    """Writes, looks up and reads one block under a key that no prompt has. Owns that key."""
-
-    def __init__(self, client: StoreClient, objects: ObjectFormat, sealer: Sealer) -> None:
-        self._client = client
-        self._size = objects.object_bytes
-        self._sealer = sealer
-        self._key = secrets.token_bytes(KEY_BYTES)
-        self._names = objects.names([self._key])
-        self._is_there = False
-
-    async def write(self) -> Fault | None:
-        self._is_there = False
-        rooms = self._client.staging.lend(1)
-        if not rooms:  # calls that hang may have all rooms for a minute: nothing to probe with
-            return None
-        room = rooms[0][: self._size]
-        plain = self._sealer.plain(room)
-        plain[:] = secrets.token_bytes(len(plain))
-        self._sealer.seal(room, self._key)
-        (end,) = await self._client.put(self._names, [room], replace=[True])
-        self._is_there = end is None
-        return end if isinstance(end, Fault) else None
-
-    async def read(self, lost: str) -> Fault | None:
-        """Read the block that was written, or an object that could not be read before."""
-        if not lost and not self._is_there:
-            return None
-        names = [lost] if lost else self._names
-        missing = None if lost else _NOT_GIVEN_BACK
-        (count,) = await self._client.find(names, self._size)
-        if not isinstance(count, int):
-            return count if isinstance(count, Fault) else missing
-        (fetched,) = await self._client.get(names, self._size, [])
-        if not isinstance(fetched, memoryview):
-            return fetched if isinstance(fetched, Fault) else missing
-        try:
-            is_ours = lost or self._sealer.unseal(fetched, self._key) is not None
-        finally:
-            self._client.staging.give_back(fetched)
-        return None if is_ours else _NOT_GIVEN_BACK
-
-
 class StoreHealth:
     """Owns a circuit breaker each for reads (with lookups) and for writes, and the probes."""
 
     def __init__(
-        self,
-        client: StoreClient,
-        objects: ObjectFormat,
-        sealer: Sealer,
-        bandwidth: Bandwidth,
-        report: Callable[[Way, str], None],
-        *,
-        refuses: str = "",
+        self, client: StoreClient, report: Callable[[Way, str], None], *, refuses: str = ""
     ) -> None:
         """``report`` receives why the store cannot be read or written, whenever that changes.
 
@@ -150,11 +73,7 @@ class StoreHealth:
         """
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self._client = client
-        self._block_bytes = objects.block_bytes
-        self._bandwidth = bandwidth
         self._report = report
-        self._block_probe = BlockProbe(client, objects, sealer)
-        self._lost = ""  # an object that could not be read
         self._answered_at = dict.fromkeys(Way, float("-inf"))
         if refuses:
             self.writes.ailment, self.writes.probe_at = refuses, float("inf")
@@ -166,13 +85,10 @@ class StoreHealth:
         """Why the store should not be called this way; empty while it may be."""
         return self._breaker(way).ailment
 
-    def answered(self, way: Way, names: Sequence[str], answers: Sequence[object]) -> None:
+    def answered(self, way: Way, answers: Sequence[object]) -> None:
         """The store ended a call so."""
-        faults = [isinstance(each, Fault) for each in answers]
-        if not all(faults):
+        if not all(isinstance(each, Fault) for each in answers):
             self._answered_at[way] = time.monotonic()
-        if way is Way.READ and any(faults):
-            self._lost = names[faults.index(True)]
 
     def judge(self, way: Way, ends: Sequence[End], began: float) -> None:
         """Open the circuit breaker after a batch with faults and no answer.
@@ -212,26 +128,15 @@ class StoreHealth:
                     await self.probe(way, within)
 
     async def probe(self, way: Way, within: float) -> None:
-        """Probe one direction; after a failure with a whole block, which may take longer."""
-        breaker = self._breaker(way)
-        before = breaker.ailment
+        """Probe one direction: the longer it was away, the more time it has."""
+        within = max(within, self._breaker(way).wait)
         fault = await _fault_of(self._client.probe(way), within)
-        if fault is None and before:
-            while wait := self._bandwidth.take(2 * self._block_bytes, time.monotonic()):
-                await asyncio.sleep(wait)
-            # The longer it was away, the more time it has: blocks may be large, and lines slow.
-            fault = await self._probe_block(way, max(within, breaker.wait))
+        if fault is None and self.reads.ailment and way is Way.READ and not self.writes.ailment:
+            # A store that looks up and gives nothing: what it takes must come back.
+            fault = await _fault_of(self._client.probe(Way.WRITE), within)
+            if fault is not None:
+                self._note_probe(Way.WRITE, fault)
         self._note_probe(way, fault)
-
-    async def _probe_block(self, way: Way, within: float) -> Fault | None:
-        if way is Way.WRITE:
-            return await _fault_of(self._block_probe.write(), within)
-        if not self.writes.ailment:
-            fault = await _fault_of(self._block_probe.write(), within)
-            if fault is None:
-                return await _fault_of(self._block_probe.read(""), within)
-            self._note_probe(Way.WRITE, fault)
-        return await _fault_of(self._block_probe.read(self._lost), within) if self._lost else None
 
     def _note_probe(self, way: Way, fault: Fault | None) -> None:
         breaker = self._breaker(way)

@@ -56,7 +56,7 @@ from kvferry.tiers.remote.client import (
     address_of,
     shown,
 )
-from kvferry.tiers.remote.health import Bandwidth, End, StoreHealth
+from kvferry.tiers.remote.health import End, StoreHealth
 from kvferry.tiers.remote.objects import (
     ObjectFormat,
     ObjectIndex,
@@ -118,7 +118,6 @@ class StoreTransfers:
         objects: ObjectFormat,
         memory: EngineMemory,
         mapping: SlotMapping | None,
-        bandwidth: Bandwidth,
         report: Callable[[Way, str], None],
         refuses: str = "",
     ) -> None:
@@ -129,9 +128,7 @@ class StoreTransfers:
         self._sealer = open_sealer(objects)
         self._memory = memory
         self._mapping = mapping
-        self._bandwidth = bandwidth
-        self._line = asyncio.Lock()  # callers that wait for bandwidth go in order
-        self.health = StoreHealth(client, objects, self._sealer, bandwidth, report, refuses=refuses)
+        self.health = StoreHealth(client, report, refuses=refuses)
         # One more is prepared, or verified, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
@@ -183,7 +180,7 @@ class StoreTransfers:
         self, batch: InFlightBatch, objects: Sequence[StoreObject], step: _Step
     ) -> None:
         async with self._begun[batch.order.way]:
-            reason = await self._wait_for_line(batch, objects)
+            reason = self._stopped(batch)
             if reason:
                 batch.end(objects, NotAttempted(reason))
                 return
@@ -191,21 +188,6 @@ class StoreTransfers:
                 await step(batch, objects)
             except Exception as error:  # a bug here or in a client: these blocks have failed
                 batch.end(objects, Fault(f"{type(error).__name__}: {error}"))
-
-    async def _wait_for_line(self, batch: InFlightBatch, objects: Sequence[StoreObject]) -> str:
-        """Wait for bandwidth; return why the objects should not begin, or nothing."""
-        if batch.order.way is Way.FIND:
-            return self._stopped(batch)
-        num_bytes = sum(each.num_blocks for each in objects) * self._objects.block_bytes
-        async with self._line:
-            while not (reason := self._stopped(batch)):
-                wait = self._bandwidth.take(num_bytes, time.monotonic())
-                if not wait:
-                    return ""
-                if wait >= batch.seconds_left:
-                    return _NOT_BEGUN
-                await asyncio.sleep(wait)
-            return reason
 
     def _stopped(self, batch: InFlightBatch) -> str:
         """Why no further block of it should begin; empty while they should."""
@@ -231,7 +213,7 @@ class StoreTransfers:
             return
         async with self._call(batch, asked):
             counts = await self._client.find(names, self._objects.object_bytes)
-        self.health.answered(Way.FIND, names, counts)
+        self.health.answered(Way.FIND, counts)
         for each, count in zip(asked, counts, strict=True):
             (at,) = each.positions
             if isinstance(count, int):
@@ -257,7 +239,7 @@ class StoreTransfers:
         slots = self._slots(batch.order, objects)
         async with self._call(batch, objects):
             fetched = await self._client.get(names, self._objects.object_bytes, slots)
-        self.health.answered(Way.READ, names, fetched)
+        self.health.answered(Way.READ, fetched)
         await asyncio.sleep(0)  # the next call begins, and goes on while these are verified
         for each, content in zip(objects, fetched, strict=True):
             if isinstance(content, memoryview):
@@ -322,7 +304,7 @@ class StoreTransfers:
         finally:
             if is_ours:
                 self._staging.give_back(*rooms)
-        self.health.answered(Way.WRITE, names, ends)
+        self.health.answered(Way.WRITE, ends)
         for each, end, is_new in zip(objects, ends, replace, strict=True):
             batch.end([each], end)
             if end is None:
@@ -379,7 +361,6 @@ def open_client(
         os.environ,
         best_in_one(objects.block_bytes, objects.object_bytes, address.pack),
         label=hello.get("label", "") if objects.secret is None else "",
-        ttl=hello.get("ttl"),
     )
 
 
@@ -411,7 +392,6 @@ class StoreProcess:
             self._objects,
             memory,
             mapping,
-            Bandwidth(hello["bandwidth"]),
             self._report,
             READ_ONLY if hello.get("read_only") else "",
         )

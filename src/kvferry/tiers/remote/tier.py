@@ -326,14 +326,12 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     require_packages(settings, encrypts=key is not None)
     hello: dict[str, object] = {
         "address": str(address),
-        "bandwidth": settings.bandwidth,
         "namespace": setup.shared_namespace.hex(),
         "block_bytes": setup.block_bytes,
         "rank": int(setup.rank),
         "num_ranks": setup.num_ranks,
         "key": key.hex() if key is not None else None,
         "label": setup.label,
-        "ttl": settings.ttl,
         "read_only": settings.is_read_only,
     }
     file, spare_bytes = setup.host_file, settings.spare_bytes(setup.block_bytes)

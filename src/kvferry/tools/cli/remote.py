@@ -157,7 +157,7 @@ def _address(told: str | None) -> RemoteAddress:
 def _find(
     where: RemoteAddress, wants: Callable[[datetime], bool], *, is_quiet: bool
 ) -> list[NamespaceUse]:
-    from kvferry.tiers.remote.expiry import label_in, list_ours
+    from kvferry.tiers.remote.listing import label_in, list_ours
     from kvferry.tiers.remote.stores import open_bucket
 
     found = dict[str, NamespaceUse]()
@@ -178,7 +178,7 @@ def _find(
 
 
 def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> int:
-    from kvferry.tiers.remote.expiry import remove
+    from kvferry.tiers.remote.listing import remove
     from kvferry.tiers.remote.stores import open_bucket
 
     num_removed = 0
