@@ -210,7 +210,7 @@ class Caller:
     def _timed(
         self, name: str, requests: list[Any], call: Callable[..., Any], found: dict[str, float]
     ) -> list[Any]:
-        """Every request's ``Done``; notes what a call took, and all until the last end."""
+        """Every request's end; notes what a call took, and all until the last end."""
         began = time.perf_counter()
         tickets = [call(*request) for request in requests]
         found[f"{name} call"] = (time.perf_counter() - began) / len(requests)

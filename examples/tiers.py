@@ -33,9 +33,7 @@ with kvferry.attach(
 
     hit = ferry.match(ferry.keys(chats[0]))
     print(f"at first: {len(hit)} blocks, pending: {hit.is_pending}")
-    while hit.is_pending:  # an engine would go on with other requests meanwhile
-        ferry.poll()
-        hit = ferry.again(hit)
+    hit = ferry.await_hit(hit)  # an engine would go on with other requests, and ask with timeout=0
     done = ferry.wait(ferry.load(hit, range(58, 58 + len(hit))))
     same = all(np.array_equal(layer[58:64], old) for layer, old in zip(kv, saved, strict=True))
     print(f"later: {len(hit)} blocks came back, ok={done.ok}, bytes equal: {same}")

@@ -16,7 +16,7 @@ from kvferry.hints import Hints
 from kvferry.scheduler.journal import Explanation, Reason
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.transfers import NO_BLOCK
-from kvferry.tickets import Done, Hit
+from kvferry.tickets import Hit, Ticket
 from kvferry.worker import Worker
 
 __version__: str
@@ -25,7 +25,6 @@ __all__ = [
     "NO_BLOCK",
     "ChunkedLocal",
     "Config",
-    "Done",
     "Explanation",
     "Ferry",
     "FullAttention",
@@ -38,6 +37,7 @@ __all__ = [
     "RecurrentState",
     "Scheduler",
     "SlidingWindow",
+    "Ticket",
     "Worker",
     "__version__",
     "attach",

@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import partial, wraps
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -30,18 +30,18 @@ from kvferry.scheduler.journal import Explanation
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode, lower_tier
-from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tickets import BlockTables, Done, Hit, Tables, Ticket, Tickets
+from kvferry.tickets import BlockTables, Hit, Tables, Ticket, Tickets
 from kvferry.transfer.layout import GroupLayout
-from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState, SlotArray
+from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState
 from kvferry.worker import Worker
 
 if TYPE_CHECKING:  # few ferries serve metrics, and these modules would triple our own import
     from kvferry.telemetry.endpoint import Endpoint
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -56,13 +56,37 @@ _POLL_SECONDS = 0.02
 """Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
-_TIER_AWAIT_SECONDS = 2e-3
-"""The same in an event loop, where each look takes a turn of the loop."""
 _LATER = nullcontext()
 _INTERRUPTED = "an interrupt tore this ferry's bookkeeping; close it and attach again"
 _GONE = "the hit is gone: it was released, loaded, or too old"
 _LONG_BYTES = 32 << 20
 """Policies learn of requests while at least this much is being copied, which takes longer."""
+
+
+def _guarded(
+    call: Callable[Concatenate[Ferry, P], T],
+) -> Callable[Concatenate[Ferry, P], T]:
+    """For calls that use the bookkeeping: refuse other threads, and all once one was interrupted.
+
+    An interrupt within such a call may leave half of its changes behind.
+    """
+
+    @wraps(call)
+    def guarded(self: Ferry, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if current_thread() is not self._owner.thread:
+            self._owner.require()
+        if self._is_torn:
+            raise StateError(_INTERRUPTED)
+        self._is_torn = True
+        try:
+            result = call(self, *args, **kwargs)
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
+        return result
+
+    return guarded
 
 
 class Ferry(Closing):
@@ -100,24 +124,17 @@ class Ferry(Closing):
         self._has_tiers = bool(rank.tiers)
         self._pending: dict[Request, float] = {}
         """Requests with pending hits, and when each ends unless it is asked for again."""
-        self._tickets = Tickets(
-            weakly(self, Ferry._advance, ClosedError("this ferry was dropped")),
-            rank.engine.wait_for_end,
-            _TIER_AWAIT_SECONDS if self._has_tiers else _POLL_SECONDS,
-        )
-        self._promised: dict[Request, tuple[Ticket, int, int]] = {}
-        """Loads of pending hits: the ticket, the blocks on the device before, those to come."""
+        self._tickets = Tickets(weakly(self, Ferry._advance, ClosedError("this ferry was dropped")))
         self._mailbox = Mailbox()
         self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
-        self._is_inside = self._is_torn = False
-        """Whether a call changes the bookkeeping, in steps that only make sense together (torn)."""
+        self._is_torn = False
+        """Whether a call changes the bookkeeping now, or was interrupted while it did."""
         self._is_growing = True
         self._parts = ExitStack()  # all of them are closed, even when one raises
         for part in (rank, self._scheduler, self._worker):
             self._parts.callback(part.close)
-        self._parts.callback(self._tickets.close)
         self._dropped = close_if_dropped(
             self, "a kvferry.Ferry", self._parts.close, keep_alive=keep_alive
         )
@@ -148,61 +165,63 @@ class Ferry(Closing):
         """
         return chain(self.namespace, tokens, parent, salt=salt, extra=extra)
 
+    @_guarded
     def match(self, keys: Keys, *, on_device: int = 0, hints: HintsGiven = None) -> Hit:
         """Pin the blocks of a request, after the ``on_device`` first ones, that can be loaded now.
 
         The hit is empty while more than ``Config.max_bytes_in_flight`` are being copied, and where
         computing is expected to be faster than loading (see :meth:`note_prefill`). Blocks are
         counted by their keys, ``block_tokens`` tokens each. With lower tiers a hit may be pending
-        (:attr:`Hit.is_pending`): see :meth:`again`. ``hints`` are a :class:`Hints`, or a mapping
+        (:attr:`Hit.is_pending`): see
+        :meth:`await_hit`. ``hints`` are a :class:`Hints`, or a mapping
         that :meth:`Hints.read` takes; they hold for what is loaded of this request.
         """
-        if current_thread() is not self._owner.thread:
-            self._owner.require()
-        if self._is_inside or self._is_torn:
-            self._recover()
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys.array):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
-        given, tokens = None if hints is None else _hints(hints), self.namespace.block_tokens
-        request, self._is_inside = None, True
+        given = None if hints is None else _hints(hints)
+        request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
         try:
-            request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, given)
-            match = request.match(computed_tokens=on_device * tokens)
-        except Exception:  # keys that repeat, or what a policy raises
-            if request is not None:
-                request.end()
-            self._is_inside = False
+            match = request.match(computed_tokens=on_device * self.namespace.block_tokens)
+        except Exception:  # what a policy raises
+            request.end()
             raise
         if match.state is not MatchState.HIT:
             promotion = request.promotion
             if promotion is not None and promotion.waits:
-                self._is_inside = False
                 return self._keep_pending(request, on_device)
             request.end()
-        self._is_inside = False
-        return Hit(request, match.num_tokens // tokens - on_device, on_device)
+        return Hit(request, match.num_tokens // self.namespace.block_tokens - on_device, on_device)
 
     def _keep_pending(self, request: Request, on_device: int) -> Hit:
         """The hit of a request that waits for a tier; dropped, it leaves nothing behind."""
         self._pending[request] = time.monotonic() + self._config.match_deadline
-        hoped = request.promised_tokens // self.namespace.block_tokens
-        return Hit(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
+        return Hit(request, 0, on_device, is_pending=True)
 
-    def again(self, hit: Hit) -> Hit:
-        """Return what became of a pending hit; one that is not pending is returned as it is.
+    def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
+        """Return what became of a pending hit; after ``timeout`` seconds it may still be pending.
 
-        Answers of lower tiers, and blocks that come up from them, arrive with :meth:`poll`. After
-        ``Config.lookup_deadline`` and ``Config.promote_deadline`` at the latest a hit is pending no
-        longer: it has all of its blocks, some, or none.
+        One that is not pending is returned as it is. After ``Config.lookup_deadline`` and
+        ``Config.promote_deadline`` at the latest a hit is pending no longer: it has all of its
+        blocks, some, or none. With ``timeout=0`` it asks once. Ends of tickets stay for
+        :meth:`poll`.
         """
-        self._owner.require()
+        now = hit
+
+        def found() -> bool:
+            nonlocal now
+            now = self._match_again(hit)
+            return not now.is_pending
+
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
-        return self._inside(self._match_again, hit) if hit.is_pending else hit
+        if hit.is_pending:
+            self._wait_for(found, timeout)
+        return now
 
+    @_guarded
     def _match_again(self, hit: Hit) -> Hit:
         request, on_device, tokens = hit.request, hit.on_device, self.namespace.block_tokens
         if request not in self._scheduler:
@@ -215,6 +234,7 @@ class Ferry(Closing):
             request.end()
         return Hit(request, match.num_tokens // tokens - on_device, on_device)
 
+    @_guarded
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
         """Load a hit's blocks into ``device_blocks``, one for each; return at once.
 
@@ -223,21 +243,13 @@ class Ferry(Closing):
         stream after this call comes after the load, also while that is still being queued; where
         the load fails, it has read what was there before.
 
-        A pending hit that is given no blocks is released. Given ``hit.coming`` blocks (of one
-        group, with full attention), it fills them as they come up, with :meth:`poll`: queue compute
-        once the ticket has ended, which says how many of the first blocks are there.
+        A pending hit is given no blocks, and released.
         """
-        if current_thread() is not self._owner.thread:
-            self._owner.require()
-        if self._is_inside or self._is_torn:
-            self._recover()
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
         request = hit.request
         needed = request.needed_blocks if len(self._layouts) > 1 else ()
         tables = self._tables.whole(device_blocks, before=hit.on_device, needed=needed)
-        if hit.is_pending and len(tables) == 1 and len(tables[0]) > hit.on_device:
-            return self._load_promised(hit, tables)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + hit.num_blocks:
             raise InputError(
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
@@ -245,56 +257,19 @@ class Ferry(Closing):
             )
         if self._is_growing:
             self._rank.note_step()
-        self._is_torn = True
-        try:
-            ordered = request.load(tables) if request in self._scheduler else ()
-            ticket = self._tickets.send(ordered) if ordered else None
-        except Exception:
-            self._is_torn = False
-            raise
-        if ticket is not None:
-            self._send(starts_here=True, compute_waits=True)
-            return ticket
-        self._is_torn = False
-        self.release(hit)
-        return self._tickets.send((), failure=_GONE if len(hit) else "")
-
-    def _load_promised(self, hit: Hit, tables: Sequence[SlotArray]) -> Ticket:
-        """Load a pending hit, whose blocks still come up from a lower tier, as they come."""
-        request, tokens, first = hit.request, self.namespace.block_tokens, hit.on_device
-        is_gone = request not in self._scheduler or request.state is State.LOADING
-        coming = hit.coming if is_gone else max(0, request.promised_tokens // tokens - first)
-        num_blocks = len(tables[0]) - first
-        if num_blocks != coming:
-            raise InputError(
-                f"{coming} blocks of this hit are coming up, got {num_blocks} device blocks; "
-                "ask again (Ferry.again), or load none of it"
-            )
-        ordered = () if is_gone else request.load_promised(tables[0])
-        self._pending.pop(request, None)
-        if is_gone or request.state is not State.LOADING:
-            self.release(hit)
-            return self._tickets.send((), failure=_GONE)
-        ticket = self._tickets.send(None)
-        self._promised[request] = (ticket, first, num_blocks)
+        ordered = request.load(tables) if request in self._scheduler else ()
         if ordered:
-            self._send_promised(ordered)
-        return ticket
+            self._send(starts_here=True, compute_waits=True)
+            return self._tickets.give(ordered)
+        self._release(request)
+        return self._tickets.give((), failure=_GONE if len(hit) else "")
 
-    def _send_promised(self, ordered: Sequence[Ordered]) -> None:
-        """Send on what has come up of pending hits that are loaded, ahead of later compute."""
-        for part in ordered:
-            self._tickets.add(self._promised[part.request][0], part)
-        self._rank.note_step()
-        self._send()
-        self._rank.engine.order_compute_after_loads()
-
+    @_guarded
     def release(self, hit: Hit) -> None:
         """Release a hit that will not be loaded."""
-        self._owner.require()
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
-        self._inside(self._release, hit.request)
+        self._release(hit.request)
 
     def _release(self, request: Request) -> None:
         if request in self._scheduler and request.state is not State.LOADING:
@@ -303,22 +278,19 @@ class Ferry(Closing):
 
     # -- store ----------------------------------------------------------------------------------
 
+    @_guarded
     def store(
         self, keys: Keys, device_blocks: Tables, *, first: int = 0, hints: HintsGiven = None
     ) -> Ticket:
         """Store ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
 
         Blocks that are stored already are not copied again, and blocks that find no room are
-        skipped; ``Done`` says how many were copied, and why not all. Blocks that follow one that is
+        skipped; the ticket says how many were copied, and why not all. Blocks that follow one that is
         not stored could never be found, so they are skipped too. Do not overwrite the device blocks
         until the ticket has ended. With several groups these are whole block tables, one for each
         group; ``NO_BLOCK`` where the engine keeps no block (any more). ``hints``, as for
         :meth:`match`, say how long all blocks of this request should stay.
         """
-        if current_thread() is not self._owner.thread:
-            self._owner.require()
-        if self._is_inside or self._is_torn:
-            self._recover()
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
         first = first if type(first) is int else integer(first, "first")
@@ -334,29 +306,24 @@ class Ferry(Closing):
             self._rank.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
         given = None if hints is None else _hints(hints)
-        request, ticket, self._is_inside = None, None, True
+        request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
         try:
-            request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
-            request.progress.begin_at(first * self.namespace.block_tokens)
+            if first:
+                request.progress.begin_at(first * self.namespace.block_tokens)
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
             reason = ""
             if len(tables) == 1:
                 num_ordered = len(ordered[0].blocks) if ordered else 0
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
-            ticket = self._tickets.send(ordered, reason)
             self._send(starts_here=True)
-            request.end()
-        except BaseException as error:
+            ticket = self._tickets.give(ordered, reason)
+        except BaseException:
             # The caller may write to those blocks now: no copy of them must ever be found.
-            if ticket is not None:
-                self._tickets.drop(ticket)
-            if request is not None:
-                self._scheduler.disown(request)
-                request.end()
-            self._is_inside = not isinstance(error, Exception)
+            self._scheduler.disown(request)
+            request.end()
             raise
-        self._is_inside = False
+        request.end()
         return ticket
 
     def _skip_reason(self, request: Request, keys: Keys, first: int, num_ordered: int) -> str:
@@ -372,100 +339,69 @@ class Ferry(Closing):
         if hints is not None and hints.max_store_tokens is not None:
             most = hints.max_store_tokens // self.namespace.block_tokens
             if most <= max(gap, first):
-                where = _blocks(max(gap, first), len(keys))
-                if not most:
-                    return f"{where}: a hint says that nothing is to be stored (do_not_store)"
-                return f"{where}: a hint lets nothing be stored from block {most} on"
+                return f"a hint lets nothing be stored from block {most} on"
         if gap < first:
             return (
                 f"block {gap} is not stored, so the blocks from {first} on could never be found; "
                 "store from there on"
             )
-        where = _blocks(gap, len(keys))
-        if self._layouts[0].block_bytes > config.max_bytes_in_flight:
-            size = self._layouts[0].block_bytes
-            return f"{where}: one has {size} bytes, more than max_bytes_in_flight"
-        if self._scheduler.stores.is_full:
-            return f"{where}: max_bytes_in_flight are being copied; store them later"
-        if config.store_threshold > 1:
-            least = config.store_threshold
-            return f"{where}: not asked for often enough yet (store_threshold = {least})"
-        if len(keys) > pool.num_slots:
-            return f"{where}: the host memory holds no more than {pool.num_slots} blocks"
-        if not pool.counts.cached:
-            return (
-                f"{where}: no slot can be freed now, for all {pool.num_ready} that are ready are "
-                "being copied or pinned by hits"
-            )
-        shares = " and others keep to their shares (tenants)," if config.tenants else ""
-        return (
-            f"{where}: host memory is full,{shares} and its policy ({config.policy}) would rather "
-            "keep what is there, or what is being copied depends on it"
+        why = (
+            f"no slot can be freed for it: what the host memory of {pool.num_slots} blocks has is "
+            "pinned, in use, kept by a share (tenants), or its policy would rather keep it "
+            f"({config.policy})"
         )
+        if (
+            self._scheduler.stores.is_full
+            or self._layouts[0].block_bytes > config.max_bytes_in_flight
+        ):
+            why = "max_bytes_in_flight are being copied; store it later"
+        elif config.store_threshold > 1:
+            why = f"not asked for often enough yet (store_threshold = {config.store_threshold})"
+        return f"from block {gap} on: {why}"
 
     # -- wait -----------------------------------------------------------------------------------
 
-    def poll(self, timeout: float = 0.0) -> list[Done]:
+    def poll(self, timeout: float = 0.0) -> list[Ticket]:
         """Return what ended since the last call; wait up to ``timeout`` seconds for the first end.
 
-        Ends that are not asked for are kept, up to the newest 65,536.
+        What was waited for or awaited meanwhile is left out. Of more than 65,536 the newest are
+        kept.
         """
         return self._wait_for(self._tickets.take_all, timeout) or []
 
-    def wait(self, ticket: Ticket | int, timeout: float | None = None) -> Done:
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> Ticket:
         """Wait for one ticket; other ends stay for :meth:`poll`. DeadlineError after ``timeout``.
 
         In an event loop ``await`` the ticket instead: the loop runs on meanwhile.
         """
-        done = self._wait_for(partial(self._tickets.take, ticket), timeout)
-        if done is None:
-            raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
-        return done
+        tickets = self._tickets
+        if not isinstance(ticket, Ticket) or ticket.owner is not tickets:
+            raise InputError(f"{ticket!r} is no ticket of this ferry")
+        if not ticket.has_ended:
+            self._wait_for(partial(tickets.untold.get, ticket), timeout)
+        if not ticket.has_ended:
+            raise DeadlineError(f"{ticket!r} did not end within {timeout} seconds")
+        tickets.untold.pop(ticket, None)
+        return ticket
 
-    def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
-        """Poll until a hit is not pending any more; after ``timeout`` it may still be.
-
-        Other ends stay for :meth:`poll`.
-        """
-
-        def found() -> Hit | None:
-            now = self.again(hit)
-            return None if now.is_pending else now
-
-        now = self._wait_for(found, timeout)
-        return self.again(hit) if now is None else now
-
-    async def ended(self, ticket: Ticket | int) -> Done:
-        """Wait for a ticket without blocking the event loop; ``await ticket`` does the same.
-
-        The loop must run in the ferry's thread. Any number of tasks may wait for one ticket.
-        Cancelling one leaves the copy alone, and its end to the next that asks.
-        """
-        if type(ticket) is not Ticket:
-            ticket = Ticket(integer(ticket, "ticket"))
-        return await self._tickets.ended(ticket)
-
-    def _wait_for(self, find: Callable[[], T | None], timeout: float | None) -> T | None:
-        """What ``find`` finds once a copy has ended; None after ``timeout`` seconds."""
+    def _wait_for(self, find: Callable[[], T], timeout: float | None) -> T | None:
+        """What ``find`` finds, asked again whenever a copy ends; None after ``timeout`` seconds."""
         most = _TIER_POLL_SECONDS if self._has_tiers else _POLL_SECONDS
         began = time.monotonic()
         while True:
             self._advance()
             found = find()
-            if found is not None:
+            if found:
                 return found
             left = most if timeout is None else timeout - (time.monotonic() - began)
             if left <= 0:
                 return None
             self._rank.engine.wait_for_end(min(most, left))
 
+    @_guarded
     def _advance(self) -> None:
         """Learn what ended, and answer questions of other threads."""
-        if current_thread() is not self._owner.thread:
-            self._owner.require()
-        if self._is_inside or self._is_torn:
-            self._recover()
-        scheduler, tickets, promised = self._scheduler, self._tickets, self._promised
+        scheduler = self._scheduler
         if self._is_growing:
             self._note_ready()
         if self._mailbox.has_mail:
@@ -473,29 +409,14 @@ class Ferry(Closing):
         if self._has_tiers:
             for change in self._worker.health():
                 scheduler.note_health(change)
-        self._is_torn = True
-        try:
-            settled = scheduler.settle(self._worker.poll())
-            if settled.ordered:
-                self._send_promised(settled.ordered)
-            for request in settled.loaded + settled.expired:
-                if request in promised:
-                    ticket, _, num_blocks = promised.pop(request)
-                    tickets.finish(ticket, num_blocks)
-                request.end()
-            for failure in settled.failed:
-                if failure.request in promised:
-                    ticket, first, _ = promised.pop(failure.request)
-                    num_blocks = failure.first_token // self.namespace.block_tokens - first
-                    tickets.finish(ticket, num_blocks, failure.reason)
-                failure.request.end()
-            # A load that is overdue has failed, but its copy may still write: only landing ends it.
-            if settled.landed:
-                tickets.land(settled.landed)
-        except Exception:  # of a mover, say; an interrupt may have lost what was learnt
-            self._is_torn = False
-            raise
-        self._is_torn = False
+        settled = scheduler.settle(self._worker.poll())
+        for request in settled.loaded + settled.expired:
+            request.end()
+        for failure in settled.failed:
+            failure.request.end()
+        # A load that is overdue has failed, but its copy may still write: only landing ends it.
+        if settled.landed:
+            self._tickets.land(settled.landed)
         if self._has_tiers:
             self._serve_tiers(has_landed=bool(settled.landed))
         if not settled.landed:  # while copies run, there is time for it
@@ -504,16 +425,6 @@ class Ferry(Closing):
                 scheduler.drain_events()
         elif not scheduler.transfers.in_flight:  # counters of an idle ferry
             scheduler.book.drain()
-
-    def _recover(self) -> None:
-        """A call was interrupted in its midst: StateError where the bookkeeping does not agree."""
-        try:
-            self._scheduler.check_integrity()
-        except Exception as error:
-            raise StateError(_INTERRUPTED) from error
-        if self._is_torn:
-            raise StateError(_INTERRUPTED)
-        self._is_inside = False
 
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""
@@ -532,20 +443,14 @@ class Ferry(Closing):
 
     def _send(self, *, starts_here: bool = False, compute_waits: bool = False) -> None:
         """Send off what was ordered; where it ``starts_here``, copies begin on this thread."""
-        self._is_torn = True
-        try:
-            plan = self._scheduler.plan()
-            if plan.transfers or plan:
-                engine = self._rank.engine
-                begin = engine.starting_here(compute_waits=compute_waits) if starts_here else _LATER
-                with begin:
-                    self._worker.execute(plan)
-                if self._is_growing:
-                    self._rank.note_plan(plan)
-        except Exception:
-            self._is_torn = False
-            raise
-        self._is_torn = False
+        plan = self._scheduler.plan()
+        if plan.transfers or plan:
+            engine = self._rank.engine
+            begin = engine.starting_here(compute_waits=compute_waits) if starts_here else _LATER
+            with begin:
+                self._worker.execute(plan)
+            if self._is_growing:
+                self._rank.note_plan(plan)
 
     # -- actions on blocks by their keys --------------------------------------------------------
 
@@ -579,58 +484,45 @@ class Ferry(Closing):
 
         They arrive with :meth:`poll`.
         """
-        done = self._act(self._scheduler.control.prefetch, keys, _seconds(keep))
-        self._send()
-        return done
+        return self._act(self._scheduler.control.prefetch, keys, _seconds(keep))
 
     def drop(self, keys: Keys) -> Acted:
         """Forget these blocks on every tier, except those that other requests continue."""
         return self._act(self._scheduler.control.drop, keys)
 
+    @_guarded
     def _act(self, act: Callable[..., Acted], keys: Keys, *given: object) -> Acted:
-        self._owner.require()
         if not isinstance(keys, Keys):
             raise _not_keys(keys)
-        return self._inside(act, keys, *given)
-
-    def _inside(self, act: Callable[..., T], *given: object) -> T:
-        """The result of ``act``; an interrupt within it is noticed by the next call."""
-        if self._is_inside or self._is_torn:
-            self._recover()
-        self._is_inside = True
-        try:
-            done = act(*given)
-        except Exception:
-            self._is_inside = False
-            raise
-        self._is_inside = False
+        done = act(keys, *given)
+        self._send()  # what is to be prefetched
         return done
 
     # -- figures --------------------------------------------------------------------------------
 
+    @_guarded
     def stats(self) -> SchedulerStats:
         """Return a snapshot of everything counted so far."""
-        self._owner.require()
         return self._scheduler.stats()
 
     def host_stats(self) -> GrowthStats:
         """Return how much of the host memory is usable by now, and what became of the rest."""
         return self._rank.host.stats()
 
+    @_guarded
     def explain(self, hit: Hit) -> Explanation | None:
         """Return why a hit is no longer than it is; None if that was too long ago."""
-        self._owner.require()
         if not isinstance(hit, Hit):
             raise _not_a_hit(hit)
         return self._scheduler.explain(hit.request.id)
 
+    @_guarded
     def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
         """Serve ``/metrics`` and ``/explain`` until closed; return the address.
 
         Port 0 takes any that is free. Questions are answered in :meth:`poll`. Called again, it
         returns the address where it already serves.
         """
-        self._owner.require()
         if self._endpoint is None:
             from kvferry.telemetry.endpoint import ControlApi, Endpoint
 
@@ -656,13 +548,13 @@ class Ferry(Closing):
             self._parts.callback(self._endpoint.close)
         return self._endpoint.url
 
+    @_guarded
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Tell that the engine computed this many prompt tokens in this time.
 
         Once told, and after a first load, ``match`` offers a hit only where loading it is expected
         to be faster than computing it (``Config.load_policy``).
         """
-        self._owner.require()
         self._scheduler.note_prefill(num_tokens, seconds)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -678,18 +570,18 @@ class Ferry(Closing):
         stored from now on are not for the next process. Returns whether what is on disk stays
         forgotten whatever happens next; it waits up to ``Config.disk_deadline`` seconds for that.
         """
-        self._owner.require()
-        self._inside(self._forget, not new_weights)
-        if self._has_tiers:
-            self._send()  # a tier may outlive this process: it must learn of the reset
+        self._forget(not new_weights)
         end = time.monotonic() + self._config.disk_deadline
         tiers = self._rank.tiers.values()
         return all(tier.wait_forgotten(max(0.0, end - time.monotonic())) for tier in tiers)
 
+    @_guarded
     def _forget(self, is_kept: bool) -> None:
         self._scheduler.reset(is_kept=is_kept)
         for request in self._scheduler.requests:
             self._release(request)
+        if self._has_tiers:
+            self._send()  # a tier may outlive this process: it must learn of the reset
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.
@@ -708,7 +600,7 @@ class Ferry(Closing):
             try:
                 self._parts.close()
             except Exception:
-                if not (self._is_inside or self._is_torn):
+                if not self._is_torn:
                     raise
                 log.exception("a ferry that was interrupted in its midst could not end all of it")
 
@@ -742,10 +634,6 @@ def _not_keys(given: object) -> InputError:
 
 def _not_a_hit(given: object) -> InputError:
     return InputError(f"a hit must come from ferry.match, got {type(given).__name__}")
-
-
-def _blocks(first: int, stop: int) -> str:
-    return f"blocks {first} to {stop - 1}" if first < stop - 1 else f"block {first}"
 
 
 def _scheduler_of(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.core.quantities import Integers, integer, integers, written
+from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK, Ordered
@@ -18,228 +18,119 @@ from kvferry.transfer.layout import GroupLayout
 from kvferry.types import Landing, SlotArray, TransferId
 
 if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
-    from asyncio import AbstractEventLoop, Future
-    from concurrent.futures import ThreadPoolExecutor
+    from asyncio import AbstractEventLoop, Event
 
 
-class Ticket(int):
-    """The number of a load or store in progress. ``await`` it, or give it to ``Ferry.wait``."""
+class Ticket:
+    """A load or store: ``await`` it, or give it to ``Ferry.wait``.
 
-    _wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
-    _end: tuple[int, str, bool] | None = None
+    Once it ``has_ended``, nothing touches its device blocks any more, and ``num_blocks`` were
+    copied. If it is not ``ok`` it failed: after a load, compute those blocks. ``reason`` says why
+    it failed, or why a store copied fewer blocks than it was given: they are stored already, follow
+    a block that is not, or found no room.
+    """
 
-    @property
-    def done(self) -> Done | None:
-        """How it ended, whichever caller was told; None while it has not ended."""
-        return Done(self, *self._end) if self._end is not None else None
+    has_ended = False
+    ok = False
+    num_blocks = 0
+    reason = ""
+    _has_failed = False
+    _waiting: int
+    owner: Tickets
 
-    def __await__(self) -> Generator[Any, None, Done]:
-        if self._wait is None:
-            raise InputError(f"ticket {int(self)} was not given out by a ferry: await ferry.ended")
-        return self._wait(self).__await__()
+    def __repr__(self) -> str:
+        state = ("ok" if self.ok else "failed") if self.has_ended else "under way"
+        return f"<Ticket {state}, {self.num_blocks} blocks{self.reason and ': '}{self.reason}>"
+
+    def __await__(self) -> Generator[Any, None, Ticket]:
+        return self.owner.ended(self).__await__()
 
 
 _MOST_UNTOLD = 65_536
-"""Ends kept until they are asked for, about 15 MB; beyond that the oldest are dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A load or store that ended: nothing touches its device blocks any more.
-
-    ``num_blocks`` were copied. If it is not ``ok`` it failed: after a load, compute those blocks.
-    ``reason`` says why it failed, or why a store copied fewer blocks than it was given: they are
-    stored already, follow a block that is not, or found no room.
-    """
-
-    ticket: Ticket
-    num_blocks: int
-    reason: str = ""
-    ok: bool = True
-
-
-@dataclass(slots=True)
-class _Underway:
-    """What a ticket still waits for, and what is known of its end so far."""
-
-    waiting: int
-    num_blocks: int
-    note: str
-    failure: str = ""
+"""Ends kept until they are asked for; beyond that the oldest are dropped."""
+_NO_TRANSFER = TransferId(-1)
+_MOST_SLEEP = 2e-3
+_SLEEP_SHARE = 8
+"""Between two looks a task sleeps for this part of the time it has waited, and no longer."""
 
 
 class Tickets:
-    """Owns which tickets are in progress, and the ends that were not asked for yet.
+    """Owns which transfers belong to which ticket, and the ends that were not told yet."""
 
-    An end is told once: to all tasks that await its ticket, or else to the first caller that asks.
-    A task that comes later finds it in the ticket. The newest 65,536 ends are kept.
-
-    While a ticket is awaited, one thread watches the copies, and the loop's thread then learns what
-    ended: the ferry stays in that thread.
-    """
-
-    def __init__(
-        self, advance: Callable[[], None], wait_for_end: Callable[[float], None], look: float
-    ) -> None:
-        """``advance`` lets the ferry learn what ended.
-
-        ``wait_for_end`` waits for a copy's end, so many seconds at most. The ferry is served every
-        ``look`` seconds though no copy ends.
-        """
+    def __init__(self, advance: Callable[[], None]) -> None:
+        """``advance`` lets the ferry learn what ended."""
         self._advance = advance
-        self._wait_for_end = wait_for_end
-        self._look_seconds = look
-        self._numbers = itertools.count()
-        self._underway: dict[Ticket, _Underway] = {}
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
-        self._ended: dict[Ticket, Done] = {}
-        self._futures: dict[Ticket, list[Future[Done]]] = {}  # of tasks, until each has its end
-        self._watcher: ThreadPoolExecutor | None = None
-        self._looking: Future[None] | None = None
+        self.untold: dict[Ticket, Ticket] = {}
+        """The newest ends, in their order, until they are told."""
+        self._num_ended = 0
+        self._looking: tuple[AbstractEventLoop, Event] | None = None
+        """The event loop in which a task looks what ended, and what it tells the others with."""
 
-    def send(self, ordered: Sequence[Ordered] | None, note: str = "", failure: str = "") -> Ticket:
+    def give(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
         """A ticket that ends with the last of these transfers; with ``note`` if all succeed.
 
-        Without any it ends at once, with the ``failure`` if there is one. Of None, it ends by
-        :meth:`finish`.
+        Without any it ends at once, with the ``failure`` if there is one.
         """
-        ticket = Ticket(next(self._numbers))
-        ticket._wait = self.ended
-        self._underway[ticket] = _Underway(len(ordered or ()) or 1, 0, note)
-        for part in ordered or ():
+        ticket = Ticket()
+        ticket.owner, ticket._waiting, ticket.reason = self, len(ordered) or 1, note
+        for part in ordered:
             self._moving[part.transfer] = (ticket, len(part.blocks))
-        if not ordered and ordered is not None:
-            self.finish(ticket, 0, failure)
+        if not ordered:
+            self._moving[_NO_TRANSFER] = (ticket, 0)
+            self.land([Landing(_NO_TRANSFER, failure)])
         return ticket
-
-    def add(self, ticket: Ticket, ordered: Ordered) -> None:
-        """A ticket also waits for this transfer."""
-        self._underway[ticket].waiting += 1
-        self._moving[ordered.transfer] = (ticket, 0)
-
-    def drop(self, ticket: Ticket) -> None:
-        """Forget a ticket that was never given to the caller."""
-        self._underway.pop(ticket, None)
-        self._ended.pop(ticket, None)
-        self._moving = {each: way for each, way in self._moving.items() if way[0] != ticket}
 
     def land(self, landings: Iterable[Landing]) -> None:
         """These transfers have ended; those that no ticket waits for are ignored."""
-        for transfer_id, reason in landings:
-            if transfer_id in self._moving:
-                ticket, num_blocks = self._moving.pop(transfer_id)
-                self.finish(ticket, 0 if reason else num_blocks, reason)
-
-    def finish(self, ticket: Ticket, num_blocks: int, reason: str = "") -> None:
-        """One of the things that a ticket waits for has ended; it ends with the last of them."""
-        way = self._underway[ticket]
-        way.waiting -= 1
-        way.num_blocks += num_blocks
-        way.failure = way.failure or reason
-        if way.waiting:
-            return
-        del self._underway[ticket]
-        done = Done(ticket, way.num_blocks, way.failure or way.note, not way.failure)
-        ticket._end = (done.num_blocks, done.reason, done.ok)
-        self._ended[ticket] = done
-        if len(self._ended) > _MOST_UNTOLD:
-            del self._ended[next(iter(self._ended))]
-
-    def take_all(self) -> list[Done] | None:
-        """The ends that were not told yet and that no task awaits, in their order; None of none."""
-        ended, self._ended = self._ended, {}
-        if self._futures:
-            self._ended = {each: done for each, done in ended.items() if self._is_awaited(each)}
-            ended = {each: done for each, done in ended.items() if each not in self._ended}
-        return list(ended.values()) or None
-
-    def take(self, ticket: Ticket | int) -> Done | None:
-        """Return how a ticket ended; None while it has not. InputError if it never will again."""
-        if type(ticket) is not Ticket:
-            ticket = Ticket(integer(ticket, "ticket"))
-        done = self._ended.get(ticket)
-        if done is None and ticket not in self._underway:
-            raise InputError(
-                f"ticket {written(ticket)} is not in flight: it was never given out, its end was "
-                f"already told, or it was not asked for before {_MOST_UNTOLD} others ended"
-            )
-        if done is not None and not (self._futures and self._is_awaited(ticket)):
-            del self._ended[ticket]
-        return done
-
-    # -- in an event loop -----------------------------------------------------------------------
-
-    async def ended(self, ticket: Ticket) -> Done:
-        """Return how a ticket ends. A cancelled caller leaves the copy, and its end, to others."""
-        from asyncio import get_running_loop
-
-        self._advance()
-        done = ticket.done or self.take(ticket)
-        if done is None:
-            loop = get_running_loop()
-            future: Future[Done] = loop.create_future()
-            futures = self._futures.setdefault(ticket, [])
-            futures.append(future)
-            if self._looking is None or self._looking.get_loop() is not loop:
-                self._look(loop)
-            try:
-                done = await future
-            finally:
-                futures.remove(future)
-                if not futures and self._futures.get(ticket) is futures:
-                    del self._futures[ticket]
-        self._ended.pop(ticket, None)
-        return done
-
-    def close(self) -> None:
-        """End the thread; the loop then learns that the ferry is closed. Safe to call twice."""
-        if self._watcher is not None:
-            self._watcher.shutdown()
-
-    def _is_awaited(self, ticket: Ticket) -> bool:
-        """Whether a task awaits this ticket; the tasks of a closed loop never run again."""
-        return any(not future.get_loop().is_closed() for future in self._futures.get(ticket, ()))
-
-    def _look(self, loop: AbstractEventLoop) -> None:
-        if self._watcher is None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            self._watcher = ThreadPoolExecutor(1, "kvferry-await")
-        # Futures, not tasks: a caller may cancel all tasks of its loop.
-        self._looking = loop.run_in_executor(self._watcher, self._wait_for_end, self._look_seconds)
-        self._looking.add_done_callback(self._tell)
-
-    def _tell(self, looked: Future[None]) -> None:
-        """In the event loop: learn what ended, and set the futures of those tickets."""
-        failure: Exception | None = None
-        try:
-            self._advance()
-        except Exception as error:  # the ferry is closed, or another thread's: all must learn of it
-            failure = error
-        for ticket in tuple(self._futures):
-            if self._is_awaited(ticket):
-                self._set(ticket, failure)
-            else:
-                del self._futures[ticket]
-        if looked is self._looking:  # no other loop has begun to look since
-            self._looking = None
-            if any(not each.done() for futures in self._futures.values() for each in futures):
-                self._look(looked.get_loop())
-
-    def _set(self, ticket: Ticket, failure: Exception | None) -> None:
-        done = ticket.done
-        try:
-            if done is None and failure is None:
-                done = self.take(ticket)
-        except InputError as error:  # a number, of an end that was told or dropped since
-            failure = error
-        for future in self._futures[ticket]:
-            if future.done() or future.get_loop().is_closed():
+        for transfer_id, failure in landings:
+            if transfer_id not in self._moving:
                 continue
-            if done is not None:
-                future.set_result(done)
-            elif failure is not None:
-                future.set_exception(failure)
+            ticket, num_blocks = self._moving.pop(transfer_id)
+            ticket._waiting -= 1
+            if not failure:
+                ticket.num_blocks += num_blocks
+            elif not ticket._has_failed:
+                ticket.reason, ticket._has_failed = failure, True
+            if not ticket._waiting:
+                ticket.has_ended, ticket.ok = True, not ticket._has_failed
+                self._num_ended += 1
+                self.untold[ticket] = ticket
+        while len(self.untold) > _MOST_UNTOLD:
+            del self.untold[next(iter(self.untold))]
+
+    def take_all(self) -> list[Ticket]:
+        """The tickets that ended and were not told yet, in the order of their ends."""
+        ended, self.untold = self.untold, {}
+        return list(ended)
+
+    async def ended(self, ticket: Ticket) -> Ticket:
+        """Return a ticket once it has ended. A cancelled caller leaves the copy alone.
+
+        Of all tasks that wait in an event loop one looks, until something ends.
+        """
+        from asyncio import Event, get_running_loop, sleep
+
+        loop, began = get_running_loop(), time.monotonic()
+        self._advance()
+        while not ticket.has_ended:
+            if self._looking is not None and self._looking[0] is loop:
+                await self._looking[1].wait()
+                continue
+            mine = self._looking = (loop, Event())
+            before = self._num_ended
+            try:
+                while self._num_ended == before:
+                    waited = time.monotonic() - began
+                    await sleep(min(_MOST_SLEEP, waited / _SLEEP_SHARE))
+                    self._advance()
+            finally:
+                if self._looking is mine:
+                    self._looking = None
+                if not loop.is_closed():
+                    mine[1].set()
+        self.untold.pop(ticket, None)
+        return ticket
 
 
 # -- hits ---------------------------------------------------------------------------------------
@@ -252,15 +143,13 @@ class Hit:
     They stay where they are until the hit is loaded, released, or unused for
     ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
     block table a load fills. A hit that ``is_pending`` has no blocks yet: a lower tier was asked
-    for them or brings them up. Ask again with ``Ferry.again``, or compute without them; or, where
-    ``coming`` says how many are on their way, load them as they come.
+    for them or brings them up. Give it to ``Ferry.await_hit``, or compute without them.
     """
 
     request: Request
     num_blocks: int
     on_device: int
     is_pending: bool = False
-    coming: int = 0
 
     def __len__(self) -> int:
         return self.num_blocks

@@ -143,7 +143,7 @@ def careless(residents: Residents) -> EvictionPolicy:
 RANDOM, RATE = random.Random(), [0.0]
 
 
-def any_verb(ferry: kvferry.Ferry, keys: Keys) -> set[int]:
+def any_verb(ferry: kvferry.Ferry, keys: Keys) -> set[kvferry.Ticket]:
     """A store, a hit loaded or released, or an action on blocks by their keys; its ticket."""
     verb = RANDOM.randrange(6)
     blocks = range(len(keys))
@@ -171,17 +171,17 @@ def test_a_policy_that_raises_at_any_verb_harms_the_calls_that_learn_of_it_only(
     RATE[0] = 0.0
     with attached(policy=f"{__name__}:careless", tiers=tiers, match_deadline=0.1) as ferry:
         RATE[0] = rate
-        tickets, ended = set[int](), set[int]()
+        tickets, ended = set[kvferry.Ticket](), set[kvferry.Ticket]()
         for _ in range(300):
             first = 1000 * RANDOM.randrange(30)
             keys = ferry.keys(range(first, first + RANDOM.randint(1, BLOCKS) * TOKENS))
             with suppress(CarelessError):
                 tickets |= any_verb(ferry, keys)
-            ended |= {done.ticket for done in ferry.poll()}
+            ended |= set(ferry.poll())
         RATE[0] = 0.0
         give_up = time.monotonic() + 5
         while ended != tickets and time.monotonic() < give_up:
-            ended |= {done.ticket for done in ferry.poll(0.01)}
+            ended |= set(ferry.poll(0.01))
         assert ended == tickets, seed
         for _ in range(3):  # what was not told yet: of either pool's policy, and of the journal
             with suppress(CarelessError):

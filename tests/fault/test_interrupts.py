@@ -1,8 +1,7 @@
 """Ctrl-C at any line of a ferry: its pool stays whole, or it says that it must be closed.
 
-Seen to fail without ``Ferry._recover``: after an interrupt in ``Pool.reserve``, ``Pool.end`` and
-some 40 other places the pool failed its integrity check or kept a lease for ever. And while pins,
-hints and drops set no mark, an interrupt in one of them left pins miscounted.
+Seen to fail without ``_guarded``: after an interrupt in ``Pool.reserve``, ``Pool.end`` and some 40
+other places the pool failed its integrity check or kept a lease for ever, or pins were miscounted.
 """
 
 from __future__ import annotations

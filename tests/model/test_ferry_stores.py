@@ -24,7 +24,6 @@ import pytest
 
 import kvferry
 from kvferry.core.keys import Keys
-from kvferry.tickets import Ticket
 from kvferry.types import DEVICE, Transfer
 
 SLOTS, TOKENS = 192, 4
@@ -58,7 +57,7 @@ class Harbour:
         self.raised, self.stored = [0], [0]  # chains
         self.is_open = False
         engine.submit = self._fail_some  # type: ignore[method-assign]
-        self.underway: dict[Ticket, tuple[Keys, int]] = {}  # and their area
+        self.underway: dict[kvferry.Ticket, tuple[Keys, int]] = {}  # and their area
 
     def _fail_some(self, transfer: Transfer) -> None:
         if transfer.src == DEVICE:
@@ -157,8 +156,8 @@ class Harbour:
         for done in self.ferry.poll():
             self.ended(done)
 
-    def ended(self, done: kvferry.Done) -> None:
-        keys, _ = self.underway.pop(done.ticket)
+    def ended(self, done: kvferry.Ticket) -> None:
+        keys, _ = self.underway.pop(done)
         assert done.num_blocks <= len(keys)
         assert done.ok or "it was to fail" in done.reason
 
@@ -174,9 +173,9 @@ class Harbour:
 
     def await_all(self) -> None:
         """A task for each ticket, while others poll: every task gets the end of its own."""
-        polled: list[kvferry.Done] = []
+        polled: list[kvferry.Ticket] = []
 
-        async def life() -> list[kvferry.Done]:
+        async def life() -> list[kvferry.Ticket]:
             tasks = [asyncio.ensure_future(_awaited(ticket)) for ticket in self.underway]
             while not all(task.done() for task in tasks):
                 polled.extend(self.ferry.poll())
@@ -185,7 +184,7 @@ class Harbour:
 
         with self.open():
             tickets, ends = list(self.underway), asyncio.run(life())
-        assert [done.ticket for done in ends] == tickets
+        assert ends == tickets
         assert all(done in ends for done in polled)
         for done in ends:
             self.ended(done)
@@ -195,11 +194,11 @@ class Harbour:
         assert not any(self.look(keys) for keys, _ in self.underway.values())
 
 
-async def _awaited(ticket: Ticket) -> kvferry.Done:
+async def _awaited(ticket: kvferry.Ticket) -> kvferry.Ticket:
     return await asyncio.wait_for(_whole(ticket), LONG)
 
 
-async def _whole(ticket: Ticket) -> kvferry.Done:
+async def _whole(ticket: kvferry.Ticket) -> kvferry.Ticket:
     return await ticket
 
 

@@ -134,7 +134,7 @@ def test_a_load_ends_only_when_nothing_writes_its_blocks(kv: Tensors) -> None:
         (lambda f, k: f.load(f.match(k), [0, 1]), "a hit of 3 blocks needs as many"),
         (lambda f, k: f.load(f.match(k), [0, 1, 1]), "device block 1 is given twice"),
         (lambda f, k: f.load(f.match(k), [0, 1, 99]), "block 99 does not exist"),
-        (lambda f, k: f.wait(12345), "ticket 12345 is not in flight"),
+        (lambda f, k: f.wait(12345), "12345 is no ticket of this ferry"),
     ],
 )
 def test_misuse_is_said_and_loses_nothing(ferry: kvferry.Ferry, call: Any, words: str) -> None:
@@ -256,35 +256,8 @@ def test_a_store_says_why_it_kept_less(kv: Tensors) -> None:
         assert len(hit) == 3
         count, why = stored(ferry.keys(range(50, 50 + 3 * TOKENS)), [3, 4, 5])
         assert count == 1
-        assert "blocks 1 to 2: no slot can be freed" in why
+        assert "from block 1 on: no slot can be freed" in why
         ferry.release(hit)
-        long = ferry.keys(range(200, 200 + 6 * TOKENS))
-        count, why = stored(long, [0, 1, 2, 3, 4, 5])
-        assert count <= 4
-        assert "holds no more than 4 blocks" in why
-
-
-def test_a_store_says_that_the_policy_refused_it(
-    kv: Tensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=f"{4 * 3 * 64}B") as ferry:
-        assert ferry.wait(ferry.store(ferry.keys(range(3 * TOKENS)), [0, 1, 2])).num_blocks == 3
-        policy: Any = ferry._scheduler.pool.eviction.policy
-        monkeypatch.setattr(policy, "take", lambda *_: np.empty(0, np.int64))
-        done = ferry.wait(ferry.store(ferry.keys(range(50, 50 + 2 * TOKENS)), [3, 4]))
-        assert (done.ok, done.num_blocks) == (True, 1)
-        assert "block 1: host memory is full" in done.reason
-        assert "policy (returns) would rather keep" in done.reason
-
-
-def test_a_store_says_that_others_keep_to_their_shares(kv: Tensors) -> None:
-    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": f"{4 * 3 * 64}B", "policy": "lru"}
-    with kvferry.attach(kv, model="m", tenants="a=50%", **settings) as ferry:
-        its = ferry.store(ferry.keys(range(2 * TOKENS)), [0, 1], hints={"tenant": "a"})
-        assert ferry.wait(its).num_blocks == 2
-        done = ferry.wait(ferry.store(ferry.keys(range(50, 50 + 3 * TOKENS)), [2, 3, 4]))
-        assert (done.ok, done.num_blocks) == (True, 2)
-        assert "block 2: host memory is full, and others keep to their shares" in done.reason
 
 
 def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
@@ -292,12 +265,7 @@ def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
     with kvferry.attach(kv, model="m", max_bytes_in_flight=f"{2 * 3 * 64}B", **settings) as ferry:
         done = ferry.wait(ferry.store(ferry.keys(range(4 * TOKENS)), [0, 1, 2, 3]))
         assert (done.ok, done.num_blocks) == (True, 2)
-        assert "blocks 2 to 3" in done.reason
-        assert "max_bytes_in_flight" in done.reason
-    with kvferry.attach(kv, model="m", max_bytes_in_flight="100B", **settings) as ferry:
-        done = ferry.wait(ferry.store(ferry.keys(range(TOKENS)), [0]))
-        assert (done.num_blocks, done.ok) == (0, True)
-        assert "192 bytes, more than max_bytes_in_flight" in done.reason
+        assert "from block 2 on: max_bytes_in_flight" in done.reason
     with kvferry.attach(kv, model="m", store_threshold=2, **settings) as ferry:
         keys = ferry.keys(range(TOKENS))
         done = ferry.wait(ferry.store(keys, [0]))

@@ -15,7 +15,6 @@ from tests.fakes import tiers as fakes
 import kvferry
 from kvferry.errors import ConfigError
 from kvferry.scheduler.journal import Reason
-from kvferry.tickets import Done
 from kvferry.tiers.movers import SharedMover
 from kvferry.types import Rank
 
@@ -107,16 +106,13 @@ def test_a_hit_is_pending_until_its_blocks_are_up(attach):
     assert hit.is_pending
     assert len(hit) == 0
     assert ferry.poll() == []  # it is nobody's ticket
-    again = ferry.again(hit)
-    assert again.is_pending
+    assert ferry.await_hit(hit, 0).is_pending
     gate.set()
-    while (again := ferry.again(again)).is_pending:
-        ferry.poll()
+    again = ferry.await_hit(hit, 20)
     assert len(again) == CHAT_BLOCKS
-    assert ferry.again(again) is again
+    assert ferry.await_hit(again) is again
     places = list(range(70, 76))
-    ticket = ferry.load(again, places)
-    assert ferry.wait(ticket) == Done(ticket, CHAT_BLOCKS)
+    assert ferry.wait(ferry.load(again, places)).num_blocks == CHAT_BLOCKS
     assert content(ferry, places) == wanted[0]
     assert_nothing_left(ferry)
 
@@ -142,8 +138,7 @@ def test_a_pending_hit_that_is_released_leaves_nothing(attach, sent):
     ferry.release(hit)
     assert ferry._scheduler.requests == ()
     gate.set()
-    assert not ferry.again(hit).is_pending
-    assert len(ferry.again(hit)) == 0
+    assert len(ferry.await_hit(hit, 20)) == 0
     assert_nothing_left(ferry)
 
 
@@ -166,7 +161,7 @@ def test_a_reset_ends_pending_hits_and_reaches_the_tier(attach):
     ferry.reset()
     gate.set()
     assert not tier()._blocks  # told at once: it may outlive us
-    assert not ferry.again(hit).is_pending
+    assert not ferry.await_hit(hit, 20).is_pending
     assert_nothing_left(ferry)
     assert bring(ferry, 0) == (0, b"")
 

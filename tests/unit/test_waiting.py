@@ -16,8 +16,7 @@ from tests.fakes.rig import Rig
 
 import kvferry
 from kvferry.core.lifecycle import PunctualSleep, _find_prctl
-from kvferry.errors import ClosedError, InputError, StateError
-from kvferry.tickets import Ticket
+from kvferry.errors import ClosedError, StateError
 from kvferry.types import Outcome
 
 BLOCKS, TOKENS = 64, 4
@@ -46,69 +45,45 @@ class Held:
         engine._stores.run(lambda: self.go_on.wait(LONG))
 
 
-def store(ferry: kvferry.Ferry, number: int = 0) -> Ticket:
+def store(ferry: kvferry.Ferry, number: int = 0) -> kvferry.Ticket:
     return ferry.store(ferry.keys(range(1000 * number, 1000 * number + TOKENS)), [number])
-
-
-def watchers() -> list[str]:
-    return [each.name for each in threading.enumerate() if "kvferry-await" in each.name]
 
 
 # -- in an event loop ------------------------------------------------------------------------------
 
 
-def test_many_are_awaited_with_one_thread(ferry: kvferry.Ferry) -> None:
+async def end_of(ticket: kvferry.Ticket) -> kvferry.Ticket:
+    return await ticket
+
+
+def test_every_task_gets_the_end_of_its_own(ferry: kvferry.Ferry) -> None:
     held = Held(ferry)
 
-    async def one(number: int) -> kvferry.Done:
-        return await store(ferry, number)
-
     async def life() -> None:
-        tasks = [asyncio.ensure_future(one(number)) for number in range(BLOCKS)]
+        tickets = [store(ferry, number) for number in range(BLOCKS)]
+        tasks = [asyncio.ensure_future(end_of(ticket)) for ticket in tickets]
         await asyncio.sleep(0.01)
-        assert len(watchers()) == 1
         held.go_on.set()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks), LONG)
-        assert len({done.ticket for done in ended}) == BLOCKS
-        assert all(done.num_blocks == 1 for done in ended)
+        assert await asyncio.wait_for(asyncio.gather(*tasks), LONG) == tickets
+        assert all(ticket.num_blocks == 1 for ticket in tickets)
 
     asyncio.run(life())
     assert ferry.poll() == []
-    ferry.close()
-    assert watchers() == []
 
 
-def test_who_is_cancelled_leaves_the_end_to_others(ferry: kvferry.Ferry) -> None:
+def test_a_cancelled_task_leaves_the_end_to_others(ferry: kvferry.Ferry) -> None:
+    """Also where it was the one that looked for all of them."""
     held = Held(ferry)
 
     async def life() -> None:
         ticket = store(ferry)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(ferry.ended(ticket), 0.01)
+        tasks = [asyncio.ensure_future(end_of(ticket)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
         held.go_on.set()
-        assert (await ticket).num_blocks == 1
-        assert await ticket == await ferry.ended(ticket), "a ticket remembers its end"
-        with pytest.raises(InputError, match="already told"):
-            await ferry.ended(int(ticket))
-
-    asyncio.run(life())
-
-
-def test_an_end_that_was_told_to_a_task_that_never_heard_it_stays(ferry: kvferry.Ferry) -> None:
-    """The future has its result, and before the task runs again it is cancelled."""
-
-    async def life() -> None:
-        held = Held(ferry)
-        ticket = store(ferry)
-        task = asyncio.ensure_future(ferry.ended(ticket))
-        await asyncio.sleep(0)
-        held.go_on.set()
-        while not all(each.done() for futures in _futures(ferry) for each in futures):
-            ferry._tickets._tell(asyncio.Future())  # as the loop would, but without its turn
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [done.ticket for done in ferry.poll()] == [ticket]
+        assert await asyncio.wait_for(asyncio.gather(*tasks[1:]), LONG) == [ticket, ticket]
+        assert await ticket is ticket, "a ticket remembers its end"
+        assert ferry.wait(ticket) is ticket
 
     asyncio.run(life())
 
@@ -117,50 +92,35 @@ def test_a_wait_for_an_awaited_ticket_leaves_the_task_its_end(ferry: kvferry.Fer
     async def life() -> None:
         held = Held(ferry)
         ticket = store(ferry)
-        task = asyncio.ensure_future(ferry.ended(ticket))
+        task = asyncio.ensure_future(end_of(ticket))
         await asyncio.sleep(0)
         held.go_on.set()
-        assert ferry.wait(ticket, LONG).ticket == ticket
-        assert (await asyncio.wait_for(task, LONG)).ticket == ticket
-        with pytest.raises(InputError, match="already told"):
-            ferry.wait(ticket)
+        assert ferry.wait(ticket, LONG) is ticket
+        assert await asyncio.wait_for(task, LONG) is ticket
 
     asyncio.run(life())
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_loop_that_closes_loses_no_end(ferry: kvferry.Ferry, is_told: bool) -> None:
-    """Seen red: where the task had been told and did not run any more, its end was lost."""
+def test_a_loop_that_closes_loses_no_end(ferry: kvferry.Ferry) -> None:
     held, tickets = Held(ferry), [store(ferry, number) for number in range(3)]
     loop = asyncio.new_event_loop()
-    tasks = [loop.create_task(_await(ferry, ticket)) for ticket in tickets]
+    tasks = [loop.create_task(end_of(ticket)) for ticket in tickets]
     loop.run_until_complete(asyncio.sleep(0.01))
     held.go_on.set()
-    if is_told:
-        while not all(each.done() for futures in _futures(ferry) for each in futures):
-            ferry._tickets._tell(loop.create_future())
     loop.close()
-    told: list[kvferry.Done] = []
+    told: list[kvferry.Ticket] = []
     give_up = time.monotonic() + LONG
     while len(told) < len(tickets) and time.monotonic() < give_up:
         told += ferry.poll(0.01)
-    assert sorted(done.ticket for done in told) == tickets
+    assert told == tickets
     assert not any(task.done() for task in tasks)
-
-
-def _futures(ferry: kvferry.Ferry) -> list[list[asyncio.Future[kvferry.Done]]]:
-    return list(ferry._tickets._futures.values())
-
-
-async def _await(ferry: kvferry.Ferry, ticket: Ticket) -> kvferry.Done:
-    return await ferry.ended(ticket)
 
 
 def test_what_is_awaited_when_the_ferry_closes_is_refused(ferry: kvferry.Ferry) -> None:
     held = Held(ferry)
 
     async def life() -> None:
-        task = asyncio.ensure_future(ferry.ended(store(ferry)))
+        task = asyncio.ensure_future(end_of(store(ferry)))
         await asyncio.sleep(0)
         threading.Timer(0.05, held.go_on.set).start()
         ferry.close()
@@ -168,7 +128,6 @@ def test_what_is_awaited_when_the_ferry_closes_is_refused(ferry: kvferry.Ferry) 
             await asyncio.wait_for(task, LONG)
 
     asyncio.run(life())
-    assert watchers() == []
 
 
 def test_one_loop_after_the_other(ferry: kvferry.Ferry) -> None:
@@ -181,7 +140,7 @@ def test_one_loop_after_the_other(ferry: kvferry.Ferry) -> None:
     held = Held(ferry)
 
     async def left() -> None:
-        waiting = asyncio.ensure_future(ferry.ended(store(ferry, 5)))
+        waiting = asyncio.ensure_future(end_of(store(ferry, 5)))
         await asyncio.sleep(0.01)
         assert not waiting.done()  # and the loop is closed while it waits
 
@@ -189,7 +148,7 @@ def test_one_loop_after_the_other(ferry: kvferry.Ferry) -> None:
     held.go_on.set()
 
     async def last() -> None:
-        assert (await asyncio.wait_for(ferry.ended(store(ferry, 6)), LONG)).num_blocks == 1
+        assert (await asyncio.wait_for(end_of(store(ferry, 6)), LONG)).num_blocks == 1
 
     asyncio.run(last())
     assert [done.num_blocks for done in ferry.poll(LONG)] == [1]
@@ -243,7 +202,7 @@ def test_poll_waits_for_the_first_end(ferry: kvferry.Ferry) -> None:
     ended = ferry.poll(LONG)
     while len(ended) < 2:
         ended += ferry.poll(LONG)
-    assert [done.ticket for done in ended] == tickets
+    assert ended == tickets
 
 
 def test_who_waits_is_woken_not_timed_out(

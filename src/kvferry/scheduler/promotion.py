@@ -83,7 +83,6 @@ class PipelinedLoad:
     first: int
     end: int
     since: float
-    patience: float
     sent: int
     last: int
     good: int
@@ -124,8 +123,8 @@ class Promoter:
         self._hits = hits
         self._transfers = transfers
         self._clock = clock
-        self._is_possible = len(shape.groups) == 1 and matcher.is_full and not shape.spare_tokens
-        self._foresees = shape.loads_early and self._is_possible
+        is_plain = len(shape.groups) == 1 and matcher.is_full and not shape.spare_tokens
+        self._foresees = shape.loads_early and is_plain
         self._max_blocks = shape.bound(None, _DEVICE_SHARE)
         self._patience = config.promote_deadline * _PATIENCE
         self._size = shape.sizes[0]
@@ -255,24 +254,17 @@ class Promoter:
         )
 
     def begin(
-        self, request: Any, computed_tokens: int, table: BlockTable
+        self, request: Any, table: BlockTable
     ) -> tuple[PinnedHit, tuple[Ordered, ...]] | None:
-        """Begin the load of a request that waits for a tier.
+        """Begin the load of the hit that :meth:`foresee` promised to a request.
 
-        That is the hit it was promised by :meth:`foresee`. Without one, it is all that comes up,
-        however long that takes. Returns the hit and what was ordered of it; None where the hit was
-        lost meanwhile, or where no room is left for it.
+        Returns the hit and what was ordered of it; None where the hit was lost meanwhile, or where
+        no room is left for it.
 
         Raises:
             InputError: the block table is too short.
         """
-        hit, patience = request.promotion.foreseen, self._patience
-        is_foreseen = hit is not None
-        request.promotion.foreseen = None
-        if hit is None and self._is_possible:
-            most, patience = len(request.chain) * self._matcher.hash_tokens, float("inf")
-            blocks = self._promised(request, computed_tokens, most)
-            hit = self._hit(request, computed_tokens, most, blocks) if blocks else None
+        hit, request.promotion.foreseen = request.promotion.foreseen, None
         if hit is None or not hit.is_of(request.chain, self._matcher.hash_tokens):
             return None
         (blocks,), (keys,) = hit.found.blocks, hit.found.asked
@@ -281,16 +273,16 @@ class Promoter:
             return None
         first, end = blocks.start, blocks.stop
         load = PipelinedLoad(
-            keys, places, first, end, self._clock(), patience, sent=first, last=end, good=end
+            keys, places, first, end, self._clock(), sent=first, last=end, good=end
         )
         ordered = self._order(request, load)
-        if ordered is None and is_foreseen:
+        if ordered is None:
             return None
         self.loads[request] = load
         request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
         self._transfers.count_kept(load.last - load.sent)
         self.num_begun += load.is_open
-        return hit, (ordered,) if ordered is not None else ()
+        return hit, (ordered,)
 
     # -- go on and end --------------------------------------------------------------------------
 
@@ -318,7 +310,7 @@ class Promoter:
                     self._transfers.count_kept(-len(piece.blocks))
                 if load.is_open and self._is_stuck(request, load):
                     self._lose(load, load.sent, _GONE)
-                elif load.is_open and load.since + load.patience <= now:
+                elif load.is_open and load.since + self._patience <= now:
                     self._lose(load, load.sent, _LATE)
             if not load.is_open and not request.loading:
                 ended.append((request, self._end(request, load), load.reason))

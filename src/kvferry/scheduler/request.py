@@ -335,11 +335,6 @@ class Request:
         """Whether it waits for a tier's answer, or for blocks that come up from one."""
         return self.promotion is not None and bool(self.promotion.waits)
 
-    @property
-    def promised_tokens(self) -> int:
-        """How many tokens it will have if all comes up that it waits for; 0 if that is unknown."""
-        return self.promotion.promised_tokens if self.promotion is not None else 0
-
     # -- load -----------------------------------------------------------------------------------
 
     @property
@@ -370,7 +365,7 @@ class Request:
         if len(tables) != len(requests.sizes):
             raise wrong_tables(tables, len(requests.sizes))
         if hit is None and self.promotion is not None and self.promotion.foreseen is not None:
-            return self.load_promised(tables[0])
+            return self._load_promised(tables[0])
         if hit is None or not hit.leases:
             return ()
         if self.chain is not hit.found.keys and not hit.is_of(
@@ -397,13 +392,13 @@ class Request:
         self.note_loaded(found.host_tokens - found.computed_tokens, overlap)
         return tuple(ordered)
 
-    def load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
-        """Load the hit that ``match`` foresaw, or else all promised tokens, as they come up.
+    def _load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
+        """Load the hit that ``match`` foresaw, as its blocks come up.
 
         Returns what is ordered by now; more comes with ``Settled.ordered``. The request is loading
-        from now on, unless what was promised is gone, or the engine has several groups.
+        from now on, unless what was promised is gone.
         """
-        begun = self._requests.promoter.begin(self, self._computed, table)
+        begun = self._requests.promoter.begin(self, table)
         if begun is None:
             return ()
         hit, ordered = begun
