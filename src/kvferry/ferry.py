@@ -285,10 +285,10 @@ class Ferry(Closing):
         """Store ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
 
         Blocks that are stored already are not copied again, and blocks that find no room are
-        skipped; the ticket says how many were copied, and why not all. Blocks that follow one that is
-        not stored could never be found, so they are skipped too. Do not overwrite the device blocks
-        until the ticket has ended. With several groups these are whole block tables, one for each
-        group; ``NO_BLOCK`` where the engine keeps no block (any more). ``hints``, as for
+        skipped; the ticket says how many were copied, and why not all. Blocks that follow one that
+        is not stored could never be found, so they are skipped too. Do not overwrite the device
+        blocks until the ticket has ended. With several groups these are whole block tables, one for
+        each group; ``NO_BLOCK`` where the engine keeps no block (any more). ``hints``, as for
         :meth:`match`, say how long all blocks of this request should stay.
         """
         if not isinstance(keys, Keys):
