@@ -240,8 +240,7 @@ class Config:
     are ordinary memory, for each rank. package.module:factory is a tier of your own."""
     remote: str | None = setting(None, STORE, basic=True)
     """A store that servers share, below all tiers: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
-    az://CONTAINER/PREFIX, file:///DIRECTORY or mooncake://MASTER:PORT. But for Mooncake,
-    ?pack=BLOCKS sets the blocks in one object; without it, as many as is fast."""
+    az://CONTAINER/PREFIX, file:///DIRECTORY or mooncake://MASTER:PORT."""
     remote_admission: str = setting("all", ADMISSION)
     """Write every block to that store that host memory drops (with tier_write = through: every
     stored block). Or only a block that was requested twice by then."""

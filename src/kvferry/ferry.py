@@ -661,7 +661,6 @@ def _scheduler_of(
                 WriteMode(config.tier_write),
                 policy_named(config.tier_policy),
                 recovered=[tier.recovered()],
-                most_in_one=tier.most_in_one,
             )
             for name, tier in rank.tiers.items()
         ],

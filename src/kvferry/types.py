@@ -37,9 +37,6 @@ HOST = TierName("host")
 SlotArray = npt.NDArray[np.int64]
 """Slot numbers, one per block. On the device a slot is the engine's block id."""
 
-RunNumbers = npt.NDArray[np.int64]
-"""One per block: neighbours with the same number follow each other in one chain, without a gap."""
-
 NO_SLOT = -1
 """In arrays of slots: there is none."""
 
@@ -69,9 +66,8 @@ class Transfer:
 
     ``group`` names the layers whose blocks these are (it selects the device layout). Below the host
     blocks travel with their ``keys``, and what has not begun ``within`` so many seconds is not
-    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side, and may be
-    told of ``runs`` among those that go down. A load ``in_parts`` lands layer after layer, so that
-    the model can begin to read it before it is whole.
+    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side. A load
+    ``in_parts`` lands layer after layer, so that the model can begin to read it before it is whole.
     """
 
     id: TransferId
@@ -83,7 +79,6 @@ class Transfer:
     keys: KeyRows | None = None
     within: float | None = None
     in_parts: bool = False
-    runs: RunNumbers | None = None
 
     def __len__(self) -> int:
         return max(len(self.src_slots), len(self.dst_slots))
@@ -94,14 +89,13 @@ class Question:
     """Which of these ``keys`` a tier has, to be answered ``within`` so many seconds.
 
     Its id is one of the transfers' ids and its answer a receipt: the positions of the keys that are
-    not there count as failed. ``runs`` tells which of them follow each other.
+    not there count as failed.
     """
 
     id: TransferId
     tier: TierName
     keys: KeyRows
     within: float
-    runs: RunNumbers | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -27,7 +27,6 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.disk_life import setups
 from tests.fakes.drives import Weather
 from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
-from tests.fakes.paired import Paired
 from tests.fakes.remote_in_thread import InThread, Watched
 
 from kvferry.cache.slots import as_slots
@@ -205,9 +204,7 @@ def on_disk(
     )
 
 
-def bucket(
-    block_bytes: int = BLOCK_BYTES, *, kind: str, scheme: str = "s3", in_packs: bool = False
-) -> Rig:
+def bucket(block_bytes: int = BLOCK_BYTES, *, kind: str, scheme: str = "s3") -> Rig:
     """In a real server, behind a door at which blocks can be told apart by their names."""
     namespace = secrets.token_bytes(32)
     door = s3_servers.Door(s3_servers.server(kind))
@@ -220,7 +217,7 @@ def bucket(
         raise
     objects = ObjectFormat(namespace, block_bytes)
     return Rig(
-        Paired(tier) if in_packs else tier,
+        tier,
         block_bytes,
         lambda fault: setattr(door, "fault", fault),
         lambda numbers: remote.remove(kind, objects.names(keys(numbers))),
@@ -309,7 +306,6 @@ QUICK = sorted(TIERS)
 
 for each in s3_servers.SERVERS:
     TIERS[f"s3, {each}"] = partial(bucket, kind=each)
-    TIERS[f"s3, {each}, in packs"] = partial(bucket, kind=each, in_packs=True)
 TIERS["gs"] = partial(bucket, kind="moto", scheme="gs")
 TIERS["file"] = directory
 if s3_servers.azurite():

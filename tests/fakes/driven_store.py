@@ -38,7 +38,6 @@ class TellableStore:
 
     staging = SimpleNamespace(give_back=lambda *rooms: None)
     num_calls = NUM_CALLS
-    blocks_per_object = 1
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[Answer]] = []

@@ -19,7 +19,6 @@ from tests.fakes.crafted_keys import keys
 from kvferry.core.quantities import KiB
 from kvferry.hostmem.memory import SharedMemory, SlotLayout
 from kvferry.hostmem.slots import Chunks, HostTier
-from kvferry.scheduler.runs import run_numbers
 from kvferry.settings.tiers import SPARE_BYTES, RemoteSettings, read_remote
 from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat
@@ -75,7 +74,6 @@ def open_s3(
     rank: int = 0,
     num_ranks: int = 1,
     is_well: bool = True,
-    pack: int | None = None,
     scheme: str = "s3",
     address: str = "",
     **settings: Any,
@@ -86,8 +84,7 @@ def open_s3(
         block_bytes,
         Rank(rank),
         num_ranks,
-        options=address
-        or f"{scheme}://{bucket}/tests?endpoint={endpoint}{f'&pack={pack}' if pack else ''}",
+        options=address or f"{scheme}://{bucket}/tests?endpoint={endpoint}",
         label="a-model",
         shared_namespace=namespace or secrets.token_bytes(32),
     )
@@ -147,11 +144,8 @@ def mapped_slots(num_slots: int, size: int = IN_PLACE_SIZE) -> HostTier:
 class Store:
     """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``.
 
-    With ``slots`` they lie there: eight to write, then eight to read into. Where they are a chain,
-    block ``n + 1`` follows block ``n``.
+    With ``slots`` they lie there: eight to write, then eight to read into.
     """
-
-    is_chain = False
 
     def __init__(self, tier: RemoteTier, namespace: bytes, slots: HostTier | None = None) -> None:
         self.tier = tier
@@ -165,15 +159,14 @@ class Store:
 
     def send(self, way: Way, numbers: list[int], within: float = LONG) -> None:
         self._next_id += 1
-        runs = run_numbers(np.array(numbers), np.zeros(1, np.int64)) if self.is_chain else None
         memory = self.rows if way is Way.WRITE else self.into
         starts = np.array(numbers, dtype=np.int64) * memory.strides[0]
         addresses = (memory.ctypes.data + starts)[:, None]
         sizes = np.array([self.tier.block_bytes], dtype=np.int64)
         end = time.monotonic() + within
-        batch = Batch(BatchId(self._next_id), way, keys(numbers), end, runs=runs)
+        batch = Batch(BatchId(self._next_id), way, keys(numbers), end)
         if way is not Way.FIND:
-            batch = Batch(batch.id, way, batch.keys, end, addresses, sizes, runs=runs)
+            batch = Batch(batch.id, way, batch.keys, end, addresses, sizes)
         self.tier.submit(batch)
 
     def do(self, way: Way, numbers: list[int], within: float = LONG) -> Result:

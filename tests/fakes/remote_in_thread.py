@@ -28,7 +28,6 @@ class Watched:
     def __init__(self, inner: StoreClient) -> None:
         self.fault: SayOf | None = None
         self.num_calls = inner.num_calls
-        self.blocks_per_object = inner.blocks_per_object
         self.staging = inner.staging
         self._inner = inner
 
@@ -43,7 +42,7 @@ class Watched:
     async def probe(self, way: Way) -> Fault | None:
         return await self._inner.probe(way)
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
         fault = await self._say(Way.FIND, names[0])
         return [fault] if fault else await self._inner.find(names, size)
 

@@ -28,9 +28,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "fleet.md"
 
 def address_of(kind: str) -> str:
     if kind == "directory":
-        return f"file://{s3_servers.directory()}/tests?pack=1"
+        return f"file://{s3_servers.directory()}/tests"
     endpoint = s3_servers.server(kind).endpoint
-    return f"s3://{s3_servers.BUCKET}/tests?endpoint={endpoint}&pack=1"
+    return f"s3://{s3_servers.BUCKET}/tests?endpoint={endpoint}"
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_a_reply_is_read_no_further_than_it_should_be(answers: str, open_store: 
     """Seen red: 1.5 GB within one deadline; a Content-Length of 2**40 killed the process."""
     liar = type("Door", (Liar,), {"answers": answers, "seen": []})
     with standing_open(liar) as port:
-        store = open_store(f"http://127.0.0.1:{port}", pack=1)
+        store = open_store(f"http://127.0.0.1:{port}")
         child = store.tier._child
         assert child is not None
         before = peak_mib(child.pid)
@@ -277,7 +277,7 @@ def test_no_other_host_is_sent_to(open_store: Open) -> None:
         where = f"http://127.0.0.2:{thief.server_address[1]}/block"
         liar = type("Door", (Liar,), {"answers": "elsewhere", "elsewhere": where, "seen": []})
         with standing_open(liar) as port:
-            store = open_store(f"http://127.0.0.1:{port}", credentials=STS, pack=1)
+            store = open_store(f"http://127.0.0.1:{port}", credentials=STS)
             result = store.do(Way.READ, [0], within=10.0)
             assert not result.ok.any()
             assert "another host" in result.reasons[0]
@@ -290,7 +290,7 @@ def test_what_a_server_echoes_is_not_shown(open_store: Open) -> None:
     seen: list[dict[str, str]] = []
     liar = type("Door", (Liar,), {"answers": "echo", "seen": seen})
     with standing_open(liar) as port:
-        store = open_store(f"http://127.0.0.1:{port}", credentials=STS, pack=1)
+        store = open_store(f"http://127.0.0.1:{port}", credentials=STS)
         reasons = store.do(Way.READ, [0]).reasons[0]
         store.wait(lambda: bool(store.tier.ailment))
         sent = next(each["authorization"] for each in seen)

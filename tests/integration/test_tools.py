@@ -168,7 +168,7 @@ def test_vllms_arguments_are_printed_and_bad_ones_refused():
         f"{prefix}_extra_config.host 64GiB {prefix}_extra_config.disk_keep_free 1GiB\n"
     )
     assert "unknown unit in '1X'" in invoke("vllm-args", "--host", "1X").output
-    store = ("vllm-args", "--remote", "s3://bucket/a?pack=4")
+    store = ("vllm-args", "--remote", "s3://bucket/a?region=here")
     refused = invoke(*store)
     assert (refused.exit_code, "use --json" in refused.output) == (1, True)
     assert invoke(*store, "--json").exit_code == 0

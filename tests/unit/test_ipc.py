@@ -40,11 +40,10 @@ LONG = 60.0
     pieces=st.integers(1, 3),
     way=st.sampled_from([Way.READ, Way.WRITE]),
     number=st.integers(0, 2**62),
-    has_runs=st.booleans(),
     data=st.data(),
 )
 def test_orders_and_results_arrive_as_they_were_sent(
-    count: int, pieces: int, way: Way, number: int, has_runs: bool, data: st.DataObject
+    count: int, pieces: int, way: Way, number: int, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(number)
     order = OrderMessage(
@@ -56,13 +55,11 @@ def test_orders_and_results_arrive_as_they_were_sent(
         rng.integers(0, 1 << 63, (count, 4), dtype=np.uint64),
         rng.integers(1, 1 << 20, pieces),
         rng.integers(0, 1 << 47, (count, pieces)),
-        rng.integers(0, 1 << 20, count) if has_runs else None,
     )
     got = unpack_order(pack_order(order)[8:])
     assert (got.id, got.way, got.generation, got.deadline) == (number, way, 3, 12.5)
-    for name in ("places", "keys", "sizes", "addresses", "runs"):
+    for name in ("places", "keys", "sizes", "addresses"):
         assert np.array_equal(getattr(got, name), getattr(order, name))
-    assert (got.runs is not None) == has_runs
     bad = data.draw(st.dictionaries(st.integers(0, count - 1), st.text(max_size=20)))
     ok = np.ones(count, dtype=bool)
     ok[list(bad)] = False

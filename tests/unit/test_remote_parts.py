@@ -11,14 +11,12 @@ import pytest
 from tests.fakes.doors import Passing, standing_open
 
 from kvferry.config import Config
-from kvferry.core.quantities import KiB, MiB
 from kvferry.errors import ConfigError
 from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.movers import open_tier
 from kvferry.tiers.remote.client import Unavailable
 from kvferry.tiers.remote.health import FIRST_WAIT, LONGEST_WAIT, CircuitBreaker
-from kvferry.tiers.remote.objects import SEAL_BYTES, best_in_one
 from kvferry.tiers.remote.stores import azure_config, ca_bundle, google_config, s3_config
 from kvferry.tiers.remote.tier import open_remote
 from kvferry.types import TierName
@@ -54,27 +52,6 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     setup = TierSetup(TierName("remote"), 64, options=spec.options, shared_namespace=bytes(32))
     with pytest.raises(ConfigError, match=r"remote: s3://bucket .* needs obstore .*\.\[s3\]"):
         open_tier(spec, setup)
-
-
-@pytest.mark.parametrize(
-    ("block", "told", "in_one"),
-    [
-        (1, None, 8),
-        (64 * KiB, None, 8),
-        (256 * KiB, None, 4),
-        (256 * KiB + 1, None, 1),
-        (4 * MiB, None, 1),
-        (64 * KiB, 1, 1),
-        (64 * KiB, 16, 16),
-        (MiB, 4, 4),
-        (MiB, 16, 7),
-        (9 * MiB, 16, 1),
-    ],
-)
-def test_small_blocks_are_packed_and_others_if_told(
-    block: int, told: int | None, in_one: int
-) -> None:
-    assert best_in_one(block, block + SEAL_BYTES, told) == in_one
 
 
 def test_credentials_come_from_where_tools_of_aws_look(tmp_path) -> None:
@@ -174,33 +151,6 @@ def test_authorities_of_ones_own_are_read_from_where_tools_of_aws_look(tmp_path)
     assert s3_config({}, from_profile) == {"region": "us-east-1"}, "no word of it to the client"
     with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE.*not-here"):
         ca_bundle({**home, "AWS_CA_BUNDLE": str(tmp_path / "not-here")})
-
-
-def test_an_object_that_goes_while_we_ask_how_long_it_is_gets_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("obstore")
-    from obstore.exceptions import AlreadyExistsError
-
-    from kvferry.tiers.remote import bucket
-
-    put: list[tuple[str, str]] = []
-
-    async def head(store: object, path: str) -> None:
-        raise FileNotFoundError(path)
-
-    async def put_one(store: object, path: str, stored: object, *, mode: str, **_: object) -> None:
-        put.append((path, mode))
-        if mode == "create":
-            raise AlreadyExistsError(path)
-
-    monkeypatch.setattr("obstore.head_async", head)
-    monkeypatch.setattr("obstore.put_async", put_one)
-    address = read_remote("remote", "s3://bucket/p?endpoint=http://127.0.0.1:9&region=here")
-    client = bucket.BucketClient(address, 64, "folder", {}, 2)
-    (room,) = client.staging.lend(1)
-    assert asyncio.run(client.put(["k"], [room], replace=[False])) == [None]
-    assert put == [("p/k", "create"), ("p/k", "overwrite")]
 
 
 def test_azure_and_google_settings_come_from_where_their_tools_look() -> None:

@@ -77,13 +77,12 @@ def written(desk: Desk, *numbers: int) -> set[int]:
     return {number for number, keys in whole.items() if keys <= sent}
 
 
-@pytest.mark.parametrize("most_in_one", [1, 4], ids=["a block an object", "packs"])
 @pytest.mark.parametrize("write", [WriteMode.THROUGH, WriteMode.SPILL])
-def test_only_what_was_asked_for_again_is_shared(write: WriteMode, most_in_one: int) -> None:
+def test_only_what_was_asked_for_again_is_shared(write: WriteMode) -> None:
     order = (1, 1, 2, 3, 4, 5, 6)
 
     def server(after: str) -> Desk:
-        tier = lower_tier(REMOTE, None, write, most_in_one=most_in_one)
+        tier = lower_tier(REMOTE, None, write)
         return Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_admission=after)
 
     assert written(server("all"), *order) >= {1, 2, 3, 4}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
@@ -21,7 +20,7 @@ from kvferry.connectors.common.ranks import (
     tiers_of_ranks,
 )
 from kvferry.rank import RankMemory, open_on_cpu
-from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, SlotTier, WriteMode
+from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId
 
 NEAR, FAR = TierName("near"), TierName("far")
@@ -41,35 +40,6 @@ def test_tiers_are_those_of_all_ranks_with_the_fewest_places() -> None:
     assert isinstance(far, KeyedTier)
     assert (near.name, far.name) == (NEAR, FAR)
     assert near.write is far.write is WriteMode.THROUGH
-
-
-@pytest.mark.parametrize(("is_shared", "most"), [(False, 16), (True, 32)])
-def test_a_tier_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: int) -> None:
-    """Ranks that share host memory have every other block each: one object's lie apart."""
-    packed = TierShape(FAR, None, most_in_one=16)
-    single = TierShape(NEAR, None)
-    shapes = [RankShape(Rank(n), tiers=(single, packed), is_shared=is_shared) for n in range(2)]
-    near, far = tiers_of_ranks(shapes, Config())
-    assert (near.most_in_one, far.most_in_one) == (1, most)
-    assert (near.boundaries, isinstance(far, PackedTier)) == (None, True)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "is_shared", "is_believed"), [(1, True, True), (2, False, True), (2, True, False)]
-)
-def test_a_no_is_believed_only_where_an_object_cannot_reach_further(
-    num_ranks: int, is_shared: bool, is_believed: bool
-) -> None:
-    """Seen red where 16 blocks of one rank's were thought to lie within 32: they may not."""
-    packed = TierShape(FAR, None, most_in_one=16)
-    shapes = [RankShape(Rank(n), tiers=(packed,), is_shared=is_shared) for n in range(num_ranks)]
-    (tier,) = tiers_of_ranks(shapes, Config())
-    common = range(16 * num_ranks)
-    asked, other = keys([*common, *range(100, 140)]), keys([*common, *range(200, 240)])
-    runs = np.zeros(len(asked), dtype=np.int64)
-    tier.answered(Answer(asked, np.zeros(len(asked), dtype=bool), runs=runs), 0.0)
-    assert bool(tier.lookup(other, 1.0, runs).unknown[0]) is not is_believed
-    assert bool(tier.lookup(asked, 1.0, runs).unknown.all()) is not is_believed
 
 
 @pytest.mark.parametrize(

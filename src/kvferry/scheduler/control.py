@@ -361,7 +361,7 @@ class Control:
             for place in where.places:
                 held += int(np.count_nonzero(place.pool.eviction.pins.pinned(place.slots)))
             if lower.can_be_asked:
-                below = lower.lookup(where.keys, where.is_chained)
+                below = lower.lookup(where.keys)
                 lacking = below.unknown & ~self._pool.cached(where.keys)
                 unknown += int(np.count_nonzero(lacking))
         return Acted(

@@ -25,7 +25,6 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import Key, KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.runs import Wanted
 from kvferry.scheduler.tiering import GroupLookup, LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
@@ -158,7 +157,7 @@ class Matcher:
         if self._host.state_of(key) is not SlotState.FREE:
             return True
         return bool(self._lower.tiers) and bool(
-            self._lower.lookup(Keys.from_bytes((key,)), chained=False).readable[0]
+            self._lower.lookup(Keys.from_bytes((key,))).readable[0]
         )
 
     # -- looking --------------------------------------------------------------------------------
@@ -253,8 +252,8 @@ class Matcher:
         everywhere, all_tokens = host, host_tokens
         if self._lower.tiers and host_tokens + self.alignment <= max_tokens:
             everywhere = []
-            for each, chained in zip(groups, self._chained, strict=True):
-                below = each.below = self._lower.lookup(each.keys, chained)
+            for each in groups:
+                below = each.below = self._lower.lookup(each.keys)
                 some = each.cached | below.readable
                 everywhere.append(each.whole(some, before=True) if each.first else some)
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
@@ -392,10 +391,10 @@ class Matcher:
             count += int(np.count_nonzero(group.slots[group.part(blocks)] == NO_SLOT))
         return count
 
-    def to_ask(self, found: Lookup) -> Wanted | None:
+    def to_ask(self, found: Lookup) -> Keys | None:
         """The keys of which to know whether a tier has them: a longer hit may hang on them.
 
-        No more of them than there is room for; and some behind, where objects have several blocks.
+        No more of them than there is room for.
         """
         assert found.host is not None
         assert found.everywhere is not None
@@ -412,10 +411,9 @@ class Matcher:
         wanted = []
         for g, group in enumerate(self.groups):
             end = -(-hoped.all_tokens // group.block_tokens)
-            more = self._lower.most_in_one - 1 if self._chained[g] else None
-            keys = self.slot_keys(g, found.keys, range(len(unknown[g])))
-            wanted.append(Wanted.of(g, keys, unknown[g] & ~found.everywhere[g], end, more))
-        return Wanted.joined(wanted)
+            lacking = np.flatnonzero((unknown[g] & ~found.everywhere[g])[:end])
+            wanted.append(self.all_keys(g, found.keys).take(lacking).array)
+        return Keys(np.concatenate(wanted))
 
     def to_promote(self, found: Lookup) -> list[GroupLookup]:
         """By group, the run of blocks to complete for the longer hit."""

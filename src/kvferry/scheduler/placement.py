@@ -140,7 +140,7 @@ def _reached(chain: Keys, places: tuple[TierBlocks, ...], lower: LowerTiers) -> 
     for place in places:
         there[place.blocks] = True
     if lower.can_be_asked:
-        below = lower.lookup(chain, chained=True)
+        below = lower.lookup(chain)
         there[:-1] |= below.readable | below.unknown
     return int(there.argmin())
 

@@ -144,7 +144,7 @@ class Promoter:
                 promotion.waits |= self._lower.ask(wanted)
             if promotion.waits:
                 promotion.has_asked = True
-                promotion.num_asked = wanted.num_needed if wanted is not None else 0
+                promotion.num_asked = len(wanted) if wanted is not None else 0
                 return True
             promotion.num_asked = 0
         if found.all_tokens <= found.host_tokens or promotion.has_promoted:

@@ -5,7 +5,6 @@
                   what it has                     a block goes to       after a copy
     slot tier     a pool of ours says             a slot of that pool   its lease ends
     keyed tier    it is asked; answers are kept   its key               the outcome is an answer too
-    packed tier   the same, several blocks of a chain in one object with the name of the last
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.free_runs import SlotPlacement
@@ -31,10 +31,12 @@ from kvferry.cache.slots import Lease
 from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within
-from kvferry.scheduler.runs import End, Flags, with_furthest
-from kvferry.types import NO_SLOT, NO_SLOTS, Opened, Rank, RunNumbers, SlotArray, TierName
+from kvferry.scheduler.transfers import End
+from kvferry.types import NO_SLOT, NO_SLOTS, Opened, Rank, SlotArray, TierName
 
 log = logging.getLogger(__name__)
+
+Flags = npt.NDArray[np.bool_]
 
 Runs = tuple[SlotArray, tuple[Key | None, ...]]
 """Where runs of blocks that follow each other begin, and the key before each (``Pool.runs_of``)."""
@@ -45,7 +47,6 @@ REMEMBER_KEYS = 1 << 17
 _NEVER = float("-inf")
 _FIRST = np.zeros(1, dtype=np.int64)
 
-_MOST_BOUNDARIES = 1 << 16
 _MOST_AWAITED = 1 << 14
 """So many runs are remembered whose beginning is not on the tier yet."""
 
@@ -91,19 +92,6 @@ class WriteOrder(NamedTuple):
     tenant: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What a tier said of some keys: which are ``there``, or that it did not answer ``in_time``.
-
-    ``runs`` tells which of the keys were known to follow each other.
-    """
-
-    keys: Keys
-    there: Flags
-    in_time: bool = True
-    runs: RunNumbers | None = None
-
-
 class LowerTier(ABC):
     """One tier below the host, by its name on the workers' side.
 
@@ -111,10 +99,6 @@ class LowerTier(ABC):
     """
 
     pool: Pool | None = None
-    most_in_one = 1
-    """How many blocks of a chain may lie in one object, which has the name of the last."""
-    boundaries: PackBoundaries | None = None
-    """Which blocks end an object, where not every block does."""
 
     def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
         self.name = name
@@ -139,8 +123,8 @@ class LowerTier(ABC):
         self.ailment = next(reasons, "")
 
     @abstractmethod
-    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
-        """What is known of these keys. ``runs`` numbers those that follow each other."""
+    def lookup(self, keys: Keys, now: float) -> Presence:
+        """What is known of these keys."""
 
     def known(self, keys: Keys, now: float) -> Flags:
         """For each key, whether sending its block would be useless."""
@@ -161,8 +145,8 @@ class LowerTier(ABC):
         None where it lacks none of them or has no room.
         """
 
-    def answered(self, answer: Answer, now: float) -> None:  # noqa: B027  a slot tier is not asked
-        """The tier was asked, and has answered or not."""
+    def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  not slot tiers
+        """The tier was asked for these blocks; one that has not answered in time has none."""
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         """Blocks were read from the tier or written to it; ``ok`` tells for which that worked."""
@@ -257,7 +241,7 @@ class SlotTier(LowerTier):
         self.num_restored += len(keys)
         return len(keys)
 
-    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
+    def lookup(self, keys: Keys, now: float) -> Presence:
         slots, cached = self.pool.locate(keys)
         unknown = np.zeros(len(slots), dtype=bool)  # the pool knows all
         return Presence(cached, slots != NO_SLOT, unknown, slots)
@@ -316,7 +300,7 @@ class KeyedTier(LowerTier):
         self._remember = remember
         self._answers = AnswerCache(capacity)
 
-    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
+    def lookup(self, keys: Keys, now: float) -> Presence:
         return self._answers.lookup(keys, now)
 
     def may_follow(self, parent: Key, now: float) -> bool:
@@ -334,10 +318,10 @@ class KeyedTier(LowerTier):
         self._answers.note_sent(order.keys.take(positions))
         return positions, End(self.name, NO_SLOTS)
 
-    def answered(self, answer: Answer, now: float) -> None:
-        self.num_asked += len(answer.keys)
-        self.num_found += int(answer.there.sum())
-        self._note(answer.keys, answer.there, now)
+    def answered(self, keys: Keys, there: Flags, now: float) -> None:
+        self.num_asked += len(keys)
+        self.num_found += int(there.sum())
+        self._note(keys, there, now)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
@@ -367,89 +351,6 @@ class KeyedTier(LowerTier):
         self.log.append(EventKind.LOST, keys=lambda: keys.take(~there))
 
 
-class PackedTier(KeyedTier):
-    """A keyed tier that keeps up to ``most_in_one`` blocks of a chain in one object.
-
-    Such a block is found only by a request whose chain reaches the object's name, its last block.
-    A "yes" is true for every request. A "no" says nothing to a chain that goes on differently, so
-    it is remembered together with the last block that could have named an object::
-
-        asked     k4 k5 k6 k7 b0 b1      "k4: no" as far as b1
-        asks now  k4 k5 k6 k7 b0 b1      would name the same, and need not ask
-                  k4 k5 k6 k7 a0 a1      may find k4 to k7 in an object with the name of a0 or a1
-
-    ``capacity`` keys that are there or were sent are remembered, and as many answers "no".
-    """
-
-    boundaries: PackBoundaries
-
-    def __init__(
-        self,
-        name: TierName,
-        write: WriteMode = WriteMode.SPILL,
-        *,
-        most_in_one: int,
-        remembers_noes: bool = True,
-        remember: float = REMEMBER_SECONDS,
-        capacity: int = REMEMBER_KEYS,
-    ) -> None:
-        """``remembers_noes`` only where no block further than ``most_in_one`` names an object."""
-        super().__init__(name, write, remember=remember, capacity=capacity)
-        self.most_in_one = most_in_one
-        self._remembers_noes = remembers_noes
-        self.boundaries = PackBoundaries()
-        self._noes = AnswerCache(capacity)  # a cache of its own: it must not evict what we sent
-
-    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
-        found = super().lookup(keys, now)
-        if found.unknown.any():
-            named = with_furthest(keys, runs, self.most_in_one)
-            found.unknown[:] &= self._noes.lookup(named, now).unknown
-        return found
-
-    def answered(self, answer: Answer, now: float) -> None:
-        """Without an answer in time, each block is a "no" for every request: the store is slow."""
-        keys, there = answer.keys, answer.there
-        if answer.in_time:
-            self.num_asked += int(np.count_nonzero(~there))
-            self._note_not_found(keys, ~there, answer.runs, now)
-            self.boundaries.heard(keys, there, answer.runs)
-            keys = keys.take(there)
-        keys = _distinct(keys)
-        super().answered(Answer(keys, np.full(len(keys), answer.in_time)), now)
-
-    def _note_not_found(self, keys: Keys, lost: Flags, runs: RunNumbers | None, now: float) -> None:
-        """A request that knows one continuation did not find these. Others may find them.
-
-        That we wrote them does not help this request: with what it computes they are written again,
-        for requests with its continuation. A store that removes objects by age does not tell us.
-        """
-        self.boundaries.lost(keys.take(lost))
-        # A block that was written since the question was sent outlives this answer.
-        lost = lost & ~self._answers.lookup(keys, now).readable
-        self._answers.doubt_sent(keys.take(lost))
-        if self._remembers_noes:
-            asked = _distinct(with_furthest(keys, runs, self.most_in_one).take(lost))
-            self._noes.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
-
-    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
-        self.boundaries.lost(keys.take(~ok))
-        super().moved(keys, ok, upward=upward, now=now)
-
-    def dropped(self, keys: Keys) -> None:
-        self.boundaries.lost(keys)
-        super().dropped(keys)
-
-    def note_health(self, rank: Rank, reason: str) -> None:
-        super().note_health(rank, reason)
-        self._noes.doubt()
-
-    def reset(self) -> None:
-        self.boundaries.clear()
-        self._noes.clear()
-        super().reset()
-
-
 def lower_tier(
     name: TierName,
     num_places: int | None,
@@ -458,19 +359,13 @@ def lower_tier(
     *,
     recovered: Sequence[Opened | None] = (),
     is_shared: bool = False,
-    most_in_one: int = 1,
-    remembers_noes: bool = True,
 ) -> LowerTier:
     """The tier with so many places, or (None) one that finds blocks by their keys.
 
     ``policy`` chooses the blocks to evict from the places. ``recovered`` is what each rank's tier
     still has from an earlier life (``TierMover.recovered``), None where it is not open yet; with
-    ``is_shared`` each rank has ``num_places`` of its own. ``most_in_one`` is how many blocks one
-    object may keep (``TierMover.most_in_one``). ``remembers_noes`` says that an object never
-    reaches further in a chain.
+    ``is_shared`` each rank has ``num_places`` of its own.
     """
-    if num_places is None and most_in_one > 1:
-        return PackedTier(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
     if num_places is None:
         return KeyedTier(name, write)
     total = num_places * (len(recovered) if is_shared else 1)
@@ -523,11 +418,6 @@ class AnswerCache:
         self._until[slots] = until
         self._sent[slots] &= there[: len(slots)]
 
-    def doubt_sent(self, keys: Keys) -> None:
-        """These were not found: do not rely on having sent them."""
-        found = self._index.find(keys)
-        self._sent[found[found != NO_SLOT]] = False
-
     def note_sent(self, keys: Keys) -> None:
         """The blocks of these keys are on their way to the tier."""
         self._sent[self._slots(keys)] = True
@@ -560,65 +450,6 @@ class AnswerCache:
     def _drop(self, slots: SlotArray) -> None:
         self._index.remove(slots)
         self._used[slots] = False
-
-
-class PackBoundaries:
-    """Which blocks of a packed tier are known to end an object, and which should once sent.
-
-    Owns so many blocks; one that is forgotten is at worst written once more.
-    """
-
-    def __init__(self, capacity: int = _MOST_BOUNDARIES) -> None:
-        self._capacity = capacity
-        self._ends: dict[Key, None] = {}
-        self._awaited: dict[Key, None] = {}
-
-    def heard(self, keys: Keys, there: Flags, runs: RunNumbers | None) -> None:
-        """The tier was asked for chains: the last block that is there ends an object."""
-        if runs is None:
-            return
-        goes_on = np.zeros(len(keys), dtype=bool)
-        goes_on[:-1] = there[1:] & (runs[1:] == runs[:-1])
-        self._note(self._ends, keys.take(there & ~goes_on))
-
-    def cut(self, keys: Keys, starts: SlotArray, before: Sequence[Key | None]) -> RunNumbers:
-        """Number the objects to write these blocks as; runs begin at ``starts``.
-
-        ``before`` are the keys before the runs: an object should end at each of those, too.
-        """
-        self._note(self._awaited, (key for key in before if key is not None))
-        is_first = np.zeros(len(keys), dtype=bool)
-        is_first[starts] = True
-        awaited = [at + 1 for at, key in enumerate(keys) if key in self._awaited]
-        is_first[[at for at in awaited if at < len(keys)]] = True
-        self._note(self._ends, keys.take(np.append(is_first[1:], True)))
-        return np.cumsum(is_first)
-
-    def ends(self, key: Key) -> bool:
-        """Whether an object has the name of this block, as far as is known."""
-        return key in self._ends
-
-    def lost(self, keys: Keys) -> None:
-        """These are not there, or not under their names."""
-        for key in keys:
-            self._ends.pop(key, None)
-
-    def clear(self) -> None:
-        self._ends.clear()
-        self._awaited.clear()
-
-    def _note(self, where: dict[Key, None], keys: Iterable[Key]) -> None:
-        for key in keys:
-            where.pop(key, None)
-            where[key] = None
-        while len(where) > self._capacity:
-            del where[next(iter(where))]
-
-
-def _distinct(keys: Keys) -> Keys:
-    """Each key once: one question may hold several chains with the same beginning."""
-    _, first = np.unique(keys.array[:, 0], return_index=True)
-    return keys.take(np.sort(first))
 
 
 class RunPlacement:

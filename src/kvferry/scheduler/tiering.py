@@ -26,9 +26,8 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease
 from kvferry.core.identity import new_epoch
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.runs import End, Flags, Wanted
-from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier, Move, Presence, SlotTier
-from kvferry.scheduler.transfers import InFlight, Transfers
+from kvferry.scheduler.tier import Flags, KeyedTier, LowerTier, Move, Presence, SlotTier
+from kvferry.scheduler.transfers import End, InFlight, Transfers
 from kvferry.types import (
     HOST,
     NO_SLOT,
@@ -163,15 +162,14 @@ class LowerTiers:
 
     # -- what is there --------------------------------------------------------------------------
 
-    def lookup(self, keys: Keys, chained: bool) -> TierLookup:
+    def lookup(self, keys: Keys) -> TierLookup:
         """What the usable tiers have of these keys of a request, as far as is known."""
         now = self._clock()
-        runs = np.zeros(len(keys.array), dtype=np.int64) if chained else None
         tiers, found = [], []
         readable, unknown = np.zeros((2, len(keys.array)), dtype=bool)
         for tier in self.tiers:
             if not tier.ailment:
-                each = tier.lookup(keys, now, runs)
+                each = tier.lookup(keys, now)
                 readable |= each.readable
                 unknown |= each.unknown
                 tiers.append(tier)
@@ -195,33 +193,26 @@ class LowerTiers:
         """Whether there is a tier that finds blocks by their keys."""
         return any(not tier.ailment for tier in self.keyed)
 
-    @property
-    def most_in_one(self) -> int:
-        """How many blocks of a chain may lie in one object of any tier."""
-        return max((tier.most_in_one for tier in self.tiers if not tier.ailment), default=1)
-
-    def ask(self, wanted: Wanted) -> set[TransferId]:
+    def ask(self, wanted: Keys) -> set[TransferId]:
         """Ask which of these (distinct) blocks are there; returns the questions to wait for.
 
-        A question that another request has asked, and whose answer is as good, is not repeated.
+        What another request has asked already is not asked again.
         """
         questions = set()
         now = self._clock()
         for tier in self.tiers:
             if tier.ailment:
                 continue
-            most = tier.most_in_one
-            unknown = tier.lookup(wanted.keys, now, wanted.runs).unknown
-            rest = wanted.lacking(~unknown, most)
+            rest = wanted.take(tier.lookup(wanted, now).unknown)
             for question_id, (asked, pieces) in self._asking.items():
                 for piece in pieces if asked is tier else ():
-                    num_needed = rest.num_needed
-                    rest = rest.lacking(rest.answered_by(piece, most), most)
-                    if rest.num_needed < num_needed:
+                    is_asked = np.isin(rest.array[:, 0], piece.array[:, 0])
+                    if is_asked.any():
                         questions.add(question_id)
-            if rest.num_needed:
-                question_id = self._transfers.ask(tier.name, rest.keys, rest.at)
-                self._asking.setdefault(question_id, (tier, []))[1].append(rest.keys)
+                        rest = rest.take(~is_asked)
+            if len(rest):
+                question_id = self._transfers.ask(tier.name, rest)
+                self._asking.setdefault(question_id, (tier, []))[1].append(rest)
                 questions.add(question_id)
         return questions
 
@@ -380,8 +371,7 @@ class LowerTiers:
         now = self._clock()
         if isinstance(flight.transfer, Question):
             tier, _ = self._asking.pop(flight.transfer.id)
-            asked, runs = Keys(flight.transfer.keys), flight.transfer.runs
-            tier.answered(Answer(asked, ~flight.lost, not flight.overdue, runs), now)
+            tier.answered(Keys(flight.transfer.keys), ~flight.lost, now)
             return None
         move = self.moves.pop(flight.transfer.id, None)
         if move is None:

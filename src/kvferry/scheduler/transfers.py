@@ -25,7 +25,6 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers
 from kvferry.errors import InputError, ReceiptError
-from kvferry.scheduler.runs import End, run_numbers
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Histogram, Traffic, TrafficKey
 from kvferry.types import (
     DEVICE,
@@ -37,7 +36,6 @@ from kvferry.types import (
     Rank,
     Receipt,
     Reset,
-    RunNumbers,
     SlotArray,
     TierName,
     Transfer,
@@ -92,6 +90,15 @@ class InFlight:
         order = self.transfer
         upward = isinstance(order, Transfer) and order.dst in (DEVICE, HOST)
         return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
+
+    tier: TierName
+    slots: SlotArray
+    leases: tuple[Lease, ...] = ()
 
 
 OTHER = "other"
@@ -167,7 +174,7 @@ class Transfers:
         self._loads: list[InFlight] = []
         self._moves: list[InFlight] = []
         self._stores: dict[int, tuple[TransferId, list[StoreOrder]]] = {}  # by group
-        self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
+        self._questions: dict[TierName, tuple[TransferId, list[Keys]]] = {}
         self._forget: tuple[TierName, ...] = ()
         self._reset: Reset | None = None
         self._step = 0
@@ -248,7 +255,7 @@ class Transfers:
         self.bytes_from_device += len(device_blocks) * self._block_bytes[group]
         return transfer_id
 
-    def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
+    def move(self, src: End, dst: End, keys: Keys) -> TransferId:
         """Order blocks from one tier to another."""
         config = self._config
         transfer = Transfer(
@@ -259,20 +266,16 @@ class Transfers:
             dst.slots,
             keys=keys.array,
             within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
-            runs=runs,
         )
         self._moves.append(InFlight(transfer, src.leases + dst.leases))
         return transfer.id
 
-    def ask(self, tier: TierName, keys: Keys, at: SlotArray) -> TransferId:
-        """Ask a tier which of these keys it has; a tier is asked one question a step.
-
-        ``at`` is where each stands in its chain: the next number is the next block.
-        """
+    def ask(self, tier: TierName, keys: Keys) -> TransferId:
+        """Ask a tier which of these keys it has; a tier is asked one question a step."""
         if tier not in self._questions:
             self._questions[tier] = (self._new_id(), [])
         question_id, asked = self._questions[tier]
-        asked.append((keys, at))
+        asked.append(keys)
         return question_id
 
     def forget(self, tiers: tuple[TierName, ...], reset: Reset) -> list[TransferId]:
@@ -365,10 +368,9 @@ class Transfers:
     def _launch_question(self, tier: TierName, now: float) -> Question:
         question_id, asked = self._questions[tier]
         within = self._config.lookup_deadline
-        keys = np.concatenate([keys.array for keys, _ in asked])
-        at = np.concatenate([at for _, at in asked])
-        starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
-        question = Question(question_id, tier, keys, within, run_numbers(at, starts))
+        question = Question(
+            question_id, tier, np.concatenate([keys.array for keys in asked]), within
+        )
         self._fly(InFlight(question), now + within)
         return question
 

@@ -23,11 +23,10 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.runs import End
 from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
-from kvferry.scheduler.transfers import Transfers
+from kvferry.scheduler.transfers import End, Transfers
 from kvferry.settings.tiers import DISK, REMOTE
-from kvferry.types import HOST, NO_SLOTS, TierName, TransferId
+from kvferry.types import HOST, TierName, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -340,45 +339,9 @@ class Writeback:
         going = order.keys.take(positions)
         reading = self._host.lease(going, Purpose.COPY)
         assert reading is not None
-        runs, before = None, tuple[Key | None, ...]()
-        if tier.boundaries is not None and (order.chained or order.runs is not None):
-            starts, before = self._host.runs_of(going)
-            runs = tier.boundaries.cut(going, starts, before)
-        transfer_id = self._transfers.move(End(HOST, reading.slots, (reading,)), end, going, runs)
-        self._note_sent(transfer_id, tier, going)
-        for key in before:
-            if key is not None:
-                self._send_end(tier, key)
+        transfer_id = self._transfers.move(End(HOST, reading.slots, (reading,)), end, going)
+        self._moves[transfer_id] = Move(tier, going, upward=False)
         return True
-
-    def _send_end(self, tier: LowerTier, key: Key) -> None:
-        """A chain goes on from a block of the host's: see that an object ends at that block.
-
-        A block that is not on a spilled tier goes there in its own time. A tier that is written
-        through has it already, but since when is unknown.
-        """
-        boundaries, now = tier.boundaries, self._clock()
-        if boundaries is None or boundaries.ends(key):
-            return
-        if tier.write is WriteMode.SPILL and not tier.known(Keys.from_bytes((key,)), now)[0]:
-            return
-        line = self._host.line(key, tier.most_in_one)
-        ends = [at for at, each in enumerate(line) if boundaries.ends(each)]
-        line = line[ends[-1] + 1 :] if ends else line
-        reading = self._host.lease(line, Purpose.COPY)
-        if reading is None or len(reading) < len(line):
-            if reading is not None:
-                reading.release()
-            return
-        tier.reserve(WriteOrder(line, chained=True), now)  # from now on it is known
-        runs = boundaries.cut(line, NO_SLOTS, ())
-        transfer_id = self._transfers.move(
-            End(HOST, reading.slots, (reading,)), tier.read(NO_SLOTS), line, runs
-        )
-        self._note_sent(transfer_id, tier, line)
-
-    def _note_sent(self, transfer_id: TransferId, tier: LowerTier, keys: Keys) -> None:
-        self._moves[transfer_id] = Move(tier, keys, upward=False)
 
     def _admits(self, tier: LowerTier, keys: Keys) -> npt.NDArray[np.bool_]:
         admission = self._admissions.get(tier.name)

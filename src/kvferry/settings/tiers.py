@@ -5,7 +5,7 @@
     memory:2GiB                      a kind of kvferry and its options
     near=memory:2GiB                 the same under another name
     my_package.store:open_store:xyz  another tier: module, factory, and its options
-    s3://bucket/prefix?endpoint=http://127.0.0.1:9000&pack=8    what is behind ? may be left out
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000    what is behind ? may be left out
     gs://bucket/prefix  az://container/prefix?account=name  file:///mnt/shared/kvferry
     mooncake://master:50051?metadata=P2PHANDSHAKE&protocol=tcp&segment=4GiB
 """
@@ -73,15 +73,11 @@ REMOTE_KEY_ENV = "KVFERRY_REMOTE_KEY"
 S3, GOOGLE, AZURE, FILES, MOONCAKE = "s3", "gs", "az", "file", "mooncake"
 STORE_KINDS = (S3, GOOGLE, AZURE, FILES, MOONCAKE)
 
-PACK = "pack"
-"""The option that says how many blocks of a chain are written as one object."""
-_MOST_PACK = 16
-
 _OPTIONS = {
-    S3: ("endpoint", "region", PACK),
-    GOOGLE: ("endpoint", PACK),
-    AZURE: ("account", "endpoint", PACK),
-    FILES: (PACK,),
+    S3: ("endpoint", "region"),
+    GOOGLE: ("endpoint",),
+    AZURE: ("account", "endpoint"),
+    FILES: (),
     MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
 }
 _EXAMPLES = (
@@ -123,11 +119,6 @@ class RemoteAddress:
         path = f"/{self.prefix}" if self.prefix else ""
         query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
         return f"{self.kind}://{self.place}{path}{query}"
-
-    @property
-    def pack(self) -> int | None:
-        """How many blocks at most are written as one object; None: as many as is fast."""
-        return int(self.options[PACK]) if PACK in self.options else None
 
     @property
     def works_in_place(self) -> bool:
@@ -178,10 +169,15 @@ def read_remote(name: str, value: object) -> RemoteAddress:
     if len(options) < len(pairs):
         raise ConfigError(f"{name}: every option may be given once, got {quoted(parts.query)}")
     for option in options:
+        if option == "pack":
+            raise ConfigError(
+                f"{name}: the option pack was removed: every block is an object; where blocks are "
+                "small, a larger block size of the engine makes fewer objects"
+            )
         if option not in _OPTIONS[parts.scheme]:
             raise ConfigError(
                 f"{name}: {parts.scheme}:// has no option {quoted(option)}; options: "
-                f"{', '.join(_OPTIONS[parts.scheme])}"
+                f"{', '.join(_OPTIONS[parts.scheme]) or 'none'}"
             )
     path = unquote(parts.path).strip("/")
     if parts.scheme == MOONCAKE:
@@ -213,10 +209,6 @@ def _bucket(
     if endpoint is not None and not _is_endpoint(endpoint):
         expected = "http://HOST:PORT or https://HOST:PORT"
         raise ConfigError(f"{name}: endpoint: expected {expected}, got {shown(endpoint)}")
-    pack = options.get(PACK, "1")
-    if not re.fullmatch("[0-9]{1,2}", pack) or not 1 <= int(pack) <= _MOST_PACK:
-        expected = f"a number of blocks from 1 to {_MOST_PACK}"
-        raise ConfigError(f"{name}: pack: expected {expected}, got {shown(pack)}")
     return RemoteAddress(kind, bucket, prefix, options)
 
 

@@ -26,7 +26,7 @@ from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostFile
 from kvferry.settings.tiers import DiskSettings, RemoteSettings
-from kvferry.types import FIRST_RANK, Rank, RunNumbers, SlotArray, TierName
+from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -87,8 +87,7 @@ class Batch:
     Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in their order. The
     memory belongs to the caller and stays mapped and (for a write) unchanged until the batch's
     result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
-    (``time.monotonic``) nothing of it begins. ``runs`` tells which blocks of a lookup follow each
-    other, and of a write where a tier keeps several blocks together.
+    (``time.monotonic``) nothing of it begins.
     """
 
     id: BatchId
@@ -98,7 +97,6 @@ class Batch:
     addresses: Addresses = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     places: SlotArray | None = None
-    runs: RunNumbers | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -193,8 +191,6 @@ def check_batch(tier: Tier, batch: Batch) -> None:
     what = f"tier {tier.name}, batch {batch.id}"
     if not len(batch):
         raise InputError(f"{what}: it names no blocks; an empty batch is never sent")
-    if batch.runs is not None and len(batch.runs) != len(batch):
-        raise InputError(f"{what}: {len(batch)} blocks have {len(batch.runs)} run numbers")
     if batch.way is Way.FIND:
         if tier.num_places is not None:
             raise InputError(f"{what}: it has numbered places; it knows no keys to find")

@@ -34,7 +34,6 @@ from kvferry.types import (
     Rank,
     Receipt,
     Reset,
-    RunNumbers,
     SlotArray,
     TierName,
     Transfer,
@@ -122,10 +121,7 @@ class SharedMover:
             src, dst = (src[part], below) if transfer.src == HOST else (below, dst[part])
         keys = None if transfer.keys is None else transfer.keys[part]
         if self._is_ours(transfer.id, part, is_below=transfer.src != DEVICE):
-            runs = _some_of(transfer.runs, part)
-            self._mover.submit(
-                replace(transfer, src_slots=src, dst_slots=dst, keys=keys, runs=runs)
-            )
+            self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst, keys=keys))
 
     def _part_below(self, transfer: Transfer) -> tuple[SlotArray, SlotArray]:
         """The positions of this rank's part, and the places they have in its tier."""
@@ -150,8 +146,7 @@ class SharedMover:
         """Look up this rank's part of the keys."""
         part = self._own(question.keys)
         if self._is_ours(question.id, part, is_below=True):
-            runs = _some_of(question.runs, part)
-            self._tier.ask(replace(question, keys=question.keys[part], runs=runs))
+            self._tier.ask(replace(question, keys=question.keys[part]))
 
     def forget(self, reset: Reset | None = None) -> None:
         """As :meth:`LowerTierMover.forget`."""
@@ -187,11 +182,6 @@ class SharedMover:
             return receipt
         failed = part if receipt.outcome is Outcome.FAILED else part[list(receipt.failed)]
         return replace(receipt, outcome=Outcome.PARTIAL, failed=tuple(failed.tolist()))
-
-
-def _some_of(runs: RunNumbers | None, part: SlotArray) -> RunNumbers | None:
-    """A rank's own blocks of a run follow each other, too."""
-    return None if runs is None else runs[part]
 
 
 def _call(tier: Tier, name: str, default: object, *args: object) -> Any:
@@ -253,11 +243,6 @@ class TierMover:
         """The tier's places; None where it finds blocks by keys."""
         return self._tier.num_places
 
-    @property
-    def most_in_one(self) -> int:
-        """How many blocks of a chain the tier may keep in one object."""
-        return int(getattr(self._tier, "most_in_one", 1))
-
     def recovered(self) -> Opened | None:
         """What a tier with places has from an earlier life; for ``lower_tier``.
 
@@ -277,8 +262,7 @@ class TierMover:
         """Have the tier look up which keys it has."""
         self._require_open()
         end = time.monotonic() + question.within
-        keys = Keys(question.keys)
-        self._submit(Batch(BatchId(question.id), Way.FIND, keys, end, runs=question.runs))
+        self._submit(Batch(BatchId(question.id), Way.FIND, Keys(question.keys), end))
 
     def _submit(self, batch: Batch) -> None:
         self._under_way[batch.id] = len(batch)
@@ -389,7 +373,6 @@ class TierMover:
             self._addresses(transfer, slots),
             self._sizes,
             places if self._tier.num_places is not None else None,
-            transfer.runs,
         )
 
     def _addresses(self, transfer: Transfer, slots: SlotArray) -> SlotArray:

@@ -52,14 +52,12 @@ class StepOrders:
 class TierShape:
     """One tier below a rank's host memory; ``num_places`` is None if it finds blocks by key.
 
-    One object of the tier holds up to ``most_in_one`` blocks of a chain. ``opened`` is what the
-    tier has of an earlier life, 36 bytes a block because there may be millions; None while it is
-    not open. ``away`` names the directories of a disk that are not.
+    ``opened`` is what the tier has of an earlier life, 36 bytes a block because there may be
+    millions; None while it is not open. ``away`` names the directories of a disk that are not.
     """
 
     name: TierName
     num_places: int | None
-    most_in_one: int = 1
     opened: Opened | None = None
     away: tuple[str, ...] = ()
 

@@ -108,7 +108,7 @@ def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: RankPlac
     tiers = []
     for name, tier in memory.tiers.items():
         opened = tier.recovered() if tier.num_places is not None else None
-        tiers.append(TierShape(name, tier.num_places, tier.most_in_one, opened, tier.away()))
+        tiers.append(TierShape(name, tier.num_places, opened, tier.away()))
     kinds = [f"{layout.num_segments} x {format_size(int(layout.sizes[0]))}" for layout in layouts]
     return RankShape(
         rank=place.rank,
@@ -156,17 +156,11 @@ def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTie
     for same in zip(*(shape.tiers for shape in shapes), strict=True):
         name = same[0].name
         num_places = min((each.num_places for each in same if each.num_places), default=None)
-        facts: dict[str, Any]
-        if num_places is None:
-            # Where each rank has a part of the keys, an object's blocks are as much further apart:
-            # by and large, for which rank has a key is chance.
-            apart = len(same) if shapes[0].is_shared else 1
-            most = max(each.most_in_one for each in same)
-            facts = {"most_in_one": apart * most if most > 1 else 1, "remembers_noes": apart == 1}
-        else:
-            opened = [each.opened for each in same]
-            facts = {"policy": policy, "recovered": opened, "is_shared": shapes[0].is_shared}
-        tiers.append(lower_tier(name, num_places, write, **facts))
+        opened = [each.opened for each in same]
+        is_shared = shapes[0].is_shared
+        tiers.append(
+            lower_tier(name, num_places, write, policy, recovered=opened, is_shared=is_shared)
+        )
     return tiers
 
 

@@ -25,15 +25,8 @@ from kvferry.cache.policies import policy_named
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.runs import End
-from kvferry.scheduler.tier import (
-    Answer,
-    LowerTier,
-    SlotTier,
-    WriteMode,
-    WriteOrder,
-    lower_tier,
-)
+from kvferry.scheduler.tier import LowerTier, SlotTier, WriteMode, WriteOrder, lower_tier
+from kvferry.scheduler.transfers import End
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Addresses,
@@ -317,7 +310,7 @@ class Storage:
         now = time.monotonic()
         if job is None or positions is None or end is None:
             self._asked.difference_update(keys)
-            level.blocks.answered(Answer(keys, result.ok, in_time=not result.reasons), now)
+            level.blocks.answered(keys, result.ok, now)
             return
         failed = (~result.ok).nonzero()[0]
         for lease in end.leases:

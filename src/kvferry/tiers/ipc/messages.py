@@ -211,7 +211,7 @@ Numbers = npt.NDArray[np.int64]
 class OrderMessage:
     """A batch, or the part of it that one child carries out.
 
-    ``places`` are the child's own, for a tier that has places. ``runs`` are for a shared store.
+    ``places`` are the child's own, for a tier that has places.
     """
 
     id: int
@@ -222,7 +222,6 @@ class OrderMessage:
     keys: Words
     sizes: Numbers
     addresses: Numbers
-    runs: Numbers | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,15 +236,15 @@ class ResultMessage:
 
 
 def pack_order(order: OrderMessage) -> bytes:
-    arrays = (order.sizes, order.places, order.keys, order.addresses, order.runs)
-    parts = [None if each is None else np.ascontiguousarray(each).tobytes() for each in arrays]
+    arrays = (order.sizes, order.places, order.keys, order.addresses)
+    parts = [np.ascontiguousarray(each).tobytes() for each in arrays]
     head = (order.id, _WAYS.index(order.way), order.generation, order.deadline)
     return frame(FrameKind.ORDER, marshal.dumps((*head, *parts)))
 
 
 def unpack_order(body: bytes) -> OrderMessage:
     """Return the order in a frame's body; its arrays share the body's memory."""
-    number, way, generation, deadline, sizes, places, keys, addresses, runs = marshal.loads(body)
+    number, way, generation, deadline, sizes, places, keys, addresses = marshal.loads(body)
     count = len(places) // 8
     return OrderMessage(
         number,
@@ -256,7 +255,6 @@ def unpack_order(body: bytes) -> OrderMessage:
         np.frombuffer(keys, np.uint64).reshape(count, 4),
         np.frombuffer(sizes, np.int64),
         np.frombuffer(addresses, np.int64).reshape(count, len(sizes) // 8),
-        None if runs is None else np.frombuffer(runs, np.int64),
     )
 
 

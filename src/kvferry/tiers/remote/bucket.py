@@ -1,10 +1,8 @@
-"""A bucket as a store: objects of one or more blocks, many requests at once.
+"""A bucket as a store: many requests at once.
 
 Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
 answer a missing bucket as a missing object. Nothing here rests on that: an object is verified when
-it is read, and a server that overwrites it writes the same bytes, of as many blocks or of another
-number that end with the same one. Where the condition is ignored a shorter object may so replace a
-longer one; the blocks that it lacks are missing until a server writes them again.
+it is read, and a server that overwrites it writes the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from kvferry.settings.tiers import FILES, RemoteAddress
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
 from kvferry.tiers.remote.listing import MOST_LABEL, PROBE, remove
-from kvferry.tiers.remote.objects import most_in_one
 from kvferry.tiers.remote.stores import (
     REQUEST_SECONDS,
     WrongSizeError,
@@ -60,7 +57,6 @@ class BucketClient:
         object_bytes: int,
         folder: str,
         env: Mapping[str, str],
-        blocks_per_object: int = 1,
         *,
         label: str = "",
     ) -> None:
@@ -71,11 +67,9 @@ class BucketClient:
         self._can_create = True
         self._is_folder = address.kind == FILES
         self._object_bytes = object_bytes
-        room = blocks_per_object * object_bytes
-        self.num_calls = min(most_calls(object_bytes), max(4, _MOST_BYTES // room))
-        self.blocks_per_object = blocks_per_object
-        self.staging = Staging(room, 2 * self.num_calls)
-        self._most_memory = 4 * self.num_calls * room + _SPARE_MEMORY
+        self.num_calls = most_calls(object_bytes)
+        self.staging = Staging(object_bytes, 2 * self.num_calls)
+        self._most_memory = 4 * self.num_calls * object_bytes + _SPARE_MEMORY
         self._store: Any = open_bucket(address, env)
 
     def names_per_call(self, way: Way) -> int:
@@ -110,17 +104,17 @@ class BucketClient:
             name = f"{folder}/{key[:2]}/{key}"
         return self._prefix + name
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
         return list(await asyncio.gather(*(self._find(name, size) for name in names)))
 
-    async def _find(self, name: str, size: int) -> int | Unavailable | Fault:
+    async def _find(self, name: str, size: int) -> Unavailable | Fault | None:
         try:
             there = await obstore.head_async(self._store, self._path(name))
         except FileNotFoundError:
             return Unavailable()
         except Exception as error:
             return Fault(reason_of(error))
-        return _num_blocks(there["size"], size) or Foreign(_wrong(there["size"], size))
+        return None if there["size"] == size else Foreign(_wrong(there["size"], size))
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
@@ -128,9 +122,8 @@ class BucketClient:
         return list(await asyncio.gather(*(self._get(name, size) for name in names)))
 
     async def _get(self, name: str, size: int) -> Fetched:
-        fits = range(size, most_in_one(size) * size + 1, size)
         try:
-            return await read_object(self._store, self._path(name), fits)
+            return await read_object(self._store, self._path(name), range(size, size + 1))
         except WrongSizeError as error:
             return Foreign(_wrong(error.size, size))
         except FileNotFoundError:
@@ -160,25 +153,13 @@ class BucketClient:
                     await self._put(self._path(name), stored, "create")
                     return None
                 except exceptions.AlreadyExistsError:
-                    # By this or another server: the same bytes, but maybe of fewer blocks.
-                    if not await self._is_shorter(name, len(stored)):
-                        return None
+                    return None  # by this or another server: the same bytes
                 except (exceptions.NotSupportedError, NotImplementedError):
                     self._can_create = False
             await self._put(self._path(name), stored, "overwrite")
         except Exception as error:
             return Fault(reason_of(error))
         return None
-
-    async def _is_shorter(self, name: str, size: int) -> bool:
-        """Whether what is there has fewer bytes; an object of one block need not be asked."""
-        if size <= self._object_bytes:
-            return False
-        try:
-            there = await obstore.head_async(self._store, self._path(name))
-        except FileNotFoundError:  # removed since it was in our way
-            return True
-        return int(there["size"]) < size
 
     async def _put(self, path: str, stored: Any, mode: Any) -> None:
         await obstore.put_async(self._store, path, stored, mode=mode, use_multipart=False)
@@ -205,14 +186,8 @@ class BucketClient:
         """Connections end with the process."""
 
 
-def _num_blocks(num_bytes: int, size: int) -> int:
-    """How many blocks of this size an object of ours has; 0: it cannot be one of ours."""
-    count, rest = divmod(num_bytes, size)
-    return count if not rest and count <= most_in_one(size) else 0
-
-
 def _wrong(got: int, wanted: int) -> str:
-    return f"{got} bytes are there where {wanted} should be, or a few times as many"
+    return f"{got} bytes are there where {wanted} should be"
 
 
 def _private_bytes() -> int:

@@ -223,23 +223,19 @@ class StoreClient(Protocol):
     num_calls: int
     """How many calls of one kind are best under way at once."""
 
-    blocks_per_object: int
-    """How many blocks of a chain are best written as one object; rooms of the staging hold that."""
-
     def names_per_call(self, way: Way) -> int:
         """How many names are best given at once."""
 
     async def probe(self, way: Way) -> Fault | None:
         """Whether the store answers reads, or (WRITE) takes a small object and gives it back."""
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
-        """Which are there, and how many blocks of this size (with their seal) each has."""
+    async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
+        """Which are there with this size: None for those that are."""
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
     ) -> list[Fetched]:
-        """Objects of one or more blocks of this size. The caller gives their memory back to the
-        staging.
+        """Objects of this size. The caller gives their memory back to the staging.
 
         They come into ``rooms`` where some are given, which are slots of the engine's (only where
         the client has the slot mapping). A cancelled call writes nothing there any more.
@@ -248,8 +244,7 @@ class StoreClient(Protocol):
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[Unavailable | Fault | None]:
-        """Write objects. One that is there already stays as it is, unless it is to be replaced, or
-        (where the store can say so) has fewer blocks.
+        """Write objects. One that is there already stays as it is, unless it is to be replaced.
 
         ``objects`` are lent from the staging: the client gives them back once they are not read any
         more, which may be long after it was cancelled. Or they are the engine's slots: objects that

@@ -77,7 +77,6 @@ class MooncakeClient:
     """One client of a store. Owns it, and the segment that it gives."""
 
     num_calls = _CALLS
-    blocks_per_object = 1
 
     def __init__(
         self,
@@ -167,11 +166,11 @@ class MooncakeClient:
         self._store = store
         return None
 
-    async def find(self, names: Sequence[str], size: int) -> list[int | Unavailable | Fault]:
+    async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
         codes = await self._codes(
             Way.FIND, lambda: self._store.batch_is_exist(list(names)), len(names), lambda _: None
         )
-        return [1 if code == 1 else _fault(code) if code else Unavailable() for code in codes]
+        return [None if code == 1 else _fault(code) if code else Unavailable() for code in codes]
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]

@@ -7,9 +7,8 @@ GB/s with blocks of 1 MiB. And a client that crashes or hangs is ended with its 
     read    get ── verify ── process_vm ──> engine
     where the engine's slots are mapped here: seal behind the slot ──> put; get into the slot
 
-Where blocks are small, several of a chain go into one object, each one sealed. No block counts that
-has not been verified here. A call without an answer at the deadline is given up: from then on it
-does not touch the engine's memory.
+No block counts that has not been verified here. A call without an answer at the deadline is given
+up: from then on it does not touch the engine's memory.
 """
 
 from __future__ import annotations
@@ -21,10 +20,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,15 +63,7 @@ from kvferry.tiers.remote.client import (
     shown,
 )
 from kvferry.tiers.remote.health import End, StoreHealth
-from kvferry.tiers.remote.objects import (
-    ObjectFormat,
-    ObjectIndex,
-    PackLookup,
-    StoreObject,
-    best_in_one,
-    open_sealer,
-    pack_objects,
-)
+from kvferry.tiers.remote.objects import ObjectFormat, open_sealer
 
 _LEAVE_SECONDS = 1.5
 _MOST_SUSPECTS = 4096
@@ -86,11 +84,13 @@ class InFlightBatch:
     def __post_init__(self) -> None:
         self.ends = [NotAttempted(_NOT_BEGUN)] * len(self.names)
 
-    def end(self, objects: Sequence[StoreObject], end: End) -> None:
-        """All blocks of these objects ended so."""
-        for each in objects:
-            for at in each.positions:
-                self.ends[at] = end
+    def end(self, positions: Iterable[int], end: End) -> None:
+        """All of these blocks ended so."""
+        for at in positions:
+            self.ends[at] = end
+
+    def names_of(self, positions: Iterable[int]) -> list[str]:
+        return [self.names[at] for at in positions]
 
     @property
     def seconds_left(self) -> float:
@@ -105,8 +105,8 @@ class InFlightBatch:
         return ResultMessage(self.order.id, ok, reasons, moved, seconds)
 
 
-_Step = Callable[[InFlightBatch, Sequence[StoreObject]], Awaitable[None]]
-"""Looks up, reads or writes some objects, and ends each of their blocks."""
+_Step = Callable[[InFlightBatch, Sequence[int]], Awaitable[None]]
+"""Looks up, reads or writes the blocks at some positions, and ends each of them."""
 
 
 class StoreTransfers:
@@ -132,8 +132,7 @@ class StoreTransfers:
         # One more is prepared, or verified, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
-        self._suspects: dict[str, set[bytes]] = {}  # object -> keys of its foreign blocks
-        self._index = ObjectIndex()
+        self._suspects: dict[str, None] = {}  # names under which something foreign lies
 
     def begin(self, order: OrderMessage) -> InFlightBatch:
         """The batch of an order, before it is carried out."""
@@ -142,32 +141,17 @@ class StoreTransfers:
 
     async def carry(self, batch: InFlightBatch) -> ResultMessage:
         """Carry a batch out, until its deadline."""
-        start = time.perf_counter()
-        if batch.order.way is Way.FIND:
-            await self._look_up(batch)
-        elif batch.order.way is Way.READ:
-            await self._run(batch, self._index.objects_of(batch.names), self._read)
-        else:
-            most = self._client.blocks_per_object
-            await self._run(batch, pack_objects(batch.names, batch.order.runs, most), self._write)
-        self.health.judge(batch.order.way, batch.ends, batch.began)
+        start, way = time.perf_counter(), batch.order.way
+        step = {Way.FIND: self._find, Way.READ: self._read, Way.WRITE: self._write}[way]
+        await self._run(batch, step)
+        self.health.judge(way, batch.ends, batch.began)
         return batch.result(self._objects.block_bytes, time.perf_counter() - start)
 
-    async def _look_up(self, batch: InFlightBatch) -> None:
-        names = batch.names
-        lookup = PackLookup(names, batch.order.runs, partial(self._is_suspect, batch))
-        order = lookup.order(self._client.blocks_per_object)
-        asked = [StoreObject(names[at], (at,), (0,), 1) for at in order]
-        await self._run(batch, asked, partial(self._find, lookup))
-        for found in lookup.objects():
-            batch.end([found], None)
-            self._index.note(found, names)
-
-    async def _run(self, batch: InFlightBatch, objects: Sequence[StoreObject], step: _Step) -> None:
-        count = self._client.names_per_call(batch.order.way)
+    async def _run(self, batch: InFlightBatch, step: _Step) -> None:
+        count, every = self._client.names_per_call(batch.order.way), range(len(batch.names))
         tasks = [
-            asyncio.create_task(self._run_some(batch, objects[at : at + count], step))
-            for at in range(0, len(objects), count)
+            asyncio.create_task(self._run_some(batch, every[at : at + count], step))
+            for at in every[::count]
         ]
         try:
             await asyncio.wait(tasks, timeout=max(0.0, batch.seconds_left))
@@ -176,18 +160,16 @@ class StoreTransfers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_some(
-        self, batch: InFlightBatch, objects: Sequence[StoreObject], step: _Step
-    ) -> None:
+    async def _run_some(self, batch: InFlightBatch, some: Sequence[int], step: _Step) -> None:
         async with self._begun[batch.order.way]:
             reason = self._stopped(batch)
             if reason:
-                batch.end(objects, NotAttempted(reason))
+                batch.end(some, NotAttempted(reason))
                 return
             try:
-                await step(batch, objects)
+                await step(batch, some)
             except Exception as error:  # a bug here or in a client: these blocks have failed
-                batch.end(objects, Fault(f"{type(error).__name__}: {error}"))
+                batch.end(some, Fault(f"{type(error).__name__}: {error}"))
 
     def _stopped(self, batch: InFlightBatch) -> str:
         """Why no further block of it should begin; empty while they should."""
@@ -195,144 +177,93 @@ class StoreTransfers:
         return self.health.ailment(batch.order.way) or (_NOT_BEGUN if is_late else "")
 
     @asynccontextmanager
-    async def _call(
-        self, batch: InFlightBatch, objects: Sequence[StoreObject]
-    ) -> AsyncIterator[None]:
+    async def _call(self, batch: InFlightBatch, some: Sequence[int]) -> AsyncIterator[None]:
         """Around a call to the client: without an answer, its blocks end by the store's fault."""
         async with self._calls[batch.order.way]:
-            batch.end(objects, _NOT_ANSWERED)
+            batch.end(some, _NOT_ANSWERED)
             yield
 
-    async def _find(
-        self, lookup: PackLookup, batch: InFlightBatch, objects: Sequence[StoreObject]
-    ) -> None:
-        # Some may have been found meanwhile, in an object that has them too.
-        asked = [each for each in objects if not lookup.is_answered(each.positions[0])]
-        names = [each.name for each in asked]
-        if not names:
-            return
-        async with self._call(batch, asked):
-            counts = await self._client.find(names, self._objects.object_bytes)
-        self.health.answered(Way.FIND, counts)
-        for each, count in zip(asked, counts, strict=True):
-            (at,) = each.positions
-            if isinstance(count, int):
-                # A block that is known to be foreign is missing, whatever the store says.
-                batch.end([each], Unavailable("it is not what it should be"))
-                lookup.found(at, count)
-                continue
-            if isinstance(count, Foreign):
-                self._suspect(each.name, batch.keys[at])
-            batch.end([each], count)
+    async def _find(self, batch: InFlightBatch, some: Sequence[int]) -> None:
+        names = batch.names_of(some)
+        async with self._call(batch, some):
+            ends = await self._client.find(names, self._objects.object_bytes)
+        self.health.answered(Way.FIND, ends)
+        for at, end in zip(some, ends, strict=True):
+            if isinstance(end, Foreign):
+                self._suspect(batch.names[at])
+            # A block that is known to be foreign is missing, whatever the store says.
+            is_foreign = end is None and batch.names[at] in self._suspects
+            batch.ends[at] = Unavailable("it is not what it should be") if is_foreign else end
 
-    def _is_suspect(self, batch: InFlightBatch, of: int, at: int) -> bool:
-        return batch.keys[at] in self._suspects.get(batch.names[of], ())
-
-    def _suspect(self, name: str, key: bytes) -> None:
-        """This block in the object is foreign. The next object that has it replaces that one."""
+    def _suspect(self, name: str) -> None:
+        """The object of this name is foreign: the next write replaces it."""
         while name not in self._suspects and len(self._suspects) >= _MOST_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
-        self._suspects.setdefault(name, set()).add(key)
+        self._suspects[name] = None
 
-    async def _read(self, batch: InFlightBatch, objects: Sequence[StoreObject]) -> None:
-        names = [each.name for each in objects]
-        slots = self._slots(batch.order, objects)
-        async with self._call(batch, objects):
+    async def _read(self, batch: InFlightBatch, some: Sequence[int]) -> None:
+        names, slots = batch.names_of(some), self._slots(batch.order, some)
+        async with self._call(batch, some):
             fetched = await self._client.get(names, self._objects.object_bytes, slots)
         self.health.answered(Way.READ, fetched)
         await asyncio.sleep(0)  # the next call begins, and goes on while these are verified
-        for each, content in zip(objects, fetched, strict=True):
+        for at, content in zip(some, fetched, strict=True):
             if isinstance(content, memoryview):
                 try:
-                    self._take_out(batch, each, content, in_place=bool(slots))
+                    batch.ends[at] = self._take_out(batch, at, content, in_place=bool(slots))
                 finally:
                     self._staging.give_back(content)
             else:
-                batch.end([each], content)
-            for at in each.positions:
-                if isinstance(batch.ends[at], Unavailable):
-                    self._index.drop(batch.names[at])
-                if isinstance(batch.ends[at], Foreign):
-                    self._suspect(each.name, batch.keys[at])
+                batch.ends[at] = content
+            if isinstance(batch.ends[at], Foreign):
+                self._suspect(batch.names[at])
 
     def _take_out(
-        self, batch: InFlightBatch, source: StoreObject, content: memoryview, *, in_place: bool
-    ) -> None:
-        """Verify the wanted blocks of an object and bring them to the engine's memory."""
-        size = self._objects.object_bytes
-        for at, behind in zip(source.positions, source.behind, strict=True):
-            start = len(content) - (behind + 1) * size
-            if start < 0:
-                batch.ends[at] = Unavailable("the object has become shorter")
-                continue
-            block = self._sealer.unseal(content[start : start + size], batch.keys[at])
-            batch.ends[at] = None
-            if block is None:
-                batch.ends[at] = Foreign("what is there is no block of ours: it fails its proof")
-            elif not in_place and not self._copy(self._memory.deliver, batch.order, at, block):
-                batch.ends[at] = Unavailable("the engine's memory cannot be written")
+        self, batch: InFlightBatch, at: int, content: memoryview, *, in_place: bool
+    ) -> End:
+        """Verify a block and bring it to the engine's memory."""
+        block = self._sealer.unseal(content, batch.keys[at])
+        if block is None:
+            return Foreign("what is there is no block of ours: it fails its proof")
+        if not in_place and not self._copy(self._memory.deliver, batch.order, at, block):
+            return Unavailable("the engine's memory cannot be written")
+        return None
 
-    def _slots(self, order: OrderMessage, objects: Sequence[StoreObject]) -> list[memoryview]:
-        """The engine's slots as rooms for these objects; none where they must be copied."""
+    def _slots(self, order: OrderMessage, some: Sequence[int]) -> list[memoryview]:
+        """The engine's slots as rooms for these blocks; none where they must be copied."""
         if self._mapping is None or len(order.sizes) != 1:
             return []
-        there = order.addresses[[each.positions[0] for each in objects], 0]
-        return self._mapping.rooms(there, self._objects.object_bytes)
+        return self._mapping.rooms(order.addresses[some, 0], self._objects.object_bytes)
 
-    async def _write(self, batch: InFlightBatch, objects: Sequence[StoreObject]) -> None:
-        slots = self._slots(batch.order, objects)
-        rooms = slots or self._staging.lend(len(objects))
+    async def _write(self, batch: InFlightBatch, some: Sequence[int]) -> None:
+        slots = self._slots(batch.order, some)
+        rooms = slots or self._staging.lend(len(some))
         if not rooms:
-            batch.end(objects, NotAttempted("too many calls to the store hang"))
+            batch.end(some, NotAttempted("too many calls to the store hang"))
             return
-        size = self._objects.object_bytes
-        contents = [
-            room[: each.num_blocks * size] for each, room in zip(objects, rooms, strict=True)
-        ]
-        for each, content in zip(objects, contents, strict=True):
-            if not self._put_in(batch, each, content, in_place=bool(slots)):
+        contents = [room[: self._objects.object_bytes] for room in rooms]
+        for at, content in zip(some, contents, strict=True):
+            plain = self._sealer.plain(content)
+            if not slots and not self._copy(self._memory.fetch, batch.order, at, plain):
                 self._staging.give_back(*rooms)
-                batch.end(objects, Unavailable("the engine's memory cannot be read"))
+                batch.end(some, Unavailable("the engine's memory cannot be read"))
                 return
-        names = [each.name for each in objects]
-        replace = [self._replaces(batch, each) for each in objects]
+            self._sealer.seal(content, batch.keys[at])
+        names = batch.names_of(some)
+        replace = [name in self._suspects for name in names]
         is_ours = True
         try:
-            async with self._call(batch, objects):
+            async with self._call(batch, some):
                 is_ours = False  # the client gives them back
                 ends = await self._client.put(names, contents, replace=replace)
         finally:
             if is_ours:
                 self._staging.give_back(*rooms)
         self.health.answered(Way.WRITE, ends)
-        for each, end, is_new in zip(objects, ends, replace, strict=True):
-            batch.end([each], end)
-            if end is None:
-                if is_new:
-                    self._suspects.pop(each.name, None)
-                self._index.note(each, batch.names)
-
-    def _replaces(self, batch: InFlightBatch, source: StoreObject) -> bool:
-        """Whether it has a block that is foreign in the present object of its name.
-
-        Only then may it replace that object: one that has none of them may be shorter, and good
-        blocks would be lost for nothing.
-        """
-        suspects = self._suspects.get(source.name, set())
-        return any(batch.keys[at] in suspects for at in source.positions)
-
-    def _put_in(
-        self, batch: InFlightBatch, target: StoreObject, room: memoryview, *, in_place: bool
-    ) -> bool:
-        """Make an object of blocks; False where the engine's memory cannot be read."""
-        size = self._objects.object_bytes
-        for start, at in zip(range(0, len(room), size), target.positions, strict=True):
-            piece = room[start : start + size]
-            plain = self._sealer.plain(piece)
-            if not in_place and not self._copy(self._memory.fetch, batch.order, at, plain):
-                return False
-            self._sealer.seal(piece, batch.keys[at])
-        return True
+        for at, end, is_new in zip(some, ends, replace, strict=True):
+            batch.ends[at] = end
+            if end is None and is_new:
+                self._suspects.pop(batch.names[at], None)
 
     @staticmethod
     def _copy(move: Callable[..., Any], order: OrderMessage, at: int, room: memoryview) -> bool:
@@ -359,7 +290,6 @@ def open_client(
         objects.object_bytes,
         objects.folder(),
         os.environ,
-        best_in_one(objects.block_bytes, objects.object_bytes, address.pack),
         label=hello.get("label", "") if objects.secret is None else "",
     )
 

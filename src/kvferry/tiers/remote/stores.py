@@ -21,7 +21,7 @@ import obstore
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvferry.errors import ConfigError
-from kvferry.settings.tiers import AZURE, FILES, GOOGLE, PACK, S3, RemoteAddress
+from kvferry.settings.tiers import AZURE, FILES, GOOGLE, S3, RemoteAddress
 from kvferry.tiers.remote.client import hide, shown
 
 REQUEST_SECONDS = 60.0
@@ -108,12 +108,9 @@ def open_bucket(address: RemoteAddress, env: Mapping[str, str]) -> Any:
     """The bucket of an address; nothing is asked yet. ConfigError without credentials."""
     if address.kind == FILES:
         return LocalStore()
-    told = {name: value for name, value in address.options.items() if name != PACK}
     make, config_of = _BUCKETS[address.kind]
-    config = config_of(told, env)
-    if (
-        address.kind == S3
-    ):  # blocks have a checksum of their own: a second, slower one gains nothing
+    config = config_of(address.options, env)
+    if address.kind == S3:  # blocks have a checksum of their own: a second one gains nothing
         config["unsigned_payload"] = "true"
     for name, value in config.items():
         if name in _SECRETS and value:

@@ -36,7 +36,7 @@ from kvferry.tiers.ipc.messages import (
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.queued import QueuedTier, Task
 from kvferry.tiers.remote.client import READ_ONLY
-from kvferry.tiers.remote.objects import SHARED, most_in_one
+from kvferry.tiers.remote.objects import SHARED
 from kvferry.types import TierName
 
 log = logging.getLogger(__name__)
@@ -95,12 +95,9 @@ class RemoteTier(QueuedTier):
         block_bytes: int,
         hello: Mapping[str, object],
         launch: Launch = start_store_process,
-        most_in_one: int = 1,
     ) -> None:
-        """``most_in_one`` blocks of a chain may be in one object, whichever server wrote it."""
         super().__init__(name, block_bytes)
         self._generation = SHARED
-        self.most_in_one = most_in_one
         self.refusal = ""
         """Why the child will not serve, where it said so: something is not installed."""
         self.refusal_to_write = READ_ONLY if hello.get("read_only") else ""
@@ -305,7 +302,6 @@ class RemoteTier(QueuedTier):
                 batch.keys.array,
                 batch.sizes,
                 batch.addresses,
-                batch.runs,
             )
             self._child.channel.send(pack_order(order))
 
@@ -337,9 +333,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     file, spare_bytes = setup.host_file, settings.spare_bytes(setup.block_bytes)
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
         hello["host_file"] = asdict(file)
-    # At least 1: the tier itself refuses blocks without bytes, in its own words.
-    in_one = most_in_one(max(1, setup.block_bytes)) if address.kind != MOONCAKE else 1
-    tier = RemoteTier(setup.name, setup.block_bytes, hello, most_in_one=in_one)
+    tier = RemoteTier(setup.name, setup.block_bytes, hello)
     tier.open(OPEN_SECONDS)
     if tier.refusal:
         tier.close()

@@ -116,7 +116,6 @@ class Offloader(Closing):
                     WriteMode(config.tier_write),
                     tier_policy,
                     recovered=[each.recovered()],
-                    most_in_one=each.most_in_one,
                 )
                 for name, each in self.rank.tiers.items()
             ],
