@@ -31,7 +31,6 @@ from kvferry.cache.slots import Lease
 from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within
-from kvferry.scheduler.transfers import End
 from kvferry.types import NO_SLOT, NO_SLOTS, Opened, Rank, SlotArray, TierName
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,15 @@ _MOST_AWAITED = 1 << 14
 _RESTORE_BLOCKS = 4096
 """So many blocks at a time are restored. Blocks written together are mostly one conversation; the
 first of them are its beginning and are evicted last."""
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
+
+    tier: TierName
+    slots: SlotArray
+    leases: tuple[Lease, ...] = ()
 
 
 class WriteMode(Enum):

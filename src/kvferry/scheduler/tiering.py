@@ -26,8 +26,8 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease
 from kvferry.core.identity import new_epoch
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.tier import Flags, KeyedTier, LowerTier, Move, Presence, SlotTier
-from kvferry.scheduler.transfers import End, InFlight, Transfers
+from kvferry.scheduler.tier import End, Flags, KeyedTier, LowerTier, Move, Presence, SlotTier
+from kvferry.scheduler.transfers import InFlight, Transfers
 from kvferry.types import (
     HOST,
     NO_SLOT,

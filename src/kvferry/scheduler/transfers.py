@@ -25,6 +25,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers
 from kvferry.errors import InputError, ReceiptError
+from kvferry.scheduler.tier import End
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Histogram, Traffic, TrafficKey
 from kvferry.types import (
     DEVICE,
@@ -90,15 +91,6 @@ class InFlight:
         order = self.transfer
         upward = isinstance(order, Transfer) and order.dst in (DEVICE, HOST)
         return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
-
-
-@dataclass(frozen=True, eq=False)
-class End:
-    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
-
-    tier: TierName
-    slots: SlotArray
-    leases: tuple[Lease, ...] = ()
 
 
 OTHER = "other"

@@ -23,8 +23,8 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
-from kvferry.scheduler.transfers import End, Transfers
+from kvferry.scheduler.tier import End, LowerTier, Move, WriteMode, WriteOrder
+from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, TierName, TransferId
 

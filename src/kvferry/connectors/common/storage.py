@@ -25,8 +25,7 @@ from kvferry.cache.policies import policy_named
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import LowerTier, SlotTier, WriteMode, WriteOrder, lower_tier
-from kvferry.scheduler.transfers import End
+from kvferry.scheduler.tier import End, LowerTier, SlotTier, WriteMode, WriteOrder, lower_tier
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Addresses,
