@@ -119,7 +119,9 @@ def test_a_conversation_spilled_bit_by_bit_lies_in_one_run() -> None:
         part = chain[60 - end : 60 - start]
         room = tier.reserve(WriteOrder(part, runs=host.runs_of(part)), 0.0)
         assert room is not None
-        room[1].leases[0].commit()
+        lease = room[1]
+        assert lease is not None
+        lease.commit()
     assert num_runs(cached_slots(tier.pool, chain)) == 1
 
 

@@ -54,15 +54,6 @@ _RESTORE_BLOCKS = 4096
 first of them are its beginning and are evicted last."""
 
 
-@dataclass(frozen=True, eq=False)
-class End:
-    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
-
-    tier: TierName
-    slots: SlotArray
-    leases: tuple[Lease, ...] = ()
-
-
 class WriteMode(Enum):
     """When the host's blocks are copied to a lower tier."""
 
@@ -143,12 +134,12 @@ class LowerTier(ABC):
         """Whether a block behind this one could be reached."""
 
     @abstractmethod
-    def read(self, slots: SlotArray) -> End:
-        """Where to read blocks that a lookup has just found readable; claims their slots."""
+    def read(self, slots: SlotArray) -> Lease | None:
+        """Claim the slots of blocks that a lookup has just found readable, where it has slots."""
 
     @abstractmethod
-    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
-        """Claim room for the blocks that the tier lacks: their positions, and where they go.
+    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, Lease | None] | None:
+        """Claim room for the blocks that the tier lacks: their positions, and slots if it has any.
 
         None where it lacks none of them or has no room.
         """
@@ -257,10 +248,10 @@ class SlotTier(LowerTier):
     def may_follow(self, parent: Key, now: float) -> bool:
         return self.pool.slot_of(parent) != NO_SLOT
 
-    def read(self, slots: SlotArray) -> End:
-        return End(self.name, slots, (self.pool.claim(slots),))
+    def read(self, slots: SlotArray) -> Lease:
+        return self.pool.claim(slots)
 
-    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
+    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, Lease] | None:
         keys, parent, chained, runs, tenant = order
         placement = None
         if runs is None and chained:
@@ -274,7 +265,7 @@ class SlotTier(LowerTier):
             return None
         if runs is not None and not chained:
             self._placement.note(keys, runs, lease)
-        return lease.positions, End(self.name, lease.slots, (lease,))
+        return lease.positions, lease
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
@@ -316,15 +307,15 @@ class KeyedTier(LowerTier):
         found = self.lookup(Keys.from_bytes((parent,)), now)
         return bool(found.known[0] or found.unknown[0])
 
-    def read(self, slots: SlotArray) -> End:
-        return End(self.name, NO_SLOTS)
+    def read(self, slots: SlotArray) -> None:
+        return None
 
-    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, End] | None:
+    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, None] | None:
         positions = np.flatnonzero(~self.known(order.keys, now))[: self._answers.capacity]
         if not len(positions):
             return None
         self._answers.note_sent(order.keys.take(positions))
-        return positions, End(self.name, NO_SLOTS)
+        return positions, None
 
     def answered(self, keys: Keys, there: Flags, now: float) -> None:
         self.num_asked += len(keys)

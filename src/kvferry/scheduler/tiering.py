@@ -26,7 +26,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease
 from kvferry.core.identity import new_epoch
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.tier import End, Flags, KeyedTier, LowerTier, Move, Presence, SlotTier
+from kvferry.scheduler.tier import Flags, KeyedTier, LowerTier, Move, Presence, SlotTier
 from kvferry.scheduler.transfers import InFlight, Transfers
 from kvferry.types import (
     HOST,
@@ -286,8 +286,7 @@ class LowerTiers:
         return room
 
     def _lift(self, tier: LowerTier, keys: Keys, slots: SlotArray, lease: Lease) -> TransferId:
-        end = End(HOST, lease.slots, (lease,))
-        transfer_id = self._transfers.move(tier.read(slots), end, keys)
+        transfer_id = self._transfers.move(tier.name, HOST, keys, tier.read(slots), lease)
         self.moves[transfer_id] = Move(tier, keys, upward=True)
         self._host.log.append(EventKind.PROMOTE, keys=keys, detail=tier.name)
         self._busy[tier.name].begin(self._clock())

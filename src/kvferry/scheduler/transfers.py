@@ -25,11 +25,11 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers
 from kvferry.errors import InputError, ReceiptError
-from kvferry.scheduler.tier import End
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Histogram, Traffic, TrafficKey
 from kvferry.types import (
     DEVICE,
     HOST,
+    NO_SLOTS,
     DeviceBlocks,
     Outcome,
     Plan,
@@ -247,19 +247,27 @@ class Transfers:
         self.bytes_from_device += len(device_blocks) * self._block_bytes[group]
         return transfer_id
 
-    def move(self, src: End, dst: End, keys: Keys) -> TransferId:
-        """Order blocks from one tier to another."""
+    def move(
+        self,
+        src: TierName,
+        dst: TierName,
+        keys: Keys,
+        reading: Lease | None,
+        writing: Lease | None,
+    ) -> TransferId:
+        """Order blocks from one tier to another; one that finds them by keys has no lease."""
         config = self._config
         transfer = Transfer(
             self._new_id(),
-            src.tier,
-            dst.tier,
-            src.slots,
-            dst.slots,
+            src,
+            dst,
+            reading.slots if reading is not None else NO_SLOTS,
+            writing.slots if writing is not None else NO_SLOTS,
             keys=keys.array,
-            within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
+            within=config.promote_deadline if dst == HOST else config.store_deadline,
         )
-        self._moves.append(InFlight(transfer, src.leases + dst.leases))
+        leases = tuple([lease for lease in (reading, writing) if lease is not None])
+        self._moves.append(InFlight(transfer, leases))
         return transfer.id
 
     def ask(self, tier: TierName, keys: Keys) -> TransferId:

@@ -23,7 +23,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.tier import End, LowerTier, Move, WriteMode, WriteOrder
+from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
 from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, TierName, TransferId
@@ -335,11 +335,11 @@ class Writeback:
         room = tier.reserve(order, self._clock())
         if room is None:
             return False
-        positions, end = room
+        positions, writing = room
         going = order.keys.take(positions)
         reading = self._host.lease(going, Purpose.COPY)
         assert reading is not None
-        transfer_id = self._transfers.move(End(HOST, reading.slots, (reading,)), end, going)
+        transfer_id = self._transfers.move(HOST, tier.name, going, reading, writing)
         self._moves[transfer_id] = Move(tier, going, upward=False)
         return True
 

@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.policies import policy_named
+from kvferry.cache.slots import Lease
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import End, LowerTier, SlotTier, WriteMode, WriteOrder, lower_tier
+from kvferry.scheduler.tier import LowerTier, SlotTier, WriteMode, WriteOrder, lower_tier
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Addresses,
@@ -75,7 +76,7 @@ class _Flight(NamedTuple):
     keys: Keys
     job: StorageJob | None = None
     positions: SlotArray | None = None
-    end: End | None = None
+    lease: Lease | None = None
 
 
 class _StorageTier(NamedTuple):
@@ -171,8 +172,8 @@ class Storage:
             job.ok |= level.blocks.known(keys, now)
             reserved = level.blocks.reserve(WriteOrder(keys), now)
             if reserved is not None:
-                positions, end = reserved
-                self._move(level, Way.WRITE, job, keys, positions, end, addresses)
+                positions, lease = reserved
+                self._move(level, Way.WRITE, job, keys, positions, lease, addresses)
         return self._begun(job)
 
     def load(self, keys: Keys, addresses: Addresses) -> JobId:
@@ -186,8 +187,8 @@ class Storage:
             if len(positions):
                 missing[positions] = False
                 slots = presence.slots.take(positions) if len(presence.slots) else presence.slots
-                end = level.blocks.read(slots)
-                self._move(level, Way.READ, job, keys, positions, end, addresses)
+                lease = level.blocks.read(slots)
+                self._move(level, Way.READ, job, keys, positions, lease, addresses)
         return self._begun(job)
 
     def touch(self, keys: Keys) -> None:
@@ -266,7 +267,7 @@ class Storage:
         job: StorageJob,
         keys: Keys,
         positions: SlotArray,
-        end: End,
+        lease: Lease | None,
         addresses: Addresses,
     ) -> None:
         part = keys if len(positions) == len(keys) else keys.take(positions)
@@ -278,10 +279,10 @@ class Storage:
             time.monotonic() + within,
             addresses[positions],
             self._sizes,
-            end.slots if level.medium.num_places is not None else None,
+            lease.slots if lease is not None else None,
         )
         job.num_batches += 1
-        self._under_way[batch.id] = _Flight(level, way, part, job, positions, end)
+        self._under_way[batch.id] = _Flight(level, way, part, job, positions, lease)
         self._submit(level, batch)
 
     def _ask(self, level: _StorageTier, keys: Keys, unknown: Flags, now: float) -> None:
@@ -305,18 +306,15 @@ class Storage:
         batch = self._under_way.pop(result.batch_id, None)
         if batch is None:
             return
-        level, way, keys, job, positions, end = batch
+        level, way, keys, job, positions, lease = batch
         now = time.monotonic()
-        if job is None or positions is None or end is None:
+        if job is None or positions is None:
             self._asked.difference_update(keys)
             level.blocks.answered(keys, result.ok, now)
             return
         failed = (~result.ok).nonzero()[0]
-        for lease in end.leases:
-            if way is Way.READ:
-                lease.release(failed)
-            else:
-                lease.commit(failed)
+        if lease is not None:
+            lease.release(failed) if way is Way.READ else lease.commit(failed)
         level.blocks.moved(keys, result.ok, upward=way is Way.READ, now=now)
         job.ok[positions[result.ok]] = True
         job.num_bytes += result.num_bytes
