@@ -12,7 +12,9 @@ Each case is an engine in a process of its own, with the same host memory and ra
   working   the same prompts in random order, --rounds times: most are no longer in host memory
   restart   a second engine over the same storage is sent the prompts that were sent last
 
-Times are those to the first token. --case runs one case alone; a case takes about three minutes.
+Before the last two the page cache is dropped where that is allowed (to root): SGLang's files are
+read through it, kvferry's past it. Times are those to the first token. --case runs one case alone;
+a case takes about three minutes.
 On a CPU, to try the script (its figures mean nothing), with SGLang installed and stand-ins for its
 kernels on PYTHONPATH:
 
@@ -171,6 +173,7 @@ def run_case(args: argparse.Namespace, case: str) -> None:
     }
     prompts = [bench.prompt(args.prompt_len) for _ in range(count)]
     cold = note(result, "fill", [bench.send(prompt) for prompt in prompts])
+    result["page_cache_dropped"] = drop_page_cache()
     chooser, order = random.Random(1), []
     for _ in range(args.rounds):
         order += chooser.sample(range(count), count)
@@ -180,6 +183,7 @@ def run_case(args: argparse.Namespace, case: str) -> None:
     bench.engine.shutdown()
     time.sleep(2)
     result["store_GB"] = round(allocated(folder) / 1e9, 2)
+    drop_page_cache()
     bench = start(smoke, options, shape["v"], args)
     note(result, "restart", [bench.send(prompts[at]) for at in last], [cold[at] for at in last])
     folder.with_suffix(".json").write_text(json.dumps(result, default=str))
@@ -231,6 +235,16 @@ def rest(bench: Any, folder: Path, seconds: float) -> float:
         if time.time() - max(written, default=0.0) > seconds:
             break
     return round(time.monotonic() - began, 1)
+
+
+def drop_page_cache() -> bool:
+    """What was written is read from the drive from now on, as on a machine with less memory."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+    except OSError:
+        return False
+    return True
 
 
 def allocated(folder: Path) -> int:
