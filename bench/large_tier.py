@@ -50,7 +50,7 @@ def main() -> None:
     told = [(Keys(words), places)] * options.ranks
     before = resident()
     start = time.perf_counter()
-    tier = SlotTier(TierName("disk"), Pool(num_places, placed=True))
+    tier = SlotTier(TierName("disk"), Pool(num_places))
     made = time.perf_counter() - start
     empty = resident() - before
     start = time.perf_counter()

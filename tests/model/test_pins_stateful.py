@@ -31,6 +31,7 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease
 from kvferry.core.keys import Keys
+from kvferry.types import NO_SLOT
 
 CHAINS = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7, 8), (0, 9, 10, 11), (12, 13, 14, 15, 16))
 EVERY = sorted({number for chain in CHAINS for number in chain})
@@ -80,9 +81,10 @@ class Wishes(RuleBasedStateMachine):
         """Which block each is known to follow; of one that was lost, and came back, none is."""
         found = {}
         for number in self.known():
-            _, (before,) = self.pool.runs_of(self.keys([number]))
-            if before is not None:
-                found[number] = NUMBERS[before]
+            table = self.pool.table
+            parent = table.chains.parent_of(self.pool.slot_of(key(number)))
+            if parent != NO_SLOT:
+                found[number] = NUMBERS[table.index.key_of(parent)]
                 assert found[number] == PARENT[number]
         return found
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -57,9 +56,6 @@ CHAINS = (
 )
 LOOSE = tuple(range(20, 26))
 EVERY = sorted({number for chain in CHAINS for number in chain} | set(LOOSE))
-
-PLACINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from([{}, {"placed": True}])
-"""How a pool chooses the slots it gives out."""
 
 
 @dataclass(eq=False)
@@ -132,9 +128,9 @@ class PoolMachine(RuleBasedStateMachine):
     writes = Bundle("writes")
     reads = Bundle("reads")
 
-    @initialize(num_slots=st.integers(1, 12), placing=PLACINGS, ready=st.integers(0, 36))
-    def start(self, num_slots: int, placing: dict[str, Any], ready: int) -> None:
-        self.pool = Pool(num_slots, num_ready=min(ready, num_slots), **placing)
+    @initialize(num_slots=st.integers(1, 12), ready=st.integers(0, 36))
+    def start(self, num_slots: int, ready: int) -> None:
+        self.pool = Pool(num_slots, num_ready=min(ready, num_slots))
         self.model = Model(self.pool.num_ready)
         self.every = self.keys(EVERY)
 

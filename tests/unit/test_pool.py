@@ -120,7 +120,7 @@ def breaks(pool: Pool, how: str) -> None:
     elif how == "a free slot in use":
         pool.table.state[int(pool.table.free.slots[0])] = SlotState.CACHED
     elif how == "a slot free twice":
-        stack = pool.table.free._stack  # type: ignore[union-attr]
+        stack = pool.table.free._stack
         stack[0] = stack[1]
     elif how == "a wrong key":
         # A bit that says in which row of the table the key is.
@@ -186,7 +186,7 @@ def test_counting_looks_at_no_slot() -> None:
     writing, reading = pool.reserve(keys([4])), pool.lease(keys([1, 2]))
     counts = pool.counts
     assert (counts.free, counts.cached, counts.leased) == (4, 1, 3)
-    del pool.table.state, pool.table.readers, pool.table.free._stack  # type: ignore[union-attr]
+    del pool.table.state, pool.table.readers, pool.table.free._stack
     assert pool.counts == counts
     assert writing is not None
     assert reading is not None

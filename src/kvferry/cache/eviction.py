@@ -36,9 +36,6 @@ CONTINUES_SECONDS = 300.0
 """How long a conversation that continues is pinned, where no hint says when it does."""
 CONTINUES_PRIORITY = 50
 
-_SPARE_SHARE, _MOST_SPARE = 64, 4096
-"""Slots freed beyond need where slots are placed: among single ones there are no runs."""
-
 _MOST_VAIN = 64
 """Blocks that should go first and cannot go now, after which the policy is asked."""
 
@@ -95,8 +92,6 @@ class Eviction:
         policy: EvictionPolicyMaker,
         pin_share: float,
         clock: Callable[[], float],
-        *,
-        placed: bool,
     ) -> None:
         self.feeds_below = False
         """Whether what goes from here is copied to a tier below."""
@@ -109,7 +104,6 @@ class Eviction:
         self._first = RankedSlots()
         self.quotas: Quotas | None = None
         """Which tenant owns each slot, where slots belong to tenants."""
-        self._num_spare = min(table.num_slots // _SPARE_SHARE, _MOST_SPARE) if placed else 0
         self._make_policy = policy
         self._residents = Residents(
             num_slots=table.num_slots,
@@ -141,7 +135,6 @@ class Eviction:
         table = self._table
         if self.feed.has_failed:
             self._give_back()
-        count += self._num_spare
         if self.pins.count:
             self._unclaim(self.pins.expire(self._clock()))
         if len(own):

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from kvferry.cache.events import MANY_EVENTS, EventKind, EventLog
 from kvferry.cache.eviction import Eviction
-from kvferry.cache.free_runs import SlotPlacement
 from kvferry.cache.integrity import check_pool
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
 from kvferry.cache.policies.lru import Lru
@@ -64,14 +63,12 @@ class Pool:
         *,
         num_ready: int | None = None,
         pin_share: float = PIN_SHARE,
-        placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
 
         ``policy`` makes the eviction policy; ``clock`` is the time it sees, in seconds. At most
-        ``pin_share`` of the slots are pinned. ``placed`` gives out slots as neighbours, for a
-        medium that is read in runs.
+        ``pin_share`` of the slots are pinned.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
@@ -83,8 +80,8 @@ class Pool:
         self.generation = 0
         """Grows whenever blocks become matchable: an unchanged value means no new hits."""
         self.log = EventLog(clock)
-        self.table = SlotTable(num_slots, self.log, placed=placed)
-        self.eviction = Eviction(self.table, policy, pin_share, clock, placed=placed)
+        self.table = SlotTable(num_slots, self.log)
+        self.eviction = Eviction(self.table, policy, pin_share, clock)
         self.leases: set[Lease] = set()
         """Those that have not ended."""
         self.grow(num_slots if num_ready is None else num_ready)
@@ -148,28 +145,6 @@ class Pool:
         parent = self.table.chains.parent_of(int(lease.slots[0]))
         return self.table.index.key_of(parent) if parent != NO_SLOT else None
 
-    def runs_of(self, keys: Keys) -> tuple[SlotArray, tuple[Key | None, ...]]:
-        """Where runs of blocks that follow each other begin among these, which are here.
-
-        And the key of the block before each of the runs, if that is here.
-        """
-        index = self.table.index
-        slots = index.find(keys)
-        parents = self.table.chains.parents_of(slots)
-        starts = np.flatnonzero(np.append(True, parents[1:] != slots[:-1]))
-        firsts = parents[starts].tolist()
-        before = [index.key_of(slot) if slot != NO_SLOT else None for slot in firsts]
-        return starts, tuple(before)
-
-    def line(self, key: Key, most: int) -> Keys:
-        """The blocks that this one follows, and itself last; at most so many of them."""
-        slots: list[int] = []
-        slot = self.table.index.find_one(key)
-        while slot != NO_SLOT and len(slots) < most:
-            slots.append(slot)
-            slot = self.table.chains.parent_of(slot)
-        return self.table.index.keys_of(np.array(slots[::-1], dtype=np.int64))
-
     # -- claiming -------------------------------------------------------------------------------
 
     def lease(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
@@ -197,7 +172,6 @@ class Pool:
         parent: Key | None = None,
         chained: bool = True,
         found: SlotArray | None = None,
-        placement: SlotPlacement | None = None,
         tenant: int = 0,
         must_stay: bool = False,
     ) -> Lease | None:
@@ -208,9 +182,8 @@ class Pool:
 
         ``parent`` is the key before the first; ``chained=False`` says that the keys do not depend
         on each other. ``found`` is what :meth:`find` returned for these keys, if nothing has
-        changed since. ``placement`` says where the blocks should lie, in a pool that is ``placed``.
-        Where slots belong to tenants, those of the lease are the ``tenant``'s. Those that
-        ``must_stay`` will be pinned: as far as pins fit into their bound, the policy does not
+        changed since. Where slots belong to tenants, those of the lease are the ``tenant``'s. Those
+        that ``must_stay`` will be pinned: as far as pins fit into their bound, the policy does not
         refuse them.
         """
         if keys.has_duplicates():
@@ -242,8 +215,7 @@ class Pool:
         # Chains change below; the policy hears of what happened while they are as they were then.
         eviction.feed.drain()
         positions = missing[: table.free.count]
-        near = placement.at(positions) if placement is not None else None
-        slots = table.free.take(len(positions), near) if len(positions) else NO_SLOTS
+        slots = table.free.take(len(positions)) if len(positions) else NO_SLOTS
         table.state[slots] = WRITING
         if quotas is not None:
             quotas.own(slots, tenant)

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.events import EventKind, EventLog
-from kvferry.cache.free_runs import FreeRuns
 from kvferry.cache.index import Index
 from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError, IntegrityError
@@ -175,8 +174,8 @@ class FreeSlots:
         self._stack[self.count : end] = ascending[::-1]
         self.count = end
 
-    def take(self, count: int, placement: object = None) -> SlotArray:
-        """As many slots, of which there are enough; wherever they are."""
+    def take(self, count: int) -> SlotArray:
+        """As many slots, of which there are enough."""
         self.count -= count
         return self._stack[self.count : self.count + count][::-1].astype(np.int64)
 
@@ -409,7 +408,7 @@ class Conversations:
 class SlotTable:
     """State, readers, key and chain of every slot of a tier. Decides nothing: pools do."""
 
-    def __init__(self, num_slots: int, log: EventLog, *, placed: bool) -> None:
+    def __init__(self, num_slots: int, log: EventLog) -> None:
         self.num_slots = num_slots
         self.log = log
         self.index = Index(num_slots)
@@ -418,7 +417,7 @@ class SlotTable:
         # One more than there are slots: what NO_SLOT names is never cached.
         self.state = np.full(num_slots + 1, UNREADY, dtype=np.int8)
         self.readers = np.zeros(num_slots, dtype=np.int32)
-        self.free: FreeRuns | FreeSlots = FreeRuns(num_slots) if placed else FreeSlots(num_slots)
+        self.free = FreeSlots(num_slots)
         self.num_idle = 0
         """Cached slots that no lease and no pin claims."""
         self.num_doomed = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.events import EventKind, EventLog
-from kvferry.cache.free_runs import SlotPlacement
 from kvferry.cache.index import Index
 from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
@@ -37,18 +35,10 @@ log = logging.getLogger(__name__)
 
 Flags = npt.NDArray[np.bool_]
 
-Runs = tuple[SlotArray, tuple[Key | None, ...]]
-"""Where runs of blocks that follow each other begin, and the key before each (``Pool.runs_of``)."""
-
 REMEMBER_SECONDS = 10.0
 REMEMBER_KEYS = 1 << 17
 
 _NEVER = float("-inf")
-_FIRST = np.zeros(1, dtype=np.int64)
-
-_MOST_AWAITED = 1 << 14
-"""So many runs are remembered whose beginning is not on the tier yet."""
-
 _RESTORE_BLOCKS = 4096
 """So many blocks at a time are restored. Blocks written together are mostly one conversation; the
 first of them are its beginning and are evicted last."""
@@ -79,16 +69,6 @@ class Presence(NamedTuple):
         """The same of a part of the keys."""
         readable, known, unknown, slots = self
         return Presence(readable[where], known[where], unknown[where], slots[where])
-
-
-class WriteOrder(NamedTuple):
-    """Blocks to copy down: a chain behind ``parent``, or blocks among which ``runs`` are."""
-
-    keys: Keys
-    parent: Key | None = None
-    chained: bool = False
-    runs: Runs | None = None
-    tenant: int = 0
 
 
 class LowerTier(ABC):
@@ -138,10 +118,19 @@ class LowerTier(ABC):
         """Claim the slots of blocks that a lookup has just found readable, where it has slots."""
 
     @abstractmethod
-    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, Lease | None] | None:
+    def reserve(
+        self,
+        keys: Keys,
+        now: float,
+        *,
+        parent: Key | None = None,
+        chained: bool = False,
+        tenant: int = 0,
+    ) -> tuple[SlotArray, Lease | None] | None:
         """Claim room for the blocks that the tier lacks: their positions, and slots if it has any.
 
-        None where it lacks none of them or has no room.
+        They are a tenant's, and a chain behind ``parent`` or blocks by themselves. None where it
+        lacks none of them or has no room.
         """
 
     def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  not slot tiers
@@ -179,7 +168,6 @@ class SlotTier(LowerTier):
         super().__init__(name, write)
         self.pool = pool
         self.log = pool.log
-        self._placement = RunPlacement(pool)
         self.num_restored = 0
         """Blocks that were here from an earlier life."""
         self._ranks: list[Opened | None] = []
@@ -251,21 +239,17 @@ class SlotTier(LowerTier):
     def read(self, slots: SlotArray) -> Lease:
         return self.pool.claim(slots)
 
-    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, Lease] | None:
-        keys, parent, chained, runs, tenant = order
-        placement = None
-        if runs is None and chained:
-            runs = (_FIRST, (parent,))
-        if runs is not None and len(keys):
-            placement = self._placement.wish(keys, runs, grows_down=not chained)
-        lease = self.pool.reserve(
-            keys, parent=parent, chained=chained, placement=placement, tenant=tenant
-        )
-        if lease is None:
-            return None
-        if runs is not None and not chained:
-            self._placement.note(keys, runs, lease)
-        return lease.positions, lease
+    def reserve(
+        self,
+        keys: Keys,
+        now: float,
+        *,
+        parent: Key | None = None,
+        chained: bool = False,
+        tenant: int = 0,
+    ) -> tuple[SlotArray, Lease] | None:
+        lease = self.pool.reserve(keys, parent=parent, chained=chained, tenant=tenant)
+        return None if lease is None else (lease.positions, lease)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
@@ -274,7 +258,6 @@ class SlotTier(LowerTier):
             self.log.append(EventKind.FOUND, keys=keys.take(here))
 
     def reset(self) -> None:
-        self._placement.clear()
         self.pool.reset()
 
 
@@ -310,11 +293,11 @@ class KeyedTier(LowerTier):
     def read(self, slots: SlotArray) -> None:
         return None
 
-    def reserve(self, order: WriteOrder, now: float) -> tuple[SlotArray, None] | None:
-        positions = np.flatnonzero(~self.known(order.keys, now))[: self._answers.capacity]
+    def reserve(self, keys: Keys, now: float, **_: object) -> tuple[SlotArray, None] | None:
+        positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
         if not len(positions):
             return None
-        self._answers.note_sent(order.keys.take(positions))
+        self._answers.note_sent(keys.take(positions))
         return positions, None
 
     def answered(self, keys: Keys, there: Flags, now: float) -> None:
@@ -368,7 +351,7 @@ def lower_tier(
     if num_places is None:
         return KeyedTier(name, write)
     total = num_places * (len(recovered) if is_shared else 1)
-    pool = Pool(total, policy, placed=True, num_ready=0 if None in recovered else total)
+    pool = Pool(total, policy, num_ready=0 if None in recovered else total)
     tier = SlotTier(name, pool, write)
     try:
         tier.open_all(recovered, is_shared=is_shared)
@@ -449,51 +432,3 @@ class AnswerCache:
     def _drop(self, slots: SlotArray) -> None:
         self._index.remove(slots)
         self._used[slots] = False
-
-
-class RunPlacement:
-    """Places the blocks of each conversation next to each other on a slot tier.
-
-    ::
-
-        spilled      ends before beginnings: each piece goes right before the one that follows it
-        stored       beginnings before ends: each piece goes right behind the one before it
-
-    Owns which pieces wait for their beginnings, and where those should go.
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._awaited: OrderedDict[Key, int] = OrderedDict()  # the slot after, by the key to come
-
-    def clear(self) -> None:
-        self._awaited.clear()
-
-    def wish(self, keys: Keys, runs: Runs, *, grows_down: bool) -> SlotPlacement:
-        """Right before the block that follows a run, or right behind the one it follows."""
-        starts, before = runs
-        lengths = np.diff(np.append(starts, len(keys)))
-        numbers = np.repeat(np.arange(len(starts)), lengths)
-        wanted = np.full(len(keys), NO_SLOT, dtype=np.int64)
-        pieces = zip(starts.tolist(), lengths.tolist(), before, strict=True)
-        for start, length, parent in pieces:
-            after = self._awaited.pop(keys[start + length - 1], None) if grows_down else None
-            if after is not None:
-                wanted[start : start + length] = np.arange(after - length, after)
-            elif parent is not None:
-                slot = self._pool.slot_of(parent)
-                if slot != NO_SLOT:
-                    wanted[start : start + length] = np.arange(slot + 1, slot + 1 + length)
-        return SlotPlacement(wanted, numbers, grows_down)
-
-    def note(self, keys: Keys, runs: Runs, lease: Lease) -> None:
-        """These got slots: the block before each run, if still to come, should lie before it."""
-        starts, before = runs
-        at = np.searchsorted(lease.positions, starts)
-        for position, start, parent in zip(at.tolist(), starts.tolist(), before, strict=True):
-            if parent is None or position >= len(lease) or lease.positions[position] != start:
-                continue
-            if self._pool.slot_of(parent) == NO_SLOT:
-                self._awaited[parent] = lease.slots.item(position)
-        while len(self._awaited) > _MOST_AWAITED:
-            self._awaited.popitem(last=False)

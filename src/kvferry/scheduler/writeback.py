@@ -23,7 +23,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
-from kvferry.scheduler.tier import LowerTier, Move, WriteMode, WriteOrder
+from kvferry.scheduler.tier import LowerTier, Move, WriteMode
 from kvferry.scheduler.transfers import Transfers
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, TierName, TransferId
@@ -35,10 +35,6 @@ _CLEAN_SHARE = 8
 
 _CLEAN_SECONDS = 0.1
 """How often the coldest slots are searched again while nothing was stored, evicted or ended."""
-
-_WHOLE_BLOCKS = 256
-_WHOLE_SHARE = 32
-"""So many more blocks, and at most one slot in so many, are spilled with a conversation's end."""
 
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 30.0
 """How long nothing is spilled to a tier after a transfer to it has failed."""
@@ -92,7 +88,6 @@ class Writeback:
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
         )
-        self._most_more = min(_WHOLE_BLOCKS, host.num_slots // _WHOLE_SHARE)
         self._num_reserved = host.num_reserved
         self._num_changes = 0  # moves that ended, and tiers that went or came back
         self._clean = (-1, -1, -1)  # the state in which nothing was left to spill
@@ -177,7 +172,7 @@ class Writeback:
             admits = self._admits(tier, keys)
             if not admits.all():
                 going = keys[: int(admits.argmin())] if chained else keys.take(admits)
-            self._send(tier, WriteOrder(going, parent, chained))
+            self._send(tier, going, parent, chained=chained)
         if chained and self._early:
             self._send_early(keys)
 
@@ -212,23 +207,10 @@ class Writeback:
             self._clean, self._clean_until = state, now + _CLEAN_SECONDS
 
     def _spill_to(self, tier: LowerTier, wanted: int, now: float) -> bool:
-        coldest = self._host.eviction.coldest(wanted + self._most_more)
-        lacks = ~tier.known(coldest, now)
-        num_asked = int(np.count_nonzero(lacks[:wanted]))
+        coldest = self._host.eviction.coldest(wanted)
+        missing = coldest.take(~tier.known(coldest, now))
         # Not chained: here ends come before beginnings, the order in which they should be evicted.
-        missing = coldest.take(lacks)[::-1]
-        if num_asked:
-            admits = self._admits(tier, missing)
-            num_asked = int(np.count_nonzero(admits[-num_asked:]))
-            missing = missing.take(admits)
-        if not num_asked:
-            return False
-        starts, before = self._host.runs_of(missing)
-        # The rest of a run that was begun is as cold, and should lie next to it.
-        first = int(np.searchsorted(starts, len(missing) - num_asked, side="right")) - 1
-        cut = starts.item(first)
-        runs = (starts[first:] - cut, before[first:])
-        return self._send(tier, WriteOrder(missing[cut:], runs=runs))
+        return self._send(tier, missing.take(self._admits(tier, missing))[::-1])
 
     # -- while idle, and at close ---------------------------------------------------------------
 
@@ -283,9 +265,7 @@ class Writeback:
     def _flush_to(self, tier: LowerTier, keys: Keys, now: float) -> None:
         wanted = self._host.cached(keys) & ~tier.known(keys, now)
         wanted[wanted] = self._admits(tier, keys.take(wanted))
-        if np.count_nonzero(wanted):
-            keys = keys.take(wanted)
-            self._send(tier, WriteOrder(keys, runs=self._host.runs_of(keys)))
+        self._send(tier, keys.take(wanted))
 
     def _flush_tier(self) -> LowerTier | None:
         for tier in self._tiers:
@@ -316,27 +296,35 @@ class Writeback:
 
     # -- sending --------------------------------------------------------------------------------
 
-    def _send(self, tier: LowerTier, order: WriteOrder) -> bool:
-        keys = order.keys
+    def _send(
+        self, tier: LowerTier, keys: Keys, parent: Key | None = None, *, chained: bool = False
+    ) -> bool:
+        """Order these blocks down, each as its tenant's; whether any of them goes."""
+        if not len(keys):
+            return False
         owners = self._host.eviction.tenants_of(keys)
-        if owners is None or not len(keys):
-            return self._send_one(tier, order)
-        tenant = int(owners[0])  # blocks stored together, as a chain, are one tenant's
-        if order.chained or not np.count_nonzero(owners != tenant):
-            return self._send_one(tier, order._replace(tenant=tenant))
+        if owners is None or chained:  # blocks stored together, as a chain, are one tenant's
+            tenant = 0 if owners is None else int(owners[0])
+            return self._send_one(tier, keys, parent, chained=chained, tenant=tenant)
         has_sent = False
         for tenant in np.unique(owners).tolist():
-            part = keys.take(owners == tenant)
-            runs = self._host.runs_of(part) if order.runs is not None else None
-            has_sent |= self._send_one(tier, WriteOrder(part, runs=runs, tenant=tenant))
+            has_sent |= self._send_one(tier, keys.take(owners == tenant), tenant=tenant)
         return has_sent
 
-    def _send_one(self, tier: LowerTier, order: WriteOrder) -> bool:
-        room = tier.reserve(order, self._clock())
+    def _send_one(
+        self,
+        tier: LowerTier,
+        keys: Keys,
+        parent: Key | None = None,
+        *,
+        chained: bool = False,
+        tenant: int,
+    ) -> bool:
+        room = tier.reserve(keys, self._clock(), parent=parent, chained=chained, tenant=tenant)
         if room is None:
             return False
         positions, writing = room
-        going = order.keys.take(positions)
+        going = keys.take(positions)
         reading = self._host.lease(going, Purpose.COPY)
         assert reading is not None
         transfer_id = self._transfers.move(HOST, tier.name, going, reading, writing)

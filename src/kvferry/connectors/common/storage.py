@@ -26,7 +26,7 @@ from kvferry.cache.slots import Lease
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import LowerTier, SlotTier, WriteMode, WriteOrder, lower_tier
+from kvferry.scheduler.tier import LowerTier, SlotTier, WriteMode, lower_tier
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Addresses,
@@ -170,7 +170,7 @@ class Storage:
         now = time.monotonic()
         for level in self._healthy():
             job.ok |= level.blocks.known(keys, now)
-            reserved = level.blocks.reserve(WriteOrder(keys), now)
+            reserved = level.blocks.reserve(keys, now)
             if reserved is not None:
                 positions, lease = reserved
                 self._move(level, Way.WRITE, job, keys, positions, lease, addresses)
