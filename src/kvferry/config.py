@@ -50,18 +50,17 @@ from kvferry.settings.kinds import (
     SIZE_OR_ZERO,
     Auto,
     Kind,
+    has_key,
     one_of,
     optional,
     or_auto,
     read_file,
     read_file_name,
+    read_key,
     read_secret,
 )
 from kvferry.settings.tiers import (
-    KEY_ENV,
-    REMOTE_KEY_ENV,
-    DiskSettings,
-    RemoteSettings,
+    RemoteAddress,
     TierSpec,
     join_tiers,
     read_directories,
@@ -75,8 +74,11 @@ _LONGEST_PATH = 300
 
 ENV_PREFIX = "KVFERRY_"
 
+DISK_KEY_ENV, REMOTE_KEY_ENV = "KVFERRY_DISK_KEY", "KVFERRY_REMOTE_KEY"
+"""Hold the keys as base64 where no file does. They are no settings: they are never shown."""
+
 # The file's name, the keys to encrypt with, the copies' debug switch, the tests' own switches.
-_NOT_A_SETTING = re.compile(rf"({KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
+_NOT_A_SETTING = re.compile(rf"({DISK_KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
 
 # Kubernetes puts these into every pod for each service of its namespace. Beside a service that is
 # called kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting.
@@ -194,7 +196,7 @@ LOG_LEVEL = one_of("debug", "info", "warning", "error", "critical")
 FILE_NAME = optional(Kind("PATH", read_file_name))
 POLICY = Kind(ACCEPTS, read_policy)
 SECRET = optional(Kind("text or file:PATH", read_secret, lambda secret: "(not shown)"))
-STORE = optional(Kind("URL", lambda name, value: str(read_remote(name, value))))
+STORE = optional(Kind("URL", read_remote))
 TENANTS = Kind("NAME=SHARE, ...|none", read_tenants, _list_of)
 TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
 
@@ -238,7 +240,7 @@ class Config:
     tiers: tuple[TierSpec, ...] = setting((), TIERS)
     """Tiers below host memory and below the disk, nearest first. memory:SIZE and memory-by-key:SIZE
     are ordinary memory, for each rank. package.module:factory is a tier of your own."""
-    remote: str | None = setting(None, STORE, basic=True)
+    remote: RemoteAddress | None = setting(None, STORE, basic=True)  # noqa: RUF009
     """A store that servers share, below all tiers: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
     az://CONTAINER/PREFIX, file:///DIRECTORY or mooncake://MASTER:PORT."""
     remote_admission: str = setting("all", ADMISSION)
@@ -323,39 +325,24 @@ class Config:
                 "the port could drop every block; give one (file:PATH of a file with it will do)"
             )
         join_tiers(self.disk, self.tiers, self.remote)  # refuses names that are taken
-        _ = self.remote_settings  # refuses settings that do not go together
 
     @property
     def all_tiers(self) -> tuple[TierSpec, ...]:
         """The tiers below host memory, nearest first: the disk, ``tiers``, the shared store."""
         return join_tiers(self.disk, self.tiers, self.remote)
 
-    @property
-    def remote_settings(self) -> RemoteSettings | None:
-        """The settings for the tier in a shared store; None without one."""
-        if self.remote is None:
-            return None
-        address = read_remote("remote", self.remote)
-        return RemoteSettings(
-            address,
-            self.remote_key_file,
-            self.remote_mode == "read-only",
-        )
+    def disk_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
+        """The key to encrypt with on disk; None without one. ConfigError where it is unusable."""
+        return read_key("disk_key_file", self.disk_key_file, DISK_KEY_ENV, env)
 
-    @property
-    def disk_settings(self) -> DiskSettings | None:
-        """The settings for the tier on disk; None without one."""
-        if not self.disk:
-            return None
-        return DiskSettings(
-            directories=self.disk,
-            size=self.disk_size,
-            keep_free=self.disk_keep_free,
-            for_others=self.disk_other_models_share,
-            deadline=self.disk_deadline,
-            key_file=self.disk_key_file,
-            start_deadline=self.disk_start_deadline,
-        )
+    def remote_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
+        """The key that all servers of the shared store have; None without one."""
+        return read_key("remote_key_file", self.remote_key_file, REMOTE_KEY_ENV, env)
+
+    def spare_bytes(self, slot_bytes: int) -> int:
+        """Bytes needed behind every host slot of this size, for the shared store."""
+        is_sealed = has_key(self.remote_key_file, REMOTE_KEY_ENV)
+        return self.remote.spare_bytes(slot_bytes, is_sealed=is_sealed) if self.remote else 0
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Config:

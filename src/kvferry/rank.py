@@ -90,11 +90,10 @@ def tier_setup(
             store_fingerprint(contents.namespace, (num_ranks, engine)) for engine in engines
         ),
         label=contents.namespace.model,
-        disk=config.disk_settings,
         shared_namespace=store_fingerprint(
             contents.namespace, num_ranks, formats, slot_bytes, rank, contents.weights
         ),
-        remote=config.remote_settings,
+        config=config,
     )
 
 
@@ -328,8 +327,7 @@ def slot_layout(layouts: Sequence[GroupLayout], config: Config | None = None) ->
 
 
 def _spare_bytes(layouts: Sequence[GroupLayout], config: Config | None) -> int:
-    remote = config.remote_settings if config is not None else None
-    return remote.spare_bytes(_slot_bytes(layouts)) if remote is not None else 0
+    return config.spare_bytes(_slot_bytes(layouts)) if config is not None else 0
 
 
 def _slot_bytes(layouts: Sequence[GroupLayout]) -> int:

@@ -16,10 +16,11 @@ from obstore.store import AzureStore, LocalStore, S3Store
 from tests.fakes import s3_servers
 from tests.fakes.crafted_keys import keys
 
+from kvferry.config import Config
 from kvferry.core.quantities import KiB
 from kvferry.hostmem.memory import SharedMemory, SlotLayout
 from kvferry.hostmem.slots import Chunks, HostTier
-from kvferry.settings.tiers import SPARE_BYTES, RemoteSettings, read_remote
+from kvferry.settings.tiers import SPARE_BYTES
 from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier, open_remote
@@ -88,9 +89,7 @@ def open_s3(
         label="a-model",
         shared_namespace=namespace or secrets.token_bytes(32),
     )
-    if settings:
-        store = read_remote("remote", setup.options)
-        setup = replace(setup, remote=RemoteSettings(store, **settings))
+    setup = replace(setup, config=Config(**settings))
     with environment(credentials):
         tier = open_remote(setup)
     end = time.monotonic() + LONG

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from tests.fakes import mooncake_store, remote, s3_servers
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.remote import SIZE, Store
 
-from kvferry.config import Config
+from kvferry.config import REMOTE_KEY_ENV, Config
 from kvferry.errors import ConfigError
-from kvferry.settings.tiers import REMOTE_KEY_ENV, RemoteSettings, read_remote
+from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.remote.objects import AesSealer, ObjectFormat, open_sealer
 from kvferry.tiers.remote.tier import open_remote
@@ -198,12 +199,10 @@ def test_the_key_comes_from_a_file_or_the_environment_and_is_shown_nowhere(tmp_p
     file.touch(0o600)
     file.write_bytes(secret)
     config = Config.from_dict({"remote": "s3://bucket", "remote_key_file": str(file)})
-    assert config.remote_settings == RemoteSettings(read_remote("remote", "s3://bucket"), str(file))
-    assert config.remote_settings.read_key({}) == secret
+    assert config.remote_key({}) == secret
     env = {"KVFERRY_REMOTE": "s3://bucket", REMOTE_KEY_ENV: base64.b64encode(secret).decode()}
     config = Config.from_env(env)
-    assert config.remote_settings is not None
-    assert config.remote_settings.read_key(env) == secret
+    assert config.remote_key(env) == secret
     assert env[REMOTE_KEY_ENV] not in repr(config)
 
 
@@ -211,20 +210,25 @@ def test_a_key_that_cannot_be_used_is_refused_before_anything_is_shared(tmp_path
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_bytes(b"short")
-    settings = RemoteSettings(read_remote("remote", "s3://bucket"), str(file))
-    setup = TierSetup(TierName("remote"), SIZE, shared_namespace=bytes(32), remote=settings)
+    setup = TierSetup(
+        TierName("remote"),
+        SIZE,
+        options="s3://bucket",
+        shared_namespace=bytes(32),
+        config=Config(remote_key_file=str(file)),
+    )
     with pytest.raises(ConfigError, match=r"remote_key_file: .* holds no key: give 32 random"):
         open_remote(setup)
 
 
 def test_what_is_encrypted_is_not_worked_on_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = RemoteSettings(read_remote("remote", "mooncake://m:1"))
-    assert settings.spare_bytes(1 << 20) > 0
-    assert settings.spare_bytes(1 << 10) == 0, "a small block would lose much to its page"
+    config = Config.from_dict({"remote": "mooncake://m:1"})
+    assert config.spare_bytes(1 << 20) > 0
+    assert config.spare_bytes(1 << 10) == 0, "a small block would lose much to its page"
     for address in ("mooncake://m:1?protocol=rdma", "mooncake://m:1?in_place=no", "s3://bucket"):
-        assert RemoteSettings(read_remote("remote", address)).spare_bytes(1 << 20) == 0
+        assert Config.from_dict({"remote": address}).spare_bytes(1 << 20) == 0
+    assert replace(config, remote_key_file="/k").spare_bytes(1 << 20) == 0
     monkeypatch.setenv(REMOTE_KEY_ENV, base64.b64encode(KEY).decode())
-    assert settings.spare_bytes(1 << 20) == 0
-    assert RemoteSettings(settings.address, key_file="/k").spare_bytes(1 << 20) == 0
+    assert config.spare_bytes(1 << 20) == 0
     with pytest.raises(ConfigError, match="in_place: expected yes or no"):
         read_remote("remote", "mooncake://m:1?in_place=perhaps")

@@ -121,7 +121,7 @@ def test_a_server_that_only_reads_never_writes(door: s3_servers.Door, open_store
     store = open_store(door.endpoint)
     store.write(ALL)
     door.refuses = {"PUT": 418, "POST": 418, "DELETE": 418}
-    reader = open_store(door.endpoint, store.objects.namespace, is_read_only=True)
+    reader = open_store(door.endpoint, store.objects.namespace, remote_mode="read-only")
     reader.rows[:] = store.rows
     reader.wait(lambda: not reader.tier.ailment)
     assert reader.reads(ALL) == [True] * 8
@@ -146,7 +146,9 @@ def test_a_store_without_a_revision_is_warned_of(
 def test_the_doctor_says_what_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.tiers.remote.tier.OPEN_SECONDS", remote.LONG)
     door = s3_servers.Door(s3_servers.server("rclone"))
-    config = Config(remote=f"s3://{s3_servers.BUCKET}/doctor?endpoint={door.endpoint}")
+    config = Config.from_dict(
+        {"remote": f"s3://{s3_servers.BUCKET}/doctor?endpoint={door.endpoint}"}
+    )
     everything = dict.fromkeys(("PUT", "GET", "HEAD"), 403)
     for refuses, grade, words in (
         ({}, Grade.OK, "can be opened"),

@@ -12,6 +12,7 @@ from tests.fakes import remote, s3_servers
 
 from kvferry.config import Config
 from kvferry.errors import TransferError
+from kvferry.settings.tiers import read_remote
 from kvferry.tools.demo.engine import Engine, Offloader, Runner, serve
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
@@ -83,7 +84,9 @@ def answers_of(
     so every turn looks for its beginning in the store.
     """
     config = Config(
-        remote=f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}",
+        remote=read_remote(
+            "remote", f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}"
+        ),
         tier_write="through",
         load_policy="always",
         lookup_deadline=deadline,

@@ -16,9 +16,8 @@ import pytest
 import yaml
 from tests.fakes.metrics_page import FIGURES
 
-from kvferry.config import Config, describe
+from kvferry.config import DISK_KEY_ENV, Config, describe
 from kvferry.core.quantities import parse_size
-from kvferry.settings.tiers import KEY_ENV
 from kvferry.telemetry.catalog import Label, Metric, MetricKind, catalog
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +184,7 @@ def size(text: str) -> int:
 def config_of(container: dict[str, Any]) -> Config:
     """Its settings; the disk's key is none, and comes from a secret."""
     env = {item["name"]: item.get("value") for item in container["env"]}
-    assert env.pop(KEY_ENV, None) is None
+    assert env.pop(DISK_KEY_ENV, None) is None
     ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
     assert set(ours) <= {setting.env for setting in describe()}
     return Config.from_env(ours)
@@ -233,7 +232,7 @@ def test_blocks_and_models_are_kept_on_claims():
     claim = size(claims[places[directory]]["spec"]["resources"]["requests"]["storage"])
     assert config.disk_size + config.disk_keep_free < 0.95 * claim, "file systems need room, too"
     assert config.tier_write == "through", "or a restart finds only what was evicted before"
-    (key,) = [item for item in CONTAINER["env"] if item["name"] == KEY_ENV]
+    (key,) = [item for item in CONTAINER["env"] if item["name"] == DISK_KEY_ENV]
     assert key["valueFrom"]["secretKeyRef"]["optional"], "encryption is optional"
 
 
@@ -251,8 +250,8 @@ def test_the_fleets_servers_find_its_master_and_fit_their_pods():
     (master,) = FLEET_PODS["Deployment"]["spec"]["containers"]
     assert server["image"] == master["image"]
     config = config_of(server)
-    assert config.remote_settings is not None
-    address = config.remote_settings.address
+    address = config.remote
+    assert address is not None
     name, port = address.place.split(":")
     service = FLEET["Service", name]["spec"]
     (rpc,) = service["ports"]

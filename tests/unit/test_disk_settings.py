@@ -14,12 +14,10 @@ import pytest
 from tests.fakes import tiers as fakes
 
 import kvferry
-from kvferry.config import Config, show
+from kvferry.config import DISK_KEY_ENV, Config, show
 from kvferry.core.identity import Namespace
-from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
 from kvferry.rank import Contents, tier_setup
-from kvferry.settings.tiers import KEY_ENV, DiskSettings
 from kvferry.tiers.contract import TierSetup
 from kvferry.transfer.layout import describe as layout_of
 from kvferry.types import Rank
@@ -29,7 +27,7 @@ SPACE = Namespace(model="m", dtype="f4", layout="l", geometry="g", block_tokens=
 
 @pytest.fixture(autouse=True)
 def nothing_opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(KEY_ENV, raising=False)
+    monkeypatch.delenv(DISK_KEY_ENV, raising=False)
     fakes.opened.clear()
     yield
     fakes.opened.clear()
@@ -77,20 +75,20 @@ def test_what_cannot_be_used_is_refused_by_name(settings: dict[str, Any], words:
     assert words in str(refused.value)
 
 
-def settings(path: object = None) -> DiskSettings:
-    return DiskSettings(("/a",), GiB, key_file=None if path is None else str(path))
+def settings(path: object = None) -> Config:
+    return Config(disk_key_file=None if path is None else str(path))
 
 
 def test_a_key_comes_from_the_file_or_else_from_the_environment(tmp_path: Path) -> None:
     key, other = os.urandom(32), os.urandom(32)
-    env = {KEY_ENV: base64.b64encode(other).decode() + "\n"}
+    env = {DISK_KEY_ENV: base64.b64encode(other).decode() + "\n"}
     file = tmp_path / "key"
     file.touch(0o600)
-    assert settings().read_key({}) is None
-    assert settings().read_key(env) == other
+    assert settings().disk_key({}) is None
+    assert settings().disk_key(env) == other
     for content in (key, base64.b64encode(key) + b"\n"):
         file.write_bytes(content)
-        assert settings(file).read_key(env) == key
+        assert settings(file).disk_key(env) == key
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 44, b"A" * 4096, b"\xff" * 31])
@@ -99,7 +97,7 @@ def test_a_key_that_cannot_be_used_is_refused_and_not_shown(tmp_path: Path, cont
     file.touch(0o600)
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="holds no key: give 32 random bytes") as refused:
-        settings(file).read_key({})
+        settings(file).disk_key({})
     assert "xxxx" not in str(refused.value)
 
 
@@ -108,13 +106,13 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
     file.write_bytes(bytes(32))
     file.chmod(0o604)
     with pytest.raises(ConfigError, match="can be read or changed by others: chmod 600"):
-        settings(file).read_key({})
+        settings(file).disk_key({})
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        settings(tmp_path / "none").read_key({})
+        settings(tmp_path / "none").disk_key({})
     with pytest.raises(ConfigError, match="is no file"):
-        settings(tmp_path).read_key({})
-    with pytest.raises(ConfigError, match=f"{KEY_ENV} holds no key"):
-        settings().read_key({KEY_ENV: "secret"})
+        settings(tmp_path).disk_key({})
+    with pytest.raises(ConfigError, match=f"{DISK_KEY_ENV} holds no key"):
+        settings().disk_key({DISK_KEY_ENV: "secret"})
 
 
 def told(contents: Contents, rank: int = 0, num_ranks: int = 1, tokens: int = 16) -> TierSetup:
@@ -128,7 +126,6 @@ def test_a_store_is_named_by_everything_that_decides_its_bytes() -> None:
     assert same.namespace == told(Contents(replace(SPACE))).namespace
     assert len(same.namespace) == 32
     assert same.label == "m"
-    assert same.disk is not None
     others = [
         told(Contents(replace(SPACE, revision="2"))),
         told(Contents(replace(SPACE, dtype="f2"))),
@@ -154,7 +151,7 @@ def test_a_disk_needs_the_contents_of_its_blocks() -> None:
     layout = layout_of([np.zeros((4, 2, 16, 8), np.float32)], block_axis=0)
     with pytest.raises(ConfigError, match=r"contents=Contents\(namespace\)"):
         tier_setup(Config(disk=("/a",)), [layout], None)
-    assert tier_setup(Config(), [layout], None).disk is None
+    tier_setup(Config(), [layout], None)
 
 
 def test_a_disk_without_a_revision_is_warned_of(

@@ -16,11 +16,10 @@ from click.testing import CliRunner
 from tests.fakes.driver import FakeDriver
 from tests.fakes.endpoint import FakeEndpoint
 
-from kvferry.config import Config
+from kvferry.config import DISK_KEY_ENV, Config
 from kvferry.core.quantities import GiB, MiB
 from kvferry.errors import ConfigError, DriverError
 from kvferry.hostmem.limits import Machine
-from kvferry.settings.tiers import KEY_ENV
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.doctor import checks as environment
 from kvferry.tools.doctor import drive
@@ -65,7 +64,7 @@ def machine(files: Mapping[str, str] | None = None, memlock: int | None = None, 
 
 
 def keyed(key: str) -> Machine:
-    env: dict[str, Any] = {KEY_ENV: key}
+    env: dict[str, Any] = {DISK_KEY_ENV: key}
     return machine(**env)
 
 

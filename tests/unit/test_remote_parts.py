@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_say_what_its_blocks_are_is_refused() -> None:
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (spec,) = Config(remote="s3://bucket").all_tiers
+    (spec,) = Config.from_dict({"remote": "s3://bucket"}).all_tiers
     setup = TierSetup(TierName("remote"), 64, options=spec.options, shared_namespace=bytes(32))
     with pytest.raises(ConfigError, match=r"remote: s3://bucket .* needs obstore .*\.\[s3\]"):
         open_tier(spec, setup)

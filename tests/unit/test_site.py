@@ -11,10 +11,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from kvferry.config import describe
+from kvferry.config import DISK_KEY_ENV, REMOTE_KEY_ENV, describe
 from kvferry.scheduler.journal import Reason
 from kvferry.settings.eviction import POLICIES
-from kvferry.settings.tiers import KEY_ENV, REMOTE_KEY_ENV, STORE_KINDS
+from kvferry.settings.tiers import STORE_KINDS
 from kvferry.telemetry.catalog import catalog
 from kvferry.telemetry.endpoint import ACTIONS
 from kvferry.tools.cli.commands import kvferry as cli
@@ -61,7 +61,7 @@ def test_settings_named_exist(text):
     named = set(re.findall(r"`(\w+) = ", text))
     assert named <= known, named - known
     variables = set(re.findall(r"KVFERRY_[A-Z_]+", text)) - {"KVFERRY_PORT"}
-    keys = {KEY_ENV, REMOTE_KEY_ENV}  # secrets, which are no settings
+    keys = {DISK_KEY_ENV, REMOTE_KEY_ENV}  # secrets, which are no settings
     assert variables <= {setting.env for setting in describe()} | keys
 
 

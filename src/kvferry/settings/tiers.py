@@ -21,35 +21,10 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from kvferry.core.quantities import FACTORY, format_size, nearest, parse_size, quoted, shown
 from kvferry.errors import ConfigError
-from kvferry.settings.kinds import has_key, read_file_name, read_key, split_list
+from kvferry.settings.kinds import read_file_name, split_list
 from kvferry.types import DEVICE, HOST, TierName
 
-KEY_ENV = "KVFERRY_DISK_KEY"
-"""Holds the key as base64 where no file does. It is no setting: it is never shown."""
-
 _MOST_DIRECTORIES = 16
-
-
-@dataclass(frozen=True)
-class DiskSettings:
-    """The settings of the disk, checked.
-
-    ``size`` bounds everything under ``directories``, whichever model wrote it; ``keep_free`` stays
-    free on each file system. ``for_others`` is the share of ``size`` left to other models that
-    wrote lately.
-    """
-
-    directories: tuple[str, ...]
-    size: int
-    keep_free: int = 0
-    for_others: float = 0.0
-    deadline: float = 10.0
-    key_file: str | None = None
-    start_deadline: float = 5.0
-
-    def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
-        """The key to encrypt with; None without one. ConfigError where it cannot be used."""
-        return read_key("disk_key_file", self.key_file, KEY_ENV, env)
 
 
 def read_directories(name: str, value: object) -> tuple[str, ...]:
@@ -66,9 +41,6 @@ def read_directories(name: str, value: object) -> tuple[str, ...]:
                 )
     return tuple(paths)
 
-
-REMOTE_KEY_ENV = "KVFERRY_REMOTE_KEY"
-"""Holds the key as base64 where no file does. It is no setting: it is never shown."""
 
 S3, GOOGLE, AZURE, FILES, MOONCAKE = "s3", "gs", "az", "file", "mooncake"
 STORE_KINDS = (S3, GOOGLE, AZURE, FILES, MOONCAKE)
@@ -120,33 +92,16 @@ class RemoteAddress:
         query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
         return f"{self.kind}://{self.place}{path}{query}"
 
-    @property
-    def works_in_place(self) -> bool:
-        """Whether blocks go from and into host slots without another copy.
+    def spare_bytes(self, slot_bytes: int, *, is_sealed: bool) -> int:
+        """Bytes needed behind every host slot of this size, if blocks go from and into the slots.
 
-        Not with RDMA: a write of the card cannot be stopped once its call was given up.
+        Not with RDMA: a write of the card cannot be stopped once its call was given up. Not where
+        blocks are encrypted: what is encrypted is a copy.
         """
         is_tcp = self.options.get("protocol", "tcp") == "tcp"
-        return self.kind == MOONCAKE and is_tcp and self.options.get("in_place", "yes") == "yes"
-
-
-@dataclass(frozen=True)
-class RemoteSettings:
-    """The settings of the shared store, checked."""
-
-    address: RemoteAddress
-    key_file: str | None = None
-    is_read_only: bool = False
-
-    def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
-        """The key that all servers have; None without one. ConfigError where it is unusable."""
-        return read_key("remote_key_file", self.key_file, REMOTE_KEY_ENV, env)
-
-    def spare_bytes(self, slot_bytes: int) -> int:
-        """Bytes needed behind every host slot of this size; none where it works on copies."""
-        in_place = self.address.works_in_place and slot_bytes >= _LEAST_IN_PLACE
-        has_copy = has_key(self.key_file, REMOTE_KEY_ENV)  # what is encrypted is a copy
-        return SPARE_BYTES if in_place and not has_copy else 0
+        in_place = is_tcp and self.options.get("in_place", "yes") == "yes" and not is_sealed
+        works = self.kind == MOONCAKE and in_place and slot_bytes >= _LEAST_IN_PLACE
+        return SPARE_BYTES if works else 0
 
 
 def read_remote(name: str, value: object) -> RemoteAddress:
@@ -292,7 +247,7 @@ def _default_name(kind: str) -> str:
 
 
 def join_tiers(
-    disk: Sequence[str], tiers: Sequence[TierSpec], remote: str | None
+    disk: Sequence[str], tiers: Sequence[TierSpec], remote: RemoteAddress | None
 ) -> tuple[TierSpec, ...]:
     """All tiers that the settings name, nearest first. ConfigError where two have one name."""
     joined = list(tiers)
@@ -300,7 +255,8 @@ def join_tiers(
         factory = "kvferry.tiers.disk.tier:open_disk"
         joined.insert(0, TierSpec(DISK, DISK, ", ".join(disk), factory))
     if remote is not None:
-        joined.append(TierSpec(REMOTE, REMOTE, remote, "kvferry.tiers.remote.tier:open_remote"))
+        factory = "kvferry.tiers.remote.tier:open_remote"
+        joined.append(TierSpec(REMOTE, REMOTE, str(remote), factory))
     own = [tier.name for tier in joined if tier.kind in (DISK, REMOTE)]
     for tier in tiers:
         if tier.name in own:

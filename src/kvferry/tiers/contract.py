@@ -22,10 +22,10 @@ from typing import NewType, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.config import Config
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostFile
-from kvferry.settings.tiers import DiskSettings, RemoteSettings
 from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
@@ -66,9 +66,9 @@ class TierSetup:
     family: bytes = b""
     families: tuple[bytes, ...] = ()
     label: str = ""
-    disk: DiskSettings | None = None
     shared_namespace: bytes = b""
-    remote: RemoteSettings | None = None
+    config: Config = Config()  # noqa: RUF009
+    """All settings; each tier reads its own."""
     host_file: HostFile | None = None
 
 

@@ -117,9 +117,7 @@ class Storage:
         self._asked: set[bytes] = set()
         self._done: list[StorageJob] = []
         self._levels: list[_StorageTier] = []
-        setup = replace(
-            setup, block_bytes=sum(sizes), disk=config.disk_settings, remote=config.remote_settings
-        )
+        setup = replace(setup, block_bytes=sum(sizes), config=config)
         with ExitStack() as undo:
             for spec in config.all_tiers:
                 own = replace(setup, name=spec.name, options=spec.options)

@@ -646,20 +646,20 @@ class DiskTier:
 
 def open_disk(setup: TierSetup) -> DiskTier:
     """Open the tier that the setting ``disk`` makes."""
-    settings = setup.disk
-    if settings is None or not settings.directories:
+    config = setup.config
+    if not config.disk:
         raise ConfigError("disk: no directory is named; give disk = PATH")
     if not setup.namespace:
         raise ConfigError(
             "disk: the namespace of the blocks is missing (TierSetup.namespace); blocks on disk "
             "outlive the process that wrote them"
         )
-    count, key = len(settings.directories), settings.read_key()
+    count, key = len(config.disk), config.disk_key()
     bound = DiskBound(
-        settings.size // count,
-        settings.keep_free,
+        config.disk_size // count,
+        config.disk_keep_free,
         setup.num_ranks_here,
-        settings.for_others,
+        config.disk_other_models_share,
         frozenset(setup.families),
     )
     identity = StoreIdentity(
@@ -675,7 +675,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
     most = most_places(bound.size // setup.num_ranks_here, identity)
     if most < 1:
         raise ConfigError(
-            f"disk_size: {format_size(settings.size)} over {count} directories and "
+            f"disk_size: {format_size(config.disk_size)} over {count} directories and "
             f"{setup.num_ranks_here} ranks has no room for a block of "
             f"{format_size(setup.block_bytes)}; raise it"
         )
@@ -687,9 +687,9 @@ def open_disk(setup: TierSetup) -> DiskTier:
             bound,
             os.getpid(),
             key,
-            deadline=settings.deadline,
+            deadline=config.disk_deadline,
         )
-        for stripe, path in enumerate(settings.directories)
+        for stripe, path in enumerate(config.disk)
     ]
-    deadline = settings.start_deadline
+    deadline = config.disk_start_deadline
     return DiskTier(setup.name, setups, start_deadline=deadline, most_places=most)

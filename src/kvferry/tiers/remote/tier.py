@@ -23,7 +23,7 @@ from secrets import randbits
 import numpy as np
 
 from kvferry.errors import ConfigError, install
-from kvferry.settings.tiers import MOONCAKE, STORE_KINDS, RemoteSettings, read_remote
+from kvferry.settings.tiers import MOONCAKE, STORE_KINDS, RemoteAddress, read_remote
 from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
 from kvferry.tiers.ipc.messages import (
     FrameKind,
@@ -311,15 +311,14 @@ def open_remote(setup: TierSetup) -> RemoteTier:
 
     ConfigError where a package is missing, or the caller does not say what the blocks are.
     """
-    settings = setup.remote or RemoteSettings(read_remote("remote", setup.options))
-    address = settings.address
+    address, config = read_remote("remote", setup.options), setup.config
     if not setup.shared_namespace:
         raise ConfigError(
             "blocks in a shared store outlive this process and are read by others, so say what "
             "they are: open the rank with contents=Contents(namespace)"
         )
-    key = settings.read_key()
-    require_packages(settings, encrypts=key is not None)
+    key = config.remote_key()
+    require_packages(address, encrypts=key is not None)
     hello: dict[str, object] = {
         "address": str(address),
         "namespace": setup.shared_namespace.hex(),
@@ -328,9 +327,10 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         "num_ranks": setup.num_ranks,
         "key": key.hex() if key is not None else None,
         "label": setup.label,
-        "read_only": settings.is_read_only,
+        "read_only": config.remote_mode == "read-only",
     }
-    file, spare_bytes = setup.host_file, settings.spare_bytes(setup.block_bytes)
+    file, is_sealed = setup.host_file, key is not None
+    spare_bytes = address.spare_bytes(setup.block_bytes, is_sealed=is_sealed)
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
         hello["host_file"] = asdict(file)
     tier = RemoteTier(setup.name, setup.block_bytes, hello)
@@ -345,11 +345,11 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     return tier
 
 
-def require_packages(settings: RemoteSettings, *, encrypts: bool = False) -> None:
+def require_packages(address: RemoteAddress, *, encrypts: bool = False) -> None:
     """ConfigError where a package that this store needs is not installed."""
-    modules, extras = _NEEDS[settings.address.kind]
+    modules, extras = _NEEDS[address.kind]
     if encrypts:
         modules, extras = (*modules, "cryptography"), f"{extras},remote-encryption"
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConfigError(f"{settings.address} needs {' and '.join(lacking)}: {install(extras)}")
+        raise ConfigError(f"{address} needs {' and '.join(lacking)}: {install(extras)}")

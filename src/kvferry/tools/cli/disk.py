@@ -15,7 +15,6 @@ from rich.text import Text
 from kvferry.config import Config
 from kvferry.core.quantities import rounded_size
 from kvferry.errors import ConfigError, KvferryError, StoreError
-from kvferry.settings.tiers import DiskSettings
 from kvferry.tiers.disk.quota import StoreFolder, stores_under
 from kvferry.tiers.disk.store import StoreSummary, list_stores, purge_store, verify_store
 from kvferry.tools.cli.output import as_json_option, grid, progress, unbroken
@@ -142,13 +141,13 @@ def purge(
 def _roots(paths: Sequence[Path]) -> list[Path]:
     """The directories of the named stores."""
     if not paths:
-        settings = Config.load().disk_settings
-        if settings is None:
+        directories = Config.load().disk
+        if not directories:
             raise ConfigError(
                 "no directory is named: give one, or set disk (KVFERRY_DISK, or the file that "
                 "KVFERRY_CONFIG names)"
             )
-        return [Path(directory) for directory in settings.directories]
+        return [Path(directory) for directory in directories]
     roots = []
     for path in paths:
         path = path.absolute()
@@ -172,8 +171,8 @@ def _stores(paths: Sequence[Path]) -> list[StoreFolder]:
 
 def _key(file: Path | None) -> bytes | None:
     if file is not None:
-        return DiskSettings((), 1, key_file=str(file.absolute())).read_key()
-    return (Config.load().disk_settings or DiskSettings((), 1)).read_key()
+        return Config(disk_key_file=str(file.absolute())).disk_key()
+    return Config.load().disk_key()
 
 
 def _plain(summary: StoreSummary) -> dict[str, Any]:

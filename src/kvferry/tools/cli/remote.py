@@ -17,7 +17,7 @@ from rich.text import Text
 from kvferry.config import Config
 from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
-from kvferry.settings.tiers import MOONCAKE, RemoteAddress, RemoteSettings, read_remote
+from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.remote.tier import require_packages
 from kvferry.tools.cli.output import as_json_option, grid, progress, unbroken
 from kvferry.tools.words import clean, counted
@@ -138,19 +138,18 @@ def purge(
 
 
 def _address(told: str | None) -> RemoteAddress:
-    text = told or Config.load().remote
-    if text is None:
+    address = read_remote("ADDRESS", told) if told else Config.load().remote
+    if address is None:
         raise ConfigError(
             "no address is named: give one such as s3://BUCKET/PREFIX, or set remote "
             "(KVFERRY_REMOTE, or the file that KVFERRY_CONFIG names)"
         )
-    address = read_remote("ADDRESS" if told else "remote", text)
     if address.kind == MOONCAKE:
         raise ConfigError(
             f"{address}: a Mooncake store cannot be listed. Its master evicts by itself and counts "
             "its objects in its metrics (mooncake_master --metrics_port); restart it to empty it"
         )
-    require_packages(RemoteSettings(address))
+    require_packages(address)
     return address
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
 
-from kvferry.config import Config
+from kvferry.config import DISK_KEY_ENV, Config
 from kvferry.connectors.vllm import CONNECTOR_NAME
 from kvferry.connectors.vllm.versions import Standing, refusal, seeds_are_fixed, standing
 from kvferry.core.quantities import GiB, MiB, rounded_size
 from kvferry.errors import ConfigError, DriverError, install
 from kvferry.hostmem.limits import Machine, find_placement, read_text, size_for
 from kvferry.settings.kinds import AUTO
-from kvferry.settings.tiers import DISK, KEY_ENV, REMOTE, DiskSettings, TierSpec
+from kvferry.settings.tiers import DISK, REMOTE, TierSpec
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
 from kvferry.tools.doctor.drive import (
@@ -456,10 +456,9 @@ _CLOSE_SECONDS = 1.0
 
 def check_disk(env: Environment, config: Config) -> Iterator[Finding]:
     """Check each directory of the disk, its key, and its packages."""
-    settings = config.disk_settings
-    if settings is None:
+    if not config.disk:
         return
-    for directory in settings.directories:
+    for directory in config.disk:
         name = f"disk {directory}"
         here = nearest_directory(directory)
         kind = (
@@ -475,21 +474,21 @@ def check_disk(env: Environment, config: Config) -> Iterator[Finding]:
         else:
             yield ok(name, kind)
         room = env.room(here)
-        yield _space(f"{name}: space", settings, room)
-        if room is not None and room[1] >= settings.keep_free + 2 * MOST_BYTES:
+        yield _space(f"{name}: space", config, room)
+        if room is not None and room[1] >= config.disk_keep_free + 2 * MOST_BYTES:
             yield _speed(f"{name}: drive", here, env.drive(here))
-    yield _key(env, settings)
+    yield _key(env, config)
     if env.package("xxhash") is None:
         yield fail("disk checksums", "the package xxhash is not installed", install("disk"))
     else:
         yield ok("disk checksums", "xxh3-128")
 
 
-def _space(name: str, settings: DiskSettings, room: tuple[int, int] | None) -> Finding:
+def _space(name: str, config: Config, room: tuple[int, int] | None) -> Finding:
     if room is None:
         return fail(name, "cannot be read", "make the directory readable")
-    share = settings.size // len(settings.directories)
-    usable, keep = room[1] - settings.keep_free, rounded_size(settings.keep_free)
+    share = config.disk_size // len(config.disk)
+    usable, keep = room[1] - config.disk_keep_free, rounded_size(config.disk_keep_free)
     words = f"{rounded_size(room[1])} free of {rounded_size(room[0])}"
     if usable <= 0:
         words += f", and disk_keep_free is {keep}: no more blocks can be stored here"
@@ -499,7 +498,7 @@ def _space(name: str, settings: DiskSettings, room: tuple[int, int] | None) -> F
             name,
             f"{words}; disk_size is {rounded_size(share)} here, disk_keep_free {keep}",
             f"fine if kvferry's own blocks take the rest; else set disk_size to "
-            f"{rounded_size(usable * len(settings.directories))} or less",
+            f"{rounded_size(usable * len(config.disk))} or less",
         )
     return ok(name, f"{words}; up to {rounded_size(share)} will be used")
 
@@ -522,10 +521,10 @@ def _speed(name: str, here: str, facts: DriveFacts) -> Finding:
     return ok(name, words)
 
 
-def _key(env: Environment, settings: DiskSettings) -> Finding:
+def _key(env: Environment, config: Config) -> Finding:
     name = "disk encryption"
     try:
-        key = settings.read_key(env.machine.env)
+        key = config.disk_key(env.machine.env)
     except ConfigError as error:
         return fail(name, str(error), "correct the key, or leave it out")
     if key is None:
@@ -533,7 +532,7 @@ def _key(env: Environment, settings: DiskSettings) -> Finding:
     if env.package("cryptography") is None:
         words = "a key is given, but the package cryptography is not installed"
         return fail(name, words, install("disk-encryption"))
-    where = "disk_key_file" if settings.key_file is not None else KEY_ENV
+    where = "disk_key_file" if config.disk_key_file is not None else DISK_KEY_ENV
     return ok(name, f"on, AES-GCM with the key of {where}")
 
 
@@ -551,7 +550,7 @@ def _check(spec: TierSpec, config: Config) -> Finding:
         _BLOCK_BYTES,
         options=spec.options,
         shared_namespace=bytes(32),  # no server uses it
-        remote=config.remote_settings,
+        config=config,
     )
     setting = REMOTE if spec.kind == REMOTE else "tiers"
     try:
