@@ -70,7 +70,7 @@ class Family:
 
 FULL: tuple[str, dict[str, Any]] = ("FullAttentionSpec", {})
 MLA: tuple[str, dict[str, Any]] = ("MLAAttentionSpec", {})
-ENGINE, MODEL = "CPU engine", "model-based"
+ENGINE, CARD, MODEL = "CPU engine", "H200 (0.26)", "model-based"
 
 
 def window(tokens: int, **more: Any) -> tuple[str, dict[str, Any]]:
@@ -93,10 +93,13 @@ RING = ("CircularBufferSpec", {"block_size": 8})
 KEPT: dict[str, Any] = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 64}
 
 FAMILIES = (
-    Family("Llama 3, Qwen3, Mistral: full attention", (FULL,), f"{ENGINE}, H200 (0.26), {MODEL}"),
-    Family("DeepSeek-V3, Kimi-K2: MLA", (MLA,), MODEL),
+    Family("Llama 3, Qwen3, Mistral: full attention", (FULL,), f"{ENGINE}, {CARD}, {MODEL}"),
+    Family("Mistral 7B 0.1: windows", (window(128),), f"{CARD}, {MODEL}"),
+    Family("DeepSeek-V3, Kimi-K2: MLA", (MLA,), f"{CARD}, {MODEL}"),
     Family(
-        "gpt-oss, Gemma 3: windows and full attention", (window(128), FULL), f"{ENGINE}, {MODEL}"
+        "gpt-oss, Gemma 3: windows and full attention",
+        (window(128), FULL),
+        f"{ENGINE}, {CARD}, {MODEL}",
     ),
     Family(
         "the same with EAGLE-3 or several MTP modules (tokens retained beside the window)",
@@ -106,7 +109,7 @@ FAMILIES = (
     Family(
         "Llama 4: chunks and full attention",
         (("ChunkedLocalAttentionSpec", {"attention_chunk_size": 8192}), FULL),
-        MODEL,
+        f"{CARD}, {MODEL}",
     ),
     Family("Unlimited-OCR: reference window", (("RSWASpec", {"rswa_window": 128}),), MODEL),
     Family(
@@ -114,7 +117,12 @@ FAMILIES = (
         (("SinkFullAttentionSpec", {"sink_len": 128}),),
         "by its spec alone: vLLM 0.32 does not start it",
     ),
-    Family("Mamba-2, Granite 4, Nemotron-H, Jamba", (state(), FULL), f"{ENGINE}, {MODEL}", 528),
+    Family(
+        "Mamba-2, Granite 4, Nemotron-H, Jamba",
+        (state(), FULL),
+        f"{ENGINE}, {CARD}, {MODEL}",
+        528,
+    ),
     Family("Qwen3-Next, Qwen3.5 to 3.8", (state(), FULL), f"{ENGINE} (Granite's), {MODEL}", 528),
     Family("the same with MTP", (state(3), FULL), MODEL, 528),
     Family("Kimi-K3", (state(0, **KEPT), MLA), MODEL, 768),
