@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +26,9 @@ from kvferry.errors import ConfigError, InputError, LayoutError
 from kvferry.ferry import Ferry
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu
 from kvferry.transfer.engine.cpu import Stream
-from kvferry.transfer.layout import GroupLayout, TensorView, describe, named_tensors, view_of
+from kvferry.transfer.layout import GroupLayout, TensorView, describe, named_tensors
 
 _CPU = "cpu"
-_MAPS = "/proc/self/maps"
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,8 @@ class AttachedTensors:
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
                 raise LayoutError(f"{name} is a view without a dtype; give the tensor itself")
-        views = [view_of(tensor, name) for name, tensor in tensors.items()]
         layout = describe(tensors, block_axis=block_axis)
         device = _common_device(tensors)
-        if device == _CPU:
-            _require_writable(views)
         return cls(tensors, layout, device)
 
     @property
@@ -90,34 +85,6 @@ def _common_device(tensors: Mapping[str, Any]) -> str:
 
 def _words(device: str) -> str:
     return "the CPU" if device == _CPU else device
-
-
-def _require_writable(views: Iterable[TensorView]) -> None:
-    """A tensor may lie in pages that it does not know to be read-only; writing there is the end."""
-    try:
-        with open(_MAPS, encoding="ascii", errors="replace") as lines:
-            maps = [_mapping(line) for line in lines]
-    except OSError:  # no such file here: it cannot be known
-        return
-    starts = [start for start, _, _ in maps]
-    for view in views:
-        at, end = view.extent
-        while at < end:
-            number = bisect_right(starts, at) - 1
-            _, stop, writable = maps[number] if number >= 0 else (0, 0, False)
-            if at >= stop or not writable:
-                raise LayoutError(
-                    f"{view.name} lies in memory that is read-only for this process (address "
-                    f"{at:#x}); blocks could never be loaded into it"
-                )
-            at = stop
-
-
-def _mapping(line: str) -> tuple[int, int, bool]:
-    """From where to where, and whether it may be written; the kernel sorts them by address."""
-    span, rights = line.split(maxsplit=2)[:2]
-    start, stop = span.split("-")
-    return int(start, 16), int(stop, 16), "w" in rights
 
 
 log = logging.getLogger(__name__)

@@ -42,7 +42,6 @@ from kvferry.settings.kinds import (
     AUTO,
     COUNT,
     PORT,
-    RATE,
     SECONDS,
     SECONDS_OR_ZERO,
     SHARE,
@@ -172,9 +171,11 @@ RENAMED = {
 """Former names of settings. Using one is an error that gives the present name."""
 
 REMOVED = {
+    "control": "a control_token turns control on, on metrics_port and metrics_host",
     "disk_direct": "kvferry reads and writes past the page cache where the file system can",
     "disk_write_per_day": "disk_admission = requested-twice writes far fewer bytes",
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
+    "prefill_rate": "kvferry learns it from the requests that compute their prompts",
     "remote_bandwidth": "bound the traffic where it is shared: in the network, or at the store",
     "remote_ttl": "give the bucket a lifecycle rule, or run kvferry remote purge --older-than",
     "store_mode": "blocks are stored as they are computed",
@@ -278,13 +279,11 @@ class Config:
     """A lower tier without an answer to a lookup by then counts as a miss."""
     store_threshold: int = setting(1, COUNT)
     """Store a block only once requests have asked for it this often."""
-    load_policy: str = setting("auto", one_of("always", "auto", "never"))
-    """Load hits always, never, or only where that is expected to beat computing them."""
+    load_policy: str = setting("auto", one_of("always", "auto"))
+    """Load hits always, or only where that is expected to beat computing them."""
     overlap_loads: str = setting("auto", one_of("auto", "off"))
     """Let a request run while its load lands, each layer behind its own part (vLLM only). auto:
     where no other request runs."""
-    prefill_rate: float | None = setting(None, optional(RATE))
-    """Tokens per second the engine computes; none: learned from it."""
     max_loading_blocks: int | None = setting(None, optional(COUNT))
     """Device blocks that loads may hold at one time; none: seven eighths of the device's."""
     max_storing_blocks: int | None = setting(None, optional(COUNT))
@@ -303,11 +302,9 @@ class Config:
     """Which part of host memory, and of a disk or memory below it, each tenant keeps. * is every
     other tenant. A shared store decides itself what it keeps. A request's tenant is a hint, or its
     cache salt in vLLM."""
-    control: str = setting("off", one_of("off", "local", "anywhere"))
-    """Serve pin, prefetch and drop over HTTP on metrics_port: never, to this machine, or to every
-    machine. Each call needs control_token."""
     control_token: str | None = setting(None, SECRET)
-    """The secret that calls to control must carry; at least 16 characters."""
+    """Serve pin, prefetch and drop over HTTP on metrics_port, to calls that carry this secret of at
+    least 16 characters; none: do not serve them."""
     record: str | None = setting(None, FILE_NAME)
     """Write requests to this file as a trace for kvferry simulate, without their tokens; none: do
     not."""
@@ -319,11 +316,6 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, _kind(f.name).read(f.name, getattr(self, f.name)))
-        if self.control != "off" and self.control_token is None:
-            raise ConfigError(
-                f"control: {self.control} needs a control_token, or every process that reaches "
-                "the port could drop every block; give one (file:PATH of a file with it will do)"
-            )
         join_tiers(self.disk, self.tiers, self.remote)  # refuses names that are taken
 
     @property

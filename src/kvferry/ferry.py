@@ -529,13 +529,12 @@ class Ferry(Closing):
             # The parts, not this ferry, or a ferry that is dropped would never be collected.
             rank, namespace, config = self._rank, self.namespace, self._config
             control = None
-            if config.control_token is not None and config.control != "off":
+            if config.control_token is not None:
                 control = ControlApi(
                     self._scheduler.control,
                     self._mailbox,
                     config.control_token,
                     keys_of_tokens=lambda tokens, salt: chain(namespace, tokens, salt=salt),
-                    local_only=config.control == "local",
                 )
             source = Source(
                 self._scheduler.onlooker,

@@ -65,7 +65,7 @@ class Polled:
 
 @pytest.fixture
 def polled():
-    running = Polled(control="local", control_token=TOKEN)
+    running = Polled(control_token=TOKEN)
     yield running
     running.close()
 
@@ -297,13 +297,13 @@ def test_the_command_line_says_what_to_set_where_control_is_off(tmp_path):
         words = ["control", "lookup", "--key", "00" * 32, "--url", running.url]
         told = CliRunner().invoke(cli, words, env=env)
         assert told.exit_code == 1
-        assert "with control and control_token set" in told.output
+        assert "with control_token set" in told.output
     finally:
         running.close()
 
 
 def test_what_is_held_and_whose_is_shown():
-    running = Polled(control="local", control_token=TOKEN, tenants="search=50%, *")
+    running = Polled(control_token=TOKEN, tenants="search=50%, *")
     try:
         order(running.url, "pin", {"tokens": TOKENS, "seconds": 60})
         view = Watch(running.url).look()

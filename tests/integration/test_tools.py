@@ -140,7 +140,7 @@ def test_every_reason_and_verdict_has_words():
 
 def test_config_shows_every_setting_and_its_source(tmp_path):
     file = tmp_path / "kvferry.toml"
-    file.write_text('[kvferry]\nhost = "2GiB"\nload_policy = "never"\n')
+    file.write_text('[kvferry]\nhost = "2GiB"\nload_policy = "always"\n')
     result = invoke("config", "--json", KVFERRY_CONFIG=str(file), KVFERRY_LOAD_POLICY="always")
     rows = json.loads(result.output)
     assert set(rows) == {setting.name for setting in describe()}

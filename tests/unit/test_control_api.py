@@ -39,7 +39,6 @@ class Asked:
             AtOnce(),
             "x" * 16,
             keys_of_tokens=lambda tokens, salt: Keys.empty(),
-            local_only=True,
         )
 
     def order(self, action: str, name: str, **more: object) -> tuple[int, dict]:

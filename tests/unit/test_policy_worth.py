@@ -21,14 +21,11 @@ def measured(*, bandwidth: float, prefill: float) -> LoadOrCompute:
     return worth
 
 
-@pytest.mark.parametrize(
-    ("policy", "verdict"), [("always", Verdict.LOAD_ALWAYS), ("never", Verdict.COMPUTE_ALWAYS)]
-)
-def test_a_policy_needs_no_measurement(policy: str, verdict: Verdict) -> None:
-    worth = LoadOrCompute(policy)
+def test_always_needs_no_measurement() -> None:
+    worth = LoadOrCompute("always")
     worth.note_load(1, 1000.0)
     worth.note_prefill(1000, 0.001)
-    assert worth.decide(100, 1 << 30, 0).verdict is verdict
+    assert worth.decide(100, 1 << 30, 0).verdict is Verdict.LOAD_ALWAYS
 
 
 def test_one_bad_measurement_does_not_end_all_loads() -> None:
@@ -56,12 +53,6 @@ def test_a_link_that_stays_slow_is_measured_ever_more_rarely_and_never_while_bus
     assert not any(worth.decide(100, 500, 1).load for _ in range(100))
 
 
-def test_a_given_rate_beats_a_learned_one() -> None:
-    worth = LoadOrCompute("auto", prefill_rate=7.0)
-    worth.note_prefill(1000, 1.0)
-    assert worth.prefill_rate == 7.0
-
-
 def timed_load(desk: Desk, request: str, keys, seconds: float) -> None:
     """Load a hit; the rank says that it took so long."""
     match = desk.match(request, keys)
@@ -76,7 +67,8 @@ def timed_load(desk: Desk, request: str, keys, seconds: float) -> None:
 
 
 def test_a_hit_slower_to_load_than_to_compute_is_a_miss_that_says_so() -> None:
-    desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
+    desk = Desk(block_bytes=[1000], load_policy="auto")
+    desk.scheduler.note_prefill(1000, 1.0)
     told = story(1, 4)
     desk.keep("a", told, 16)
     timed_load(desk, "b", told, seconds=1e-3)  # 4 MB/s: 1 ms for 16 tokens, computing takes 16
@@ -99,7 +91,8 @@ def test_a_hit_slower_to_load_than_to_compute_is_a_miss_that_says_so() -> None:
 
 def test_bytes_waiting_on_the_link_count_against_a_load() -> None:
     """The second of two equal hits finds the link busy and computes."""
-    desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
+    desk = Desk(block_bytes=[1000], load_policy="auto")
+    desk.scheduler.note_prefill(1000, 1.0)
     for number in (1, 2, 3):
         desk.keep(f"s{number}", story(number, 4), 16)
     timed_load(desk, "warm", story(3, 4), seconds=12e-3)  # a load takes 12 ms, computing 16
@@ -145,7 +138,8 @@ def test_transfers_beside_each_other_count_once() -> None:
 def below(**settings: object) -> Desk:
     """A conversation on a tier, and nothing of it in the host."""
     tier = SlotTier(DISK, Pool(64), WriteMode.THROUGH)
-    desk = Desk(tiers=[tier], slots=64, block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
+    desk = Desk(tiers=[tier], slots=64, block_bytes=[1000], load_policy="auto")
+    desk.scheduler.note_prefill(1000, 1.0)
     desk.keep("a", story(1, 8), 32)
     desk.run()
     evict(desk.pool, 64)

@@ -239,7 +239,6 @@ STORE = {"remote": "mooncake://127.0.0.1:50051"}
         (server(length=1056), {}, FEW_STATES, "0.32.0", "hits end every 1056 tokens"),
         (server(length=1057), {}, FEW_STATES, "0.32.0", None),
         (server(length=2112, speculative=DRAFTS), {}, FEW_STATES, "0.32.0", "every 2112 tokens"),
-        (server(), {"load_policy": "never"}, SERVED, "0.32.0", "load_policy=auto"),
         (server("kv_producer"), {}, SERVED, "0.32.0", "never loads, and no other server"),
         (server("kv_consumer"), {}, SERVED, "0.32.0", "no store to load from"),
         (server("kv_producer"), STORE, SERVED, "0.32.0", None),

@@ -80,7 +80,8 @@ def still_below() -> Desk:
 
 
 def load_slower() -> Desk:
-    desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
+    desk = Desk(block_bytes=[1000], load_policy="auto")
+    desk.scheduler.note_prefill(1000, 1.0)
     desk.keep("a", story(1, 4), 16)
     desk.scheduler.hits.worth.note_load(1, 1.0)
     desk.match("q", story(1, 4))

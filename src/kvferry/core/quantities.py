@@ -48,12 +48,10 @@ _QUANTITY = re.compile(
     r"\s*([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z]{0,10})\s*", re.IGNORECASE | re.ASCII
 )
 _COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
-_RATE = re.compile(r"\s*[+-]?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?\s*", re.ASCII | re.I)
 _SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
 _MOST_INT64 = _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
 _LEAST_MIB = 4096  # a larger number without a unit rather stands for MiB than for GiB
-_LEAST_RATE, _MOST_RATE = 1e-6, 1e15
 
 
 def parse_size(
@@ -121,23 +119,6 @@ def parse_count(
     else:
         count = _whole(name, value, "a whole number")
     return _between(name, value, count, minimum, maximum, "")
-
-
-def parse_rate(value: object, *, name: str = "rate") -> float:
-    """A number above zero, from a number or from its digits."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    rate = math.nan
-    if is_number or (isinstance(value, str) and _RATE.fullmatch(value)):
-        try:
-            rate = float(cast(float, value))
-        except OverflowError:
-            rate = math.inf
-    if not _LEAST_RATE <= rate <= _MOST_RATE:
-        raise ConfigError(
-            f"{name}: expected a number above zero, {_LEAST_RATE:g} to {_MOST_RATE:g}, "
-            f"got {shown(value)}"
-        )
-    return rate
 
 
 def parse_share(value: object, *, name: str = "share", most: float = 1.0) -> float:

@@ -167,7 +167,7 @@ class Scheduler:
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
         self.transfers = transfers = Transfers(num_ranks, shape.block_bytes, config)
-        worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
+        worth = LoadOrCompute(config.load_policy)
         self.lower = lower = LowerTiers(
             pool, tiers, transfers, clock, worth, slot_bytes=shape.slot_bytes
         )

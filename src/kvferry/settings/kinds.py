@@ -24,7 +24,6 @@ from kvferry.core.quantities import (
     format_size,
     nearest,
     parse_count,
-    parse_rate,
     parse_seconds,
     parse_share,
     parse_size,
@@ -199,7 +198,6 @@ SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "
 SECONDS_OR_ZERO = Kind(
     "seconds", lambda name, value: parse_seconds(value, name=name, may_be_zero=True), "{:g}s".format
 )
-RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
 SHARE = Kind("share", lambda name, value: parse_share(value, name=name), show_share)
 PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))

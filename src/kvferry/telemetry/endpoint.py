@@ -124,18 +124,14 @@ class ControlApi:
         token: str,
         *,
         keys_of_tokens: KeysOfTokens,
-        local_only: bool,
     ) -> None:
         self._control = control
         self._mailbox = mailbox
         self._token = token.encode()
         self._keys_of_tokens = keys_of_tokens
-        self._local_only = local_only
 
-    def refuse(self, path: tuple[str, ...], token: str | None, *, is_local: bool) -> Reply | None:
+    def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
         """Why this client may not order that; None if it may."""
-        if self._local_only and not is_local:
-            return _no(HTTPStatus.FORBIDDEN, "orders are taken from this machine only (control)")
         if token is None:
             return _no(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
         given = token.encode(errors="replace")

@@ -66,7 +66,7 @@ class HttpRequest:
 class Orders(Protocol):
     """Takes what is posted. Without one, a server refuses every POST."""
 
-    def refuse(self, path: tuple[str, ...], token: str | None, *, is_local: bool) -> Reply | None:
+    def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
         """Why this client may not order that; None if it may. Before its order is even read."""
 
     def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply: ...
@@ -107,12 +107,11 @@ def read_request(
     *,
     local_only: bool,
     orders: Orders | None = None,
-    is_local: bool = False,
 ) -> HttpRequest | Reply | None:
     """What a client asks for, or why it gets nothing; None while it has not sent all.
 
     ``local_only`` refuses a request for another name than a loopback one: it is of a page from
-    elsewhere whose name was pointed here (DNS rebinding). ``is_local`` clients are on this machine.
+    elsewhere whose name was pointed here (DNS rebinding).
     """
     end = _HEAD_END.search(received[:MAX_HEAD_BYTES])
     if end is None:
@@ -134,7 +133,7 @@ def read_request(
     parts = tuple(unquote(part) for part in target.path.split("/") if part)
     if line[1] != "POST" or orders is None:
         return HttpRequest(parts, wants_body=line[1] == "GET")
-    refused = orders.refuse(parts, _token(fields), is_local=is_local)
+    refused = orders.refuse(parts, _token(fields))
     return refused or _order(parts, fields, bytes(received[end.end() :]))
 
 
@@ -319,7 +318,7 @@ class HttpServer:
         self._idle[writer] = None
         patience = self._patience
         try:
-            reply = await asyncio.wait_for(self._read(reader, writer), patience)
+            reply = await asyncio.wait_for(self._read(reader), patience)
             self._idle.pop(writer, None)
             if not isinstance(reply, bytes):
                 reply = await reply
@@ -344,21 +343,15 @@ class HttpServer:
         while await reader.read(_CHUNK):
             self._rest()
 
-    async def _read(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bytes | Coroutine[Any, Any, bytes]:
+    async def _read(self, reader: asyncio.StreamReader) -> bytes | Coroutine[Any, Any, bytes]:
         """Read a request; returns what works its answer out, or the answer."""
         received = bytearray()
-        peer = writer.get_extra_info("peername")
-        is_local = peer is not None and is_loopback(str(peer[0]))
         while True:
             chunk = await reader.read(_CHUNK)
             if not chunk:
                 raise ConnectionResetError("the client left before it had asked")
             received += chunk
-            asked = read_request(
-                received, local_only=self._local_only, orders=self._orders, is_local=is_local
-            )
+            asked = read_request(received, local_only=self._local_only, orders=self._orders)
             self._rest()
             if isinstance(asked, Reply):
                 return asked.encoded()

@@ -52,7 +52,6 @@ class Controlled(Server):
             "policy": "lru",  # what goes first can be told beforehand
             "tenants": "agents=50%, *",
             "pin_share": "50%",
-            "control": "local",
             "control_token": f"file:{self.token_file}",
         }
         ferry = {name: value for name, value in (ferry | settings).items() if value is not None}

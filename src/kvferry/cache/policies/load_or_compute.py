@@ -16,7 +16,6 @@ class Verdict(Enum):
     """Why a hit is loaded or not."""
 
     LOAD_ALWAYS = "load_always"  # the policy says so
-    COMPUTE_ALWAYS = "compute_always"  # the policy says so
     LOAD_UNMEASURED = "load_unmeasured"  # a rate is not known yet: loading is the better bet
     LOAD_FASTER = "load_faster"  # by what was measured so far
     COMPUTE_FASTER = "compute_faster"  # by what was measured so far
@@ -32,7 +31,7 @@ class Decision(NamedTuple):
 
     @property
     def load(self) -> bool:
-        return self.verdict not in (Verdict.COMPUTE_ALWAYS, Verdict.COMPUTE_FASTER)
+        return self.verdict is not Verdict.COMPUTE_FASTER
 
 
 class LoadOrCompute:
@@ -43,18 +42,13 @@ class LoadOrCompute:
     is known may be one slow read of a drive that had just woken, and then ever more rarely.
     """
 
-    def __init__(self, policy: str, *, prefill_rate: float | None = None) -> None:
+    def __init__(self, policy: str) -> None:
         self._policy = policy
-        self._given_rate = prefill_rate
-        self._learned_rate: float | None = None
+        self.prefill_rate: float | None = None
+        """Tokens per second, as measured."""
         self._bandwidths: dict[TierName, float] = {}
         self._num_declined: dict[TierName, int] = {}  # in a row, on each link
         self._patience: dict[TierName, int] = {}
-
-    @property
-    def prefill_rate(self) -> float | None:
-        """Tokens per second; what was given wins over what was learned."""
-        return self._given_rate if self._given_rate is not None else self._learned_rate
 
     @property
     def bandwidth(self) -> float | None:
@@ -76,8 +70,8 @@ class LoadOrCompute:
         """The engine computed this many prompt tokens in this time."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
             new = num_tokens / seconds
-            old = new if self._learned_rate is None else self._learned_rate
-            self._learned_rate = old + _WEIGHT * (new - old)
+            old = new if self.prefill_rate is None else self.prefill_rate
+            self.prefill_rate = old + _WEIGHT * (new - old)
 
     def decide(
         self, num_tokens: int, num_bytes: int, queued_bytes: int, link: TierName = HOST
@@ -88,8 +82,6 @@ class LoadOrCompute:
         """
         if self._policy == "always":
             return Decision(Verdict.LOAD_ALWAYS)
-        if self._policy == "never":
-            return Decision(Verdict.COMPUTE_ALWAYS)
         bandwidth = self._bandwidths.get(link)
         if bandwidth is None or self.prefill_rate is None or not num_bytes:
             return Decision(Verdict.LOAD_UNMEASURED)

@@ -181,7 +181,7 @@ class Reports:
     def _control_api(self, setup: SessionSetup, hash_tokens: int) -> Any:
         """What carries out orders; None where the settings let no client give any."""
         config = setup.config
-        if config.control == "off" or config.control_token is None:
+        if config.control_token is None:
             return None
         from kvferry.telemetry.endpoint import ControlApi
 
@@ -192,7 +192,6 @@ class Reports:
             self.mailbox,
             config.control_token,
             keys_of_tokens=setup.keys_of_tokens(hash_tokens),
-            local_only=config.control == "local",
         )
 
     def _serve(

@@ -96,8 +96,6 @@ def vain_settings(vllm_config: Any, config: Config, layers: Layers, version: str
             f"no request can be long enough for a hit: hits end every {step} tokens, and "
             f"max_model_len is {longest}. Raise --max-model-len, or lower --block-size"
         )
-    if config.load_policy == "never":
-        found.append("load_policy is never, so nothing is ever loaded. Set load_policy=auto")
     role = _role(vllm_config)
     if role == "kv_producer" and not lasting:
         found.append(

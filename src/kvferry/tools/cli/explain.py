@@ -44,7 +44,6 @@ REASONS = {
 }
 VERDICTS = {
     "load_always": "load (load_policy is always)",
-    "compute_always": "compute (load_policy is never)",
     "load_unmeasured": "load (not measured yet)",
     "load_to_measure": "load (to renew an old measurement of the link)",
     "load_faster": "load (expected to be faster)",
@@ -187,8 +186,8 @@ def control(
 
     ACTION is lookup, hint, pin, unpin, prefetch or drop.
 
-    Name the blocks by --request, --tokens or --key. The server must allow it with its settings
-    control and control_token. Its setting pin_share bounds the pins, which end with the server.
+    Name the blocks by --request, --tokens or --key. The server must allow it with its setting
+    control_token. Its setting pin_share bounds the pins, which end with the server.
 
     The exit code is 1 if nothing answers or the server refuses.
     """
@@ -199,7 +198,7 @@ def control(
     except KvferryError as error:
         if getattr(error, "code", None) != 501:
             raise
-        advice = "Its server serves no control. Start it with control and control_token set"
+        advice = "Its server serves no control. Start it with control_token set"
         raise UnreachableError(f"{error}. {advice}") from error
     except ValueError as error:
         raise UnreachableError(f"{url} did not answer as expected: {clip(error)}") from error
