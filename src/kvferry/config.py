@@ -159,7 +159,6 @@ CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 RENAMED = {
     "ask_deadline": "lookup_deadline",
     "disk_after": "disk_admission",
-    "disk_for_others": "disk_other_models_share",
     "keep_share": "pin_share",
     "level_policy": "tier_policy",
     "level_write": "tier_write",
@@ -172,6 +171,8 @@ RENAMED = {
 
 REMOVED = {
     "control": "a control_token turns control on, on metrics_port and metrics_host",
+    "disk_for_others": "give each model a directory (disk) and a disk_size of its own",
+    "disk_other_models_share": "give each model a directory (disk) and a disk_size of its own",
     "disk_direct": "kvferry reads and writes past the page cache where the file system can",
     "disk_write_per_day": "disk_admission = requested-twice writes far fewer bytes",
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
@@ -226,9 +227,6 @@ class Config:
     models together."""
     disk_keep_free: int = setting(5 * GiB, SIZE_OR_ZERO)
     """Free space that is left on each of their file systems."""
-    disk_other_models_share: float = setting(0.5, SHARE)
-    """The share of disk_size that is left to blocks of other models, while they are not open. Only
-    blocks written in the last week count."""
     disk_admission: str = setting("all", ADMISSION)
     """Write every block to disk that host memory is about to drop, or only a block that was
     requested twice."""

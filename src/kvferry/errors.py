@@ -92,12 +92,7 @@ class StoreError(KvferryError, RuntimeError):
 
 
 class StoreInUseError(StoreError):
-    """A store on disk that another process has open; the message names both.
-
-    ``is_ending`` unless the engine of that process is known to run.
-    """
-
-    is_ending = True
+    """A store on disk that another process has open; the message names both."""
 
 
 class UnreachableError(KvferryError, ConnectionError):

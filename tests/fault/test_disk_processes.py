@@ -177,16 +177,16 @@ def test_a_directory_that_vanishes_ails_and_heals_when_it_is_back(tmp_path: Path
         life.expect(range(8), rows)
 
 
-def test_a_directory_that_was_emptied_is_begun_anew(tmp_path: Path) -> None:
+def test_a_directory_that_was_emptied_is_used_again_by_the_next_engine(tmp_path: Path) -> None:
     with DiskLife(tmp_path, check_seconds=0.01) as life:
         life.write(range(8))
         shutil.rmtree(tmp_path / "drive-0")
         life.wait_ailing()
         (tmp_path / "drive-0").mkdir()
-        life.wait_well()
+        wait_until(lambda: "No such file" in life.tier.ailment)
         assert not life.read(range(8))[1].ok.any()
-        rows = life.write(range(8))
-        life.expect(range(8), rows)
+    with DiskLife(tmp_path) as life:
+        life.expect(range(8), life.write(range(8)))
 
 
 def test_one_of_two_drives_costs_its_own_places_alone(tmp_path: Path) -> None:

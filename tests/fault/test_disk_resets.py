@@ -20,7 +20,7 @@ import kvferry
 from kvferry.tiers.disk import state
 from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.state import find_apart, is_here, reset_apart, reset_stores
-from kvferry.tiers.disk.store import Store, list_stores, reading
+from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import Reset, TierName
@@ -266,14 +266,6 @@ def test_a_drive_that_hangs_counts_as_here_and_is_not_claimed_to_be_reset(
     monkeypatch.setattr(state, "run_module", hangs)
     assert find_apart([store], 0.5) == [store]
     assert reset_apart([store], 1, 0.5) == "TimeoutError: no answer"
-
-
-def test_a_store_that_was_reset_is_listed_as_what_it_is(tmp_path: Path) -> None:
-    store = leave(tmp_path)
-    assert reset_stores([store], time.time_ns()) == ""
-    assert [each.num_blocks for each in list_stores(tmp_path)] == [0]
-    with reading(Path(store.folder)) as content:
-        assert not [len(keys) for keys, _, _ in content.pieces if len(keys)]
 
 
 # -- a ferry --------------------------------------------------------------------------------------

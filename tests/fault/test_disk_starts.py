@@ -21,8 +21,8 @@ from tests.unit.test_ferry_tiers import fill as fill_ferry
 
 from kvferry.errors import ConfigError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.quota import StoreLock
-from kvferry.tiers.disk.store import Store, list_stores, purge_store
+from kvferry.tiers.disk.quota import StoreLock, purge_store, stores_under
+from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import DiskBound
 from kvferry.tiers.disk.tier import start_drive
 from kvferry.tiers.ipc.process import ChildProcess
@@ -177,8 +177,8 @@ def test_a_name_in_a_store_that_is_no_plain_file_keeps_it_offline_and_untouched(
     foreign(store / name, target)
     with pytest.raises(StoreError, match=f"{store / name} is no plain file"):
         Store.open(tmp_path / "root", identity(family=b"\1"), BOUND)
-    (listed,) = list_stores(tmp_path / "root")
-    assert str(store / name) in listed.folder.trouble
+    (listed,) = stores_under(tmp_path / "root")
+    assert str(store / name) in listed.trouble
     with pytest.raises(StoreError, match="is no plain file"):
         purge_store(store)
     # Nor is it removed or cut when its bytes are needed.
@@ -203,7 +203,7 @@ def test_a_store_that_is_a_link_is_never_followed(
     else:
         with pytest.raises(StoreError, match=f"{path} is a link or no directory"):
             Store.open(root, identity(family=b"\1"), BOUND)
-        assert list_stores(root)[0].folder.trouble
+        assert stores_under(root)[0].trouble
         with pytest.raises(StoreError, match="is a link or no directory"):
             purge_store(path)
         Store.open(root, identity(2), BOUND).close()
@@ -232,7 +232,7 @@ def test_without_its_lock_file_a_store_is_still_one_servers(tmp_path: Path) -> N
             Store.open(tmp_path, identity(), BOUND)
         with pytest.raises(StoreInUseError):
             purge_store(store.folder)
-        assert list_stores(tmp_path)[0].folder.is_open
+        assert stores_under(tmp_path)[0].is_open
         assert StoreLock.try_once(store.folder) is None
         fill(store, [1])
     with Store.open(tmp_path, identity(), BOUND) as store:

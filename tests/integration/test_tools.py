@@ -191,4 +191,4 @@ def test_the_shell_is_answered_with_commands_and_options():
 
     assert "doctor" in complete("kvferry do")
     assert "--once" in complete("kvferry top --o")
-    assert "verify" in complete("kvferry disk v")
+    assert "purge" in complete("kvferry disk p")

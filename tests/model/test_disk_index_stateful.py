@@ -31,7 +31,7 @@ class IndexLife(RuleBasedStateMachine):
     def begin(self, shape: Shape, seed: int) -> None:
         self.rng = random.Random(seed)
         self.shape = shape
-        self.num_places = MOST_PLACES
+        self.num_places = MOST_PLACES // 4
         self.serial = 0
         self.history = History()
         self.now: dict[int, bytes] = {}
@@ -117,32 +117,24 @@ class IndexLife(RuleBasedStateMachine):
         """The process is gone, the kernel is not: what was written can be read."""
         self.open_again()
 
-    @rule(num_places=st.integers(1, MOST_PLACES))
-    def close(self, num_places: int) -> None:
-        """And open it with another size."""
+    @rule(more=st.integers(0, MOST_PLACES))
+    def close(self, more: int) -> None:
+        """And open it, perhaps larger."""
         self.index.close()
         self.history.promised = len(self.history.events)
-        self.num_places = num_places
-        self.open_again(before=True)
+        self.num_places = min(MOST_PLACES, self.num_places + more)
+        self.open_again()
 
     @precondition(lambda self: len(self.history.events) > 400)
     @rule()
     def tidy_up(self) -> None:
         """The model slows down: close, and begin a history of what is there."""
-        self.close(self.num_places)
+        self.close(0)
 
-    def open_again(self, *, before: bool = False) -> None:
+    def open_again(self) -> None:
         noted, promised = self.history.moment()
         self.index = self.disk.index(STORE_ID, self.num_places, self.shape)
         content = content_of(self.index)
-        if before:  # blocks beyond the new size are left out, and the file is cut
-            file, length = self.disk.files[0], self.shape.file_bytes(self.num_places)
-            file.medium = file.medium[:length].ljust(len(file.medium), b"\0")
-            file.cache[length:] = bytes(len(file.cache) - length)
-            beyond = [Lost(place) for place in range(self.num_places, MOST_PLACES)]
-            self.history.events += beyond
-            noted, promised = self.history.moment()
-            promised += len(beyond)
         self.history.check(content, noted, promised)
         events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
         self.history = History(events, len(events))

@@ -96,8 +96,8 @@ def test_pages_of_another_kind_are_never_read(serve, tmp_path, other, settings):
     server, prompt = serve(), tokens(4)
     pages = server.backup(prompt)
     disk = disk_at(tmp_path / "disk")
-    assert serve({**disk, "revision": "1", **settings}, **other).prefetch(prompt) == []
     assert serve().prefetch(prompt) == pages
+    assert serve({**disk, "revision": "1", **settings}, **other).prefetch(prompt) == []
 
 
 def test_without_known_weights_nothing_is_shared(serve, tmp_path, caplog):

@@ -39,7 +39,7 @@ def text(data: bytes, rows: Table, words: str) -> bytes:
 
 
 def test_rows_leave_no_gap() -> None:
-    for name, end in (("superblock", 448), ("page", 64), ("state", 1056)):
+    for name, end in (("superblock", 448), ("page", 64), ("state", 512)):
         rows = sorted((at, row[0]) for at, row in table(name).items())
         ends = [at + count for at, count in rows]
         gaps = [b for (b, _), a in zip(rows[1:], ends, strict=False) if a != b]

@@ -241,7 +241,7 @@ def _lose_one(path: Path) -> None:
     """The block that was written first is gone from this store: the beginning of some prompt."""
     superblock = read_superblock(path)
     assert superblock is not None
-    bound = DiskBound(64 << 20, num_ranks_here=2, for_others=0.5)
+    bound = DiskBound(64 << 20, num_ranks_here=2)
     with Store.open(path.parent, superblock.identity, bound) as store:
         places = np.flatnonzero(store.index.present)
         assert len(places) >= BLOCKS

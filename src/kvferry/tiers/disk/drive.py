@@ -39,8 +39,8 @@ BEAT_SECONDS = 0.1
 """How often a drive says that it is alive, and looks for what is late."""
 
 _CLOSE_SECONDS = 5.0
-_PATIENCE, _PATIENCE_AGAIN = 10.0, 2.0
-"""Seconds for another process to let a store go; fewer if the engine had it before."""
+_PATIENCE = 3.0
+"""Seconds for another process to let a store go: one whose engine died has ended by then."""
 
 
 class DriveServer:
@@ -175,35 +175,29 @@ class DriveServer:
                 log.warning("the last commit failed: %s", error)
 
 
-def open_store(setup: DriveSetup) -> Store:
-    if setup.before is not None and os.stat(setup.path).st_dev != setup.before.device:
-        raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
-    return Store.open(
-        Path(setup.path),
-        setup.identity,
-        setup.bound,
-        key=setup.key,
-        before=setup.before,
-        is_kept=setup.is_kept,
-        on_behalf_of=setup.pid,
-    )
-
-
 def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
-    """Open the store; wait a while for a process that has it open and whose engine is gone.
+    """Open the store; wait a while for a process that has it open.
 
     The drive process of an engine that was just killed may have its last commit still to do. If our
     engine hangs up meanwhile, because it was interrupted, it need not wait for us.
     """
-    patience = _PATIENCE if setup.before is None else _PATIENCE_AGAIN
+    if setup.before is not None and os.stat(setup.path).st_dev != setup.before.device:
+        raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
     began = time.monotonic()
     while True:
         try:
-            return open_store(setup)
-        except StoreInUseError as error:
-            waited = time.monotonic() - began
+            return Store.open(
+                Path(setup.path),
+                setup.identity,
+                setup.bound,
+                key=setup.key,
+                before=setup.before,
+                is_kept=setup.is_kept,
+                on_behalf_of=setup.pid,
+            )
+        except StoreInUseError:
             channel.receive(0)  # finds out whether the engine is there; takes no frame
-            if not error.is_ending or waited > patience or channel.is_ended:
+            if time.monotonic() - began > _PATIENCE or channel.is_ended:
                 raise
             time.sleep(0.05)
 

@@ -141,8 +141,6 @@ class Recovered:
     turns: npt.NDArray[np.uint64]
     commits: npt.NDArray[np.uint64]
     """Of each page, the commit that wrote it; 0 for a page that was never written."""
-    beyond: SlotArray
-    """Places behind the last one of which the last page still speaks: the store has shrunk."""
     report: RecoveryReport
 
 
@@ -232,19 +230,17 @@ class PageTable:
             is_whole, is_torn = commits.any(axis=1), (written & (commits == 0)).any(axis=1)
             report.torn_pages += int(np.count_nonzero(is_torn & is_whole))
             report.bad_pages += int(np.count_nonzero(is_torn & ~is_whole))
-        beyond = np.flatnonzero(turns[self.num_places :]) + self.num_places
         turns, proofs = turns[: self.num_places], proofs[: self.num_places]
         report.num_pages = int(np.count_nonzero(newest))
         report.num_blocks = int(np.count_nonzero(turns))
         report.seconds = time.monotonic() - began
-        return Recovered(turns > 0, proofs, turns, newest, beyond, report)
+        return Recovered(turns > 0, proofs, turns, newest, report)
 
-    def pieces(self, reset: int) -> Iterator[tuple[Keys, SlotArray, Proofs]]:
-        """Yield keys, places and proofs of all blocks that count, by ascending place, in pieces."""
+    def pieces(self, reset: int) -> Iterator[tuple[Keys, SlotArray]]:
+        """Yield keys and places of all blocks that count, by ascending place, in pieces."""
         for numbers, pages, commits in self._scan():
             places, records = self._blocks(numbers, pages, commits, reset)
-            records, places = records[places < self.num_places], places[places < self.num_places]
-            yield Keys(np.ascontiguousarray(records["key"])), places, records["proof"].copy()
+            yield Keys(np.ascontiguousarray(records["key"])), places
 
 
 class DiskIndex:
@@ -300,9 +296,6 @@ class DiskIndex:
             if is_damaged:
                 found.report.words = "its reset number was damaged: everything is left out"
             self._write_again(np.flatnonzero(found.commits == last) if last else NO_SLOTS)
-            if len(found.beyond):
-                self._enqueue(found.beyond, np.zeros(len(found.beyond), dtype=shape.record))
-                self.commit()
         except OSError as error:
             raise StoreError(f"the index cannot be opened: {error}") from error
 
@@ -370,7 +363,7 @@ class DiskIndex:
         ranks = np.zeros(len(turns), dtype=np.int64)
         ranks[there[np.argsort(turns[there])]] = np.arange(len(there))
         num_found = 0
-        for keys, places, _ in self._table.pieces(self._counts):
+        for keys, places in self._table.pieces(self._counts):
             num_found += len(places) if turns[places].all() else len(turns)
             if num_found <= len(there):
                 yield keys, places, ranks[places]

@@ -2,15 +2,14 @@
 
 ::
 
-    bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... | idle
+    bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ...
                                never touched             equal shares
 
-Idle are stores that no process has open and that are not of this server. Those used in the last
-days keep a part of the bound, so that models that take turns stay warm; the others are removed when
-their bytes are needed. Those used longest ago give first: what they must give is cut off their
-ends. Stores of this server's other ranks are left alone: they may be about to be opened. A store
-that is there is opened at its size, whatever the file system has left. All of this happens under
-the directory's lock, so two servers that start at once cannot both take the last bytes.
+Idle are stores that no process has open and that are not of this server. They are removed when
+their bytes are needed, the one unused longest first. Stores of this server's other ranks are left
+alone: they may be about to be opened. A store that is there is opened at its size, whatever the
+file system has left. All of this happens under the directory's lock, so two servers that start at
+once cannot both take the last bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,6 @@ log = logging.getLogger(__name__)
 
 BLOCKS_NAME = "blocks"
 LOCK_NAME = "lock"
-RECENT_SECONDS = 7 * 86400.0
-"""A store used since then counts as about to be used again."""
 
 _REMOVED = ".kvferry-removed-"
 _TIMED = (LOCK_NAME, INDEX_NAME)
@@ -77,12 +74,10 @@ class StoreLock(Closing):
         """
         lock = cls.try_once(folder)
         if lock is None:
-            error = StoreInUseError(
+            raise StoreInUseError(
                 f"{folder} is open in {holder(folder) or 'another process'}; two servers cannot "
                 "share a store: stop that one, or give this one another directory (setting disk)"
             )
-            error.is_ending = not _is_held_by_another(folder, on_behalf_of or os.getpid())
-            raise error
         try:
             require_plain(folder, lock.fd)
             lock._sign(on_behalf_of or os.getpid())
@@ -174,19 +169,6 @@ def holder(folder: Path) -> str:
         return ""
     finally:
         os.close(fd)
-
-
-def _is_held_by_another(folder: Path, pid: int) -> bool:
-    """Whether an engine of this host that still runs, other than ``pid``, has the store open."""
-    words = _lock_words(folder)
-    if not words or words["pid"] == pid or words["host"] != socket.gethostname():
-        return False
-    try:
-        state = Path(f"/proc/{words['pid']}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    # And no later process of that number.
-    return state != "Z" and words["command"] == _command(words["pid"])
 
 
 def _command(pid: int) -> str:
@@ -309,6 +291,26 @@ def _delete(folder: Path) -> None:
         os.close(fd)
 
 
+def purge_store(path: Path) -> str:
+    """Remove a store; return what that means, for people.
+
+    Raises StoreInUseError if a process has it open, StoreError if there is none.
+    """
+    found = next((each for each in stores_under(path.parent) if each.path == path), None)
+    if found is None:
+        raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
+    with alone_in(path.parent):
+        remove_store(path)
+    if found.superblock is not None and found.superblock.identity.is_sealed:
+        rest = "its blocks were encrypted: without the key, what a drive may still hold is noise"
+    else:
+        rest = (
+            "its bytes were given back to the file system, not overwritten: an SSD may hold them "
+            "until it needs the room. Encrypt (disk_key_file) what must never be read again"
+        )
+    return f"{path} is gone, {found.num_bytes} bytes; {rest}"
+
+
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
     """Return what a store of so many places takes, everything counted."""
     index = Shape(identity.proof_bytes).file_bytes(num_places)
@@ -333,22 +335,14 @@ def free_bytes(root: Path) -> int:
 class SpaceQuota:
     """Shares out one directory, for one store of ``identity`` that is about to be opened.
 
-    ``shrink`` cuts an idle store to so many places. ``notes`` says what was done to other stores.
-    Only under the directory's lock.
+    ``notes`` says what was done to other stores. Only under the directory's lock.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        identity: StoreIdentity,
-        bound: DiskBound,
-        shrink: Callable[[StoreFolder, int], None],
-    ) -> None:
+    def __init__(self, root: Path, identity: StoreIdentity, bound: DiskBound) -> None:
         self.notes: list[str] = []
         self._root = root
         self._identity = identity
         self._bound = bound
-        self._shrink = shrink
         self._mine = root / identity.folder_name
         for name in os.listdir(root):  # removals that were cut short
             if name.startswith(_REMOVED):
@@ -368,64 +362,43 @@ class SpaceQuota:
     def claim(self, num_places: int = 0) -> int:
         """Make room, and return how many places the store may have. StoreError if none.
 
-        A store that has ``num_places`` shrinks only where the bound asks for it. That the file
+        A store that has ``num_places`` gets fewer only where the bound asks for it. That the file
         system is full, or below its floor, keeps it from growing and no more.
         """
-        held = store_bytes(num_places, self._identity) if num_places else 0
-        allowed, share = self._share(self._for_all_by_bound()), self._share(self._for_all())
-        share = min(allowed, max(share, held))
-        grows = share > held
-        reachable = self._room(share, grows=grows, without_idle=True)
-        if most_places(min(share, reachable), self._identity) < 1:
-            raise StoreError(self._why_not(share))  # before anything is removed in vain
-        if self._left_of_bound() < share:
-            self._shrink_siblings(share)
-        self._make_room(share, grows=grows)
-        given = max(self._room(share, grows=grows), min(held, self._left_of_bound()))
-        num_places = most_places(min(share, given), self._identity)
+        fair = self._bound.size // self._bound.num_ranks_here
+        for other in self._siblings:
+            if other.num_bytes > fair and not other.is_open:
+                self._remove(other, "it is larger than its share of the bound")
+        held = apparent_bytes(self._mine) if num_places else 0
+        held = held if held <= fair else 0
+        strangers = [o for o in self._others if o.is_open and o not in self._siblings]
+        left = self._bound.size - sum(other.num_bytes for other in strangers)
+        wanted = max(held, left // self._bound.num_ranks_here)
+        idle = sum(other.num_bytes for other in self._idle)
+        if most_places(min(wanted, self._room(held, idle)), self._identity) < 1:
+            raise StoreError(self._why_not(wanted))  # before anything is removed in vain
+        for other in self._idle:
+            if self._room(held) >= wanted:
+                break
+            self._remove(other, f"{format_size(other.num_bytes)} were needed")
+        num_places = most_places(min(wanted, self._room(held)), self._identity)
         if num_places < 1:
-            raise StoreError(self._why_not(share))
+            raise StoreError(self._why_not(wanted))
         return num_places
 
-    def _share(self, for_all: int) -> int:
-        """Our part, if every rank here gets as much and recently used idle stores keep theirs."""
-        recent = sum(each.num_bytes for each in self._idle if _is_recent(each))
-        kept = min(recent, max(0, int(for_all * self._bound.for_others)))
-        share = max(0, for_all - kept) // self._bound.num_ranks_here
-        if most_places(share, self._identity) < 1:
-            share = max(0, for_all) // self._bound.num_ranks_here
-        return share
-
-    def _for_all(self) -> int:
-        """What idle stores and all ranks of this server here may have together."""
-        ours = [self._mine, *(each.path for each in (*self._idle, *self._siblings))]
-        return min(self._for_all_by_bound(), self._spare() + sum(map(allocated_bytes, ours)))
-
-    def _for_all_by_bound(self) -> int:
-        ours = (*self._idle, *self._siblings)
-        return self._left_of_bound() + sum(each.num_bytes for each in ours)
+    def _room(self, held: int, freed: int = 0) -> int:
+        """What the store could have if ``freed`` bytes of others went; it has ``held``."""
+        return min(self._left_of_bound() + freed, max(held, self._above_floor() + freed))
 
     def _left_of_bound(self) -> int:
         return self._bound.size - sum(other.num_bytes for other in self._others)
 
-    def _spare(self) -> int:
-        return free_bytes(self._root) - self._bound.keep_free
-
     def _above_floor(self) -> int:
         """What the file system has for us, if every rank of this server here gets as much."""
-        mine = self._spare() + allocated_bytes(self._mine)
+        spare = free_bytes(self._root) - self._bound.keep_free
+        mine = spare + allocated_bytes(self._mine)
         kin = sum(allocated_bytes(each.path) for each in self._siblings)
         return min(mine, (mine + kin) // self._bound.num_ranks_here)
-
-    def _room(self, share: int, *, grows: bool, without_idle: bool = False) -> int:
-        """What the store could have now, or if everything went that may go."""
-        idle = excess = 0
-        if without_idle:
-            idle = sum(other.num_bytes for other in self._idle)
-            closed = [each.num_bytes for each in self._siblings if not each.is_open]
-            excess = sum(max(0, num_bytes - share) for num_bytes in closed)
-        by_bound = self._left_of_bound() + idle + excess
-        return min(by_bound, self._above_floor() + idle) if grows else by_bound
 
     def _is_sibling(self, other: StoreFolder) -> bool:
         """Whether it belongs to another rank of this server, which may be about to open it."""
@@ -438,55 +411,14 @@ class SpaceQuota:
             return False
         return its.rank != mine.rank if kin else its.family in self._bound.families
 
-    def _make_room(self, share: int, *, grows: bool) -> None:
-        """Take what we lack from idle stores, those unused longest first: all or a part.
-
-        A block counts if every rank has it: the stores of one server's ranks are cut alike.
-        """
-        servers: dict[object, list[StoreFolder]] = {}
-        for other in self._idle:
-            key: object = other.path
-            if other.superblock is not None:
-                its = other.superblock.identity
-                key = (its.family or its.namespace, its.num_ranks, its.stripe, its.num_stripes)
-            servers.setdefault(key, []).append(other)
-        for kin in sorted(servers.values(), key=lambda kin: max(each.last_used for each in kin)):
-            needed = share - self._room(share, grows=grows)
-            held = sum(each.num_bytes for each in kin)
-            if needed <= 0:
-                return
-            is_cut = needed < held and all(map(_is_recent, kin))
-            for each in kin:
-                if not is_cut:
-                    self._resize(each, 0, f"{format_size(each.num_bytes)} were needed")
-                elif each.superblock is not None:
-                    places = most_places((held - needed) // len(kin), each.superblock.identity)
-                    if places < each.superblock.num_places:
-                        self._resize(each, places, f"{format_size(needed)} were needed")
-
-    def _shrink_siblings(self, share: int) -> None:
-        """Cut other ranks' stores to their share: the bound is smaller than it was."""
-        for other in [o for o in self._siblings if not o.is_open and o.num_bytes > share]:
-            if other.superblock is not None:
-                num_places = most_places(share, other.superblock.identity)
-                self._resize(other, num_places, "to its share of the bound")
-
-    def _resize(self, other: StoreFolder, num_places: int, why: str) -> None:
-        """Cut an idle store, which does not count as a use of it, or remove it."""
+    def _remove(self, other: StoreFolder, why: str) -> None:
         try:
-            if num_places:
-                self._shrink(other, num_places)
-                for name in _TIMED:
-                    with contextlib.suppress(OSError):
-                        times = (other.last_used, other.last_used)
-                        os.utime(other.path / name, times, follow_symlinks=False)
-            else:
-                remove_store(other.path)
+            remove_store(other.path)
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change
             log.warning("%s is in the way, and stays as it is: %s", other.path, error)
             return
         self._look()
-        self.notes.append(f"{other.path} was {'made smaller' if num_places else 'removed'}: {why}")
+        self.notes.append(f"{other.path} was removed: {why}")
         log.info("%s", self.notes[-1])
 
     def _why_not(self, share: int) -> str:
@@ -496,7 +428,7 @@ class SpaceQuota:
             f"the bound is {format_size(bound.size)} (disk_size over its directories), other "
             f"stores there hold {format_size(held)}, a rank's share is {format_size(share)}"
         )
-        if min(self._for_all_by_bound() // bound.num_ranks_here, self._left_of_bound()) >= least:
+        if min(share, self._left_of_bound()) >= least:
             reason = (
                 f"{format_size(bound.keep_free)} of the file system must stay free "
                 f"(disk_keep_free), which leaves {format_size(max(0, self._above_floor()))}"
@@ -505,8 +437,3 @@ class SpaceQuota:
             f"{self._root}: no room for a store: it needs {format_size(least)} for one block, but "
             f"{reason}; raise the bound, free some space, or see kvferry disk ls"
         )
-
-
-def _is_recent(other: StoreFolder) -> bool:
-    is_usable = other.superblock is not None and not other.trouble
-    return is_usable and time.time() - other.last_used < RECENT_SECONDS

@@ -100,15 +100,13 @@ class DiskBound:
     """What stores may take under one directory.
 
     ``size`` bounds all of this host's stores there, of all servers; ``keep_free`` stays free on the
-    file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share left
-    to recently used idle stores. ``families`` are those of all engines of this server here, whose
-    ranks share it too.
+    file system; ``num_ranks_here`` ranks of this server share it. ``families`` are those of
+    all engines of this server here, whose ranks share it too.
     """
 
     size: int
     keep_free: int = 0
     num_ranks_here: int = 1
-    for_others: float = 0.0
     families: frozenset[bytes] = frozenset()
 
 

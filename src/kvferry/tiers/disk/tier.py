@@ -659,7 +659,6 @@ def open_disk(setup: TierSetup) -> DiskTier:
         config.disk_size // count,
         config.disk_keep_free,
         setup.num_ranks_here,
-        config.disk_other_models_share,
         frozenset(setup.families),
     )
     identity = StoreIdentity(

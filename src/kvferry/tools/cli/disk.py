@@ -1,4 +1,4 @@
-"""``kvferry disk``: list, verify and remove the stores on disk."""
+"""``kvferry disk``: list and remove the stores on disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from rich.text import Text
 
 from kvferry.config import Config
 from kvferry.core.quantities import rounded_size
-from kvferry.errors import ConfigError, KvferryError, StoreError
-from kvferry.tiers.disk.quota import StoreFolder, stores_under
-from kvferry.tiers.disk.store import StoreSummary, list_stores, purge_store, verify_store
-from kvferry.tools.cli.output import as_json_option, grid, progress, unbroken
+from kvferry.errors import ConfigError, StoreError
+from kvferry.tiers.disk.quota import StoreFolder, purge_store, stores_under
+from kvferry.tools.cli.output import as_json_option, grid, unbroken
 from kvferry.tools.words import clean, counted
 
 NOT_RIGHT = 1
-_MOST_BAD_SHOWN = 8
 
 ROOTS = click.argument(
     "paths", nargs=-1, metavar="[PATH]...", type=click.Path(file_okay=False, path_type=Path)
@@ -30,7 +28,7 @@ ROOTS = click.argument(
 
 @click.group()
 def disk() -> None:
-    """List, verify and remove the stores on disk.
+    """List and remove the stores on disk.
 
     A store is a directory with the blocks of one model, written by one rank, and their index.
     PATH is a store or a directory of stores. Without PATH it is the setting disk (KVFERRY_DISK, or
@@ -48,48 +46,13 @@ def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
     kvferry disk ls                 the stores of the setting disk
     kvferry disk ls /mnt/nvme       the stores in a directory
     """
-    roots, wanted = _roots(paths), {folder.path for folder in _stores(paths)}
-    found = [each for root in roots for each in list_stores(root)]
-    found = [each for each in found if each.folder.path in wanted]
+    found = _stores(paths)
     if as_json:
         click.echo(json.dumps({"stores": [_plain(each) for each in found]}))
     elif found:
         _show(found)
     else:
-        click.echo(f"No store in {', '.join(map(str, roots))}.")
-
-
-@disk.command()
-@ROOTS
-@click.option(
-    "--key-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The file with the key of encrypted stores, else the key of the settings.",
-)
-@as_json_option
-@click.pass_context
-def verify(
-    ctx: click.Context, paths: tuple[Path, ...], key_file: Path | None, as_json: bool
-) -> None:
-    """Read every block and compare it with its checksum. Changes nothing.
-
-    A server never serves a damaged block: it verifies each block that it reads. This command finds
-    damage earlier. A store that a server has open cannot be verified: stop the server first.
-
-    The exit code is 0 if every block of every store is as it was written, else 1.
-    """
-    stores, key = _stores(paths), _key(key_file)
-    rows = []
-    for store in stores:
-        rows.append(_verified(store.path, key, is_quiet=as_json))
-        if not as_json:
-            _put_verified(rows[-1])
-    if as_json:
-        click.echo(json.dumps({"stores": rows}))
-    elif not stores:
-        click.echo("There is no store to verify.")
-    if not all(row["sound"] for row in rows):
-        ctx.exit(NOT_RIGHT)
+        click.echo(f"No store in {', '.join(map(str, _roots(paths)))}.")
 
 
 @disk.command()
@@ -169,18 +132,10 @@ def _stores(paths: Sequence[Path]) -> list[StoreFolder]:
     return found
 
 
-def _key(file: Path | None) -> bytes | None:
-    if file is not None:
-        return Config(disk_key_file=str(file.absolute())).disk_key()
-    return Config.load().disk_key()
-
-
-def _plain(summary: StoreSummary) -> dict[str, Any]:
-    folder = summary.folder
+def _plain(folder: StoreFolder) -> dict[str, Any]:
     values: dict[str, Any] = {
         "path": str(folder.path),
         "bytes": folder.num_bytes,
-        "blocks": summary.num_blocks,
         "last_used": folder.last_used,
         "open_in": folder.holder,
         "trouble": folder.trouble,
@@ -200,66 +155,33 @@ def _plain(summary: StoreSummary) -> dict[str, Any]:
     return values
 
 
-def _show(found: Sequence[StoreSummary]) -> None:
+def _show(found: Sequence[StoreFolder]) -> None:
     console = unbroken()
-    names = ("Model", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State")
-    left = [name for name in names if name not in ("Size", "Blocks")]
-    for root, here in groupby(found, lambda summary: summary.folder.path.parent):
+    names = ("Model", "Rank", "Drive", "Size", "Places", "Last used", "Store", "State")
+    left = [name for name in names if name not in ("Size", "Places")]
+    for root, here in groupby(found, lambda folder: folder.path.parent):
         console.print(Text(clean(root), style="bold"))
         table = grid(*names, left=left, style="bold dim", no_wrap=False)
-        for summary in here:
-            style = "yellow" if summary.folder.trouble else None
-            table.add_row(*(Text(clean(cell)) for cell in _cells(summary)), style=style)
+        for folder in here:
+            style = "yellow" if folder.trouble else None
+            table.add_row(*(Text(clean(cell)) for cell in _cells(folder)), style=style)
         console.print(table)
-    size = sum(summary.folder.num_bytes for summary in found)
+    size = sum(folder.num_bytes for folder in found)
     console.print(f"{counted(len(found), 'store')}, {rounded_size(size)}")
 
 
-def _cells(summary: StoreSummary) -> tuple[str, ...]:
-    folder, block = summary.folder, summary.folder.superblock
-    label = rank = drive = "?"
-    blocks = "?" if summary.num_blocks is None else f"{summary.num_blocks:,}"
+def _cells(folder: StoreFolder) -> tuple[str, ...]:
+    block = folder.superblock
+    label = rank = drive = places = "?"
     state = f"open in {folder.holder}" if folder.is_open else "closed"
     if block is not None:
         mine = block.identity
         label = mine.label or "(no name)"
         rank = f"{mine.rank + 1} of {mine.num_ranks}"
         drive = f"{mine.stripe + 1} of {mine.num_stripes}"
-        blocks += f" of {block.num_places:,}"
+        places = f"{block.num_places:,}"
         state += ", encrypted" * mine.is_sealed
     if folder.trouble:
         state = f"cannot be used: {folder.trouble}"
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.last_used))
-    return label, rank, drive, rounded_size(folder.num_bytes), blocks, used, folder.path.name, state
-
-
-def _verified(store: Path, key: bytes | None, *, is_quiet: bool) -> dict[str, Any]:
-    try:
-        with progress(clean(store.name), is_hidden=is_quiet) as follow:
-            report = verify_store(store, key, follow)
-    except (KvferryError, OSError) as error:
-        return {"store": str(store), "sound": False, "error": str(error)}
-    return {
-        "store": str(store),
-        "sound": report.is_sound,
-        "blocks": report.num_blocks,
-        "checked": report.num_checked,
-        "bad_places": report.bad_places,
-        "index": str(report.recovery),
-    }
-
-
-def _put_verified(row: dict[str, Any]) -> None:
-    name = clean(row["store"])
-    if "error" in row:
-        click.echo(f"{name}: could not be verified: {clean(row['error'])}", err=True)
-    elif row["sound"]:
-        click.echo(f"{name}: {counted(row['blocks'], 'block')}, all as they were written")
-    else:
-        bad = row["bad_places"]
-        some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + " ..." * (len(bad) > _MOST_BAD_SHOWN)
-        click.echo(
-            f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are damaged (places "
-            f"{some or 'none'}); index: {row['index']}. They are never served. Check the drive",
-            err=True,
-        )
+    return label, rank, drive, rounded_size(folder.num_bytes), places, used, folder.path.name, state
