@@ -27,8 +27,7 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
-from kvferry.hostmem.memory import HostMemory, SharedMemory, SlotLayout
-from kvferry.settings.tiers import SPARE_BYTES
+from kvferry.hostmem.memory import HostMemory
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier, open_remote
@@ -43,23 +42,17 @@ except ModuleNotFoundError as error:
     sys.exit(SKIPPED)
 
 BLOCK, BATCH = MiB, 32
-SLOTS = SlotLayout.of([BLOCK], spare_bytes=SPARE_BYTES)
 CALLS = 32  # as many requests at once as ours has
 DEADLINE = 120.0
 Move = Callable[[list[str]], None]
 
 
 class Memory:
-    """Host slots, as an engine with a Mooncake store has them: half to send, half to get into."""
+    """Host slots, as an engine has them: half to send, half to get into."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.host = HostMemory(
-            0,
-            BLOCK,
-            shared=SharedMemory.create(2 * num_blocks * SLOTS.pitch, SLOTS),
-            spare_bytes=SPARE_BYTES,
-        )
+        self.host = HostMemory(2 * num_blocks * BLOCK, BLOCK)
         while self.host.ready_slots < self.host.num_slots:
             time.sleep(0.01)
         rows = self.host.tier.rows
@@ -90,7 +83,7 @@ class Ours:
 
     def _move(self, way: Way, names: list[str], rows: Any) -> None:
         keys = Keys.from_bytes([bytes.fromhex(name) for name in names])
-        addresses = (rows.ctypes.data + np.arange(len(names)) * SLOTS.pitch)[:, None]
+        addresses = (rows.ctypes.data + np.arange(len(names)) * BLOCK)[:, None]
         sizes = np.array([BLOCK], dtype=np.int64)
         for at in range(0, len(names), BATCH):
             self._next_id += 1
@@ -179,7 +172,7 @@ class PlainMooncake:
     def _batches(names: list[str], rows: Any) -> Iterator[tuple[list[str], list[int], list[int]]]:
         for at in range(0, len(names), BATCH):
             some = names[at : at + BATCH]
-            places = [rows.ctypes.data + (at + i) * SLOTS.pitch for i in range(len(some))]
+            places = [rows.ctypes.data + (at + i) * BLOCK for i in range(len(some))]
             yield some, places, [BLOCK] * len(some)
 
     def close(self) -> None:
@@ -277,7 +270,6 @@ def mooncake(memory: Memory, rounds: int) -> None:
         BLOCK,
         options=f"mooncake://{master.place}",
         shared_namespace=secrets.token_bytes(32),
-        host_file=memory.host.tier.file,
     )
     with remote.environment(mooncake_store.environment()):
         tier = open_remote(setup)

@@ -49,7 +49,6 @@ from kvferry.settings.kinds import (
     SIZE_OR_ZERO,
     Auto,
     Kind,
-    has_key,
     one_of,
     optional,
     or_auto,
@@ -328,11 +327,6 @@ class Config:
     def remote_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
         """The key that all servers of the shared store have; None without one."""
         return read_key("remote_key_file", self.remote_key_file, REMOTE_KEY_ENV, env)
-
-    def spare_bytes(self, slot_bytes: int) -> int:
-        """Bytes needed behind every host slot of this size, for the shared store."""
-        is_sealed = has_key(self.remote_key_file, REMOTE_KEY_ENV)
-        return self.remote.spare_bytes(slot_bytes, is_sealed=is_sealed) if self.remote else 0
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Config:

@@ -301,7 +301,6 @@ def _open_host(
         pci_bus_id=driver.identity().pci_bus_id if driver is not None else None,
         num_ranks=num_ranks_here,
         shared=shared,
-        spare_bytes=_spare_bytes(layouts, config),
     )
 
 
@@ -314,20 +313,9 @@ def _open_tiers(
     return tiers
 
 
-def slot_layout(layouts: Sequence[GroupLayout], config: Config | None = None) -> SlotLayout:
-    """How these groups' blocks lie in host slots: for ranks that share one host memory.
-
-    Say with which settings, where there is a store that servers share.
-    """
-    return SlotLayout.of(
-        [each.block_bytes for each in layouts],
-        [each.format for each in layouts],
-        spare_bytes=_spare_bytes(layouts, config),
-    )
-
-
-def _spare_bytes(layouts: Sequence[GroupLayout], config: Config | None) -> int:
-    return config.spare_bytes(_slot_bytes(layouts)) if config is not None else 0
+def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:
+    """How these groups' blocks lie in host slots: for ranks that share one host memory."""
+    return SlotLayout.of([each.block_bytes for each in layouts], [each.format for each in layouts])
 
 
 def _slot_bytes(layouts: Sequence[GroupLayout]) -> int:

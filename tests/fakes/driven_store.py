@@ -67,7 +67,6 @@ class Busy:
             cast(Any, self.store),
             OBJECTS,
             cast(Any, SimpleNamespace(deliver=lambda *_: np.ones(1, dtype=bool))),
-            None,
             lambda way, reason: None,
         )
         self.breaker = self.transfers.health.reads

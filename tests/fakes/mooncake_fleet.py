@@ -43,16 +43,14 @@ class Fleet:
         if not metadata:
             metadata = self._wires.metadata if self._wires is not None else "P2PHANDSHAKE"
         namespace = namespace or self._namespace
-        slots = remote.mapped_slots(16)
         tier = remote.open_mooncake_tier(
             place or self.master.place,
             f"?metadata={metadata}{options}",
             namespace=namespace,
             environment_=mooncake_store.environment(),
-            slots=slots,
         )
         self._close.callback(tier.close)
-        made = Store(tier, namespace, slots)
+        made = Store(tier, namespace)
         if self._servers:
             made.rows[:] = self._servers[0].rows
         self._servers.append(made)

@@ -18,16 +18,13 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry.config import Config
 from kvferry.core.quantities import KiB
-from kvferry.hostmem.memory import SharedMemory, SlotLayout
-from kvferry.hostmem.slots import Chunks, HostTier
-from kvferry.settings.tiers import SPARE_BYTES
 from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tiers.remote.tier import RemoteTier, open_remote
 from kvferry.types import Rank, TierName
 
 SIZE = 4096
-IN_PLACE_SIZE = 64 * KiB
+MOONCAKE_SIZE = 64 * KiB
 LONG = 60.0
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": s3_servers.ACCESS,
@@ -133,24 +130,14 @@ def bucket_at(endpoint: str) -> S3Store:
     )
 
 
-def mapped_slots(num_slots: int, size: int = IN_PLACE_SIZE) -> HostTier:
-    """Host slots that the process of a store may map, as an engine with such a store has them."""
-    chunks = Chunks.lay_out(num_slots, size, spare_bytes=SPARE_BYTES)
-    memory = SharedMemory.create(chunks.num_bytes, SlotLayout((size,), chunks.pitch))
-    return HostTier(num_slots, size, chunks=chunks, memory=memory)
-
-
 class Store:
-    """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``.
+    """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``."""
 
-    With ``slots`` they lie there: eight to write, then eight to read into.
-    """
-
-    def __init__(self, tier: RemoteTier, namespace: bytes, slots: HostTier | None = None) -> None:
+    def __init__(self, tier: RemoteTier, namespace: bytes) -> None:
         self.tier = tier
         size = tier.block_bytes
         self.objects = ObjectFormat(namespace, size)
-        rows = slots.rows if slots is not None else np.empty((16, size), dtype=np.uint8)
+        rows = np.empty((16, size), dtype=np.uint8)
         self.rows, self.into = rows[:8], rows[8:]
         self.rows[:] = np.random.default_rng().integers(0, 256, (8, size), dtype=np.uint8)
         self.into[:] = 0xEE
@@ -219,15 +206,13 @@ def open_mooncake_tier(
     *,
     namespace: bytes,
     environment_: Mapping[str, str],
-    slots: HostTier,
 ) -> RemoteTier:
-    """In a process of its own, which works on these slots in place, as servers have it."""
+    """In a process of its own, for blocks of ``MOONCAKE_SIZE``."""
     setup = TierSetup(
         TierName("remote"),
-        slots.slot_bytes,
+        MOONCAKE_SIZE,
         options=f"mooncake://{place}{options}",
         shared_namespace=namespace,
-        host_file=slots.file,
     )
     with environment(environment_):
         return open_remote(setup)

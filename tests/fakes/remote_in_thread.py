@@ -16,7 +16,7 @@ from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import Channel
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.remote import mooncake
-from kvferry.tiers.remote.client import Fault, Fetched, Log, SlotMapping, StoreClient, Unavailable
+from kvferry.tiers.remote.client import Fault, Fetched, Log, StoreClient, Unavailable
 from kvferry.tiers.remote.process import StoreProcess
 
 SayOf = Callable[[Way, Key], None]
@@ -46,11 +46,9 @@ class Watched:
         fault = await self._say(Way.FIND, names[0])
         return [fault] if fault else await self._inner.find(names, size)
 
-    async def get(
-        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Fetched]:
+    async def get(self, names: Sequence[str], size: int) -> list[Fetched]:
         fault = await self._say(Way.READ, names[0])
-        return [fault] if fault else await self._inner.get(names, size, rooms)
+        return [fault] if fault else await self._inner.get(names, size)
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
@@ -105,9 +103,7 @@ def _answer(call: asyncio.Future[Fault | None], answer: Fault | None) -> None:
 class InThread(ChildProcess):
     """Stands in for the process. Owns the thread."""
 
-    def __init__(
-        self, client: StoreClient, hello: Mapping[str, object], mapping: SlotMapping | None = None
-    ) -> None:
+    def __init__(self, client: StoreClient, hello: Mapping[str, object]) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self.pid = os.getpid()
@@ -117,7 +113,7 @@ class InThread(ChildProcess):
             return client
 
         memory = EngineMemory(self.pid)
-        self._store_process = StoreProcess(self._theirs, hello, memory, open_client, mapping)
+        self._store_process = StoreProcess(self._theirs, hello, memory, open_client)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -6,7 +6,7 @@ import pytest
 from tests.fakes import mooncake_store
 from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
 from tests.fakes.mooncake_fleet import fleet as fleet  # a fixture
-from tests.fakes.remote import IN_PLACE_SIZE, Store
+from tests.fakes.remote import MOONCAKE_SIZE, Store
 
 from kvferry.tiers.contract import Way
 
@@ -66,7 +66,7 @@ def test_a_line_that_is_held_up_costs_one_deadline(patient: None, line: Line) ->
     assert line.passed == before
     line.store.into[:] = OTHERS
     line.wire.is_held = False
-    line.store.wait(lambda: line.passed - before >= 8 * IN_PLACE_SIZE)
+    line.store.wait(lambda: line.passed - before >= 8 * MOONCAKE_SIZE)
     line.store.wait_healed()  # with later calls answered, whatever came has been taken in
     assert (line.store.into == OTHERS).all()
     line.is_well_again()

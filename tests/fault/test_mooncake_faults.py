@@ -129,7 +129,7 @@ import sys, time
 from tests.fakes import mooncake_store, remote
 tier = remote.open_mooncake_tier(
     sys.argv[1], "?metadata=P2PHANDSHAKE&segment=16MiB", namespace=bytes(32),
-    environment_=mooncake_store.environment(), slots=remote.mapped_slots(16),
+    environment_=mooncake_store.environment(),
 )
 print(tier._child.pid, flush=True)
 while True:

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from tests.fakes.remote import SIZE, Store
 
 from kvferry.config import REMOTE_KEY_ENV, Config
 from kvferry.errors import ConfigError
-from kvferry.settings.tiers import read_remote
 from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.remote.objects import AesSealer, ObjectFormat, open_sealer
 from kvferry.tiers.remote.tier import open_remote
@@ -107,18 +105,16 @@ class Servers:
         env = dict(self._env)
         if key_ is not None:
             env[REMOTE_KEY_ENV] = base64.b64encode(key_).decode()
-        slots = remote.mapped_slots(16)
         setup = TierSetup(
             TierName("remote"),
-            slots.slot_bytes,
+            SIZE,
             options=self._address,
             shared_namespace=self.namespace,
-            host_file=slots.file,
         )
         with remote.environment(env):
             tier = open_remote(setup)
         self._close.callback(tier.close)
-        made = Store(tier, self.namespace, slots)
+        made = Store(tier, self.namespace)
         made.wait_healed()
         return made
 
@@ -219,16 +215,3 @@ def test_a_key_that_cannot_be_used_is_refused_before_anything_is_shared(tmp_path
     )
     with pytest.raises(ConfigError, match=r"remote_key_file: .* holds no key: give 32 random"):
         open_remote(setup)
-
-
-def test_what_is_encrypted_is_not_worked_on_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config.from_dict({"remote": "mooncake://m:1"})
-    assert config.spare_bytes(1 << 20) > 0
-    assert config.spare_bytes(1 << 10) == 0, "a small block would lose much to its page"
-    for address in ("mooncake://m:1?protocol=rdma", "mooncake://m:1?in_place=no", "s3://bucket"):
-        assert Config.from_dict({"remote": address}).spare_bytes(1 << 20) == 0
-    assert replace(config, remote_key_file="/k").spare_bytes(1 << 20) == 0
-    monkeypatch.setenv(REMOTE_KEY_ENV, base64.b64encode(KEY).decode())
-    assert config.spare_bytes(1 << 20) == 0
-    with pytest.raises(ConfigError, match="in_place: expected yes or no"):
-        read_remote("remote", "mooncake://m:1?in_place=perhaps")

@@ -20,7 +20,7 @@ from kvferry.settings.tiers import read_remote
         "mooncake://master:50051",
         "mooncake://[::1]:50051?segment=64GiB",
         "mooncake://10.0.0.1:50051?metadata=P2PHANDSHAKE&protocol=rdma&device=mlx5_0&host=10.0.0.7",
-        "mooncake://10.0.0.1:50051?metadata=http://10.0.0.1:8080/metadata&in_place=no",
+        "mooncake://10.0.0.1:50051?metadata=http://10.0.0.1:8080/metadata",
         "mooncake://10.0.0.1:50051?metadata=etcd://10.0.0.1:2379",
     ],
 )
@@ -72,7 +72,6 @@ def test_an_address_is_read_and_said_again(address: str) -> None:
         ("mooncake://master:1?segment=1GiB&segment=2GiB", "may be given once"),
         ("mooncake://master:1?metadata=master:8080", "metadata: expected P2PHANDSHAKE, or"),
         ("mooncake://master:1?metadata=http:///metadata", "metadata: expected P2PHANDSHAKE, or"),
-        ("mooncake://master:1?in_place=perhaps", "in_place: expected yes or no"),
     ],
 )
 def test_what_is_wrong_with_an_address_is_said(address: object, says: str) -> None:

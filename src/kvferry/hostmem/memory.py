@@ -51,9 +51,8 @@ class SlotLayout:
         formats: Sequence[str] = (),
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        spare_bytes: int = 0,
     ) -> SlotLayout:
-        pitch = Chunks.lay_out(1, max(block_bytes), chunk_bytes, spare_bytes).pitch
+        pitch = Chunks.lay_out(1, max(block_bytes), chunk_bytes).pitch
         return cls(tuple(block_bytes), pitch, tuple(formats))
 
     @property
@@ -83,8 +82,7 @@ class SharedMemory:
 
     A memfd has no name, so nothing is left in /dev/shm or on disk when its last process ends. The
     first rank makes it and sends :class:`SharedHandle` to the others over any channel. Each rank
-    stores every n-th block and loads all. A rank alone has such memory too where the process of a
-    remote store works on the slots in place. It is slower to pin than private memory, unless
+    stores every n-th block and loads all. It is slower to pin than private memory, unless
     ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is set to ``advise``.
     """
 
@@ -187,15 +185,13 @@ class HostMemory(Closing):
         name: TierName = HOST,
         chunk_bytes: int = CHUNK_BYTES,
         num_threads: int | None = None,
-        spare_bytes: int = 0,
     ) -> None:
         """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
 
         ``registrar`` pins with the GPU's driver (None: not pinned), ``pci_bus_id`` names the GPU to
         be near to, ``busy`` and ``wanted`` pace the growth (see :class:`Growth`). ``shared`` memory
-        (see :meth:`share`) counts once, not once per rank. ``spare_bytes`` behind every slot are
-        for a child process, which maps the memory. ConfigError, with the limit and the remedy,
-        where the machine cannot give this much.
+        (see :meth:`share`) counts once, not once per rank. ConfigError, with the limit and the
+        remedy, where the machine cannot give this much.
         """
         machine = machine if machine is not None else Machine()
         if shared is None:
@@ -206,10 +202,10 @@ class HostMemory(Closing):
         if size < slot_bytes:
             words = f"host: {format_size(size)} hold no block of {slot_bytes} bytes; give it more"
             raise ConfigError(words)
-        chunks = Chunks.lay_out(size // slot_bytes, slot_bytes, chunk_bytes, spare_bytes)
+        chunks = Chunks.lay_out(size // slot_bytes, slot_bytes, chunk_bytes)
         if chunks.num_bytes > size:  # what the pitch adds, or the last page
             fits = max(1, size // chunks.pitch)
-            chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes, spare_bytes)
+            chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes)
         if shared is not None and (shared.slots.slot_bytes, shared.slots.pitch) != (
             slot_bytes,
             chunks.pitch,
@@ -218,8 +214,6 @@ class HostMemory(Closing):
                 f"the shared host memory has {shared.slots}. This rank's blocks have "
                 f"{slot_bytes} bytes every {chunks.pitch}. All ranks must share one layout"
             )
-        if shared is None and spare_bytes:
-            shared = SharedMemory.create(chunks.num_bytes, SlotLayout((slot_bytes,), chunks.pitch))
         memory = shared if shared is not None else PrivateMemory(chunks.num_bytes)
         self.tier = HostTier(chunks.num_slots, slot_bytes, name=name, chunks=chunks, memory=memory)
         self._shared = shared

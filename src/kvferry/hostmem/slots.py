@@ -31,15 +31,10 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class Memory(Protocol):
-    """A run of bytes that begins on a page. It stays mapped while a reference to ``bytes`` exists.
-
-    ``fd`` is the file that other processes may map; None for private memory.
-    """
+    """A run of bytes that begins on a page, mapped while a reference to ``bytes`` exists."""
 
     @property
     def bytes(self) -> Bytes: ...
-    @property
-    def fd(self) -> int | None: ...
 
 
 class PrivateMemory:
@@ -48,8 +43,6 @@ class PrivateMemory:
     A crash leaves nothing behind. A forked child does not inherit it: the fork would have to copy
     all pages of a pinned pool.
     """
-
-    fd: int | None = None
 
     def __init__(self, num_bytes: int) -> None:
         # Room to begin on a huge page: kernels before 6.7 do not align by themselves.
@@ -128,13 +121,7 @@ class Chunks:
     slots_per_chunk: int
 
     @classmethod
-    def lay_out(
-        cls,
-        num_slots: int,
-        slot_bytes: int,
-        chunk_bytes: int = CHUNK_BYTES,
-        spare_bytes: int = 0,
-    ) -> Chunks:
+    def lay_out(cls, num_slots: int, slot_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Chunks:
         """Chunks of at most ``chunk_bytes``, or of one slot where that is larger."""
         if num_slots < 1 or slot_bytes < 1 or chunk_bytes < mmap.PAGESIZE:
             raise InputError(
@@ -142,8 +129,6 @@ class Chunks:
                 f"bytes must be positive, a chunk at least one page of {mmap.PAGESIZE} bytes"
             )
         pitch = _pitch(slot_bytes, chunk_bytes)
-        if spare_bytes:
-            pitch = _round_up(slot_bytes + spare_bytes, mmap.PAGESIZE)
         unit = math.lcm(pitch, mmap.PAGESIZE)
         size = unit * max(1, chunk_bytes // unit)
         return cls(num_slots, slot_bytes, pitch, size // pitch)
@@ -186,20 +171,6 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-@dataclass(frozen=True)
-class HostFile:
-    """Host memory as a file, for a child process of a tier: slot 0 is at its beginning.
-
-    ``fd`` stays open until the tier is closed; ``address`` is where this process has it. Slots are
-    ``pitch`` bytes apart.
-    """
-
-    fd: int
-    address: int
-    num_bytes: int
-    pitch: int
-
-
 class HostTier:
     """Slots in one run of memory, private by default, so that a crash leaves nothing behind.
 
@@ -227,7 +198,6 @@ class HostTier:
                 f"{num_slots} slots need {self.chunks.num_bytes} bytes of memory, "
                 f"got {memory.bytes.nbytes}"
             )
-        self._memory: Memory | None = memory
         self._bytes: Bytes | None = memory.bytes[: self.chunks.num_bytes]
         self._rows: Bytes | None = np.lib.stride_tricks.as_strided(
             self._bytes, shape=(num_slots, slot_bytes), strides=(self.pitch, 1)
@@ -257,16 +227,7 @@ class HostTier:
         """Where slot 0 begins; slot ``i`` begins ``i * pitch`` later."""
         return int(self.rows.ctypes.data)
 
-    @property
-    def file(self) -> HostFile | None:
-        """The slots as a file; None where other processes cannot map them."""
-        fd = self._memory.fd if self._memory is not None else None
-        if fd is None:
-            return None
-        return HostFile(fd, self.address, self.bytes.nbytes, self.pitch)
-
     def close(self) -> None:
         # The mapping goes when the last array over it does: an engine may still hold one.
-        self._memory = None
         self._rows = None
         self._bytes = None

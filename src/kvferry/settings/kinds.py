@@ -101,11 +101,6 @@ def read_secret(name: str, value: object) -> str:
     return secret
 
 
-def has_key(file: str | None, variable: str, env: Mapping[str, str] | None = None) -> bool:
-    """Whether a key was given, valid or not."""
-    return file is not None or bool((os.environ if env is None else env).get(variable, "").strip())
-
-
 def read_key(
     setting: str, file: str | None, variable: str, env: Mapping[str, str] | None = None
 ) -> bytes | None:

@@ -50,7 +50,7 @@ _OPTIONS = {
     GOOGLE: ("endpoint",),
     AZURE: ("account", "endpoint"),
     FILES: (),
-    MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
+    MOONCAKE: ("metadata", "protocol", "device", "segment", "host"),
 }
 _EXAMPLES = (
     "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///DIRECTORY or "
@@ -70,10 +70,6 @@ P2P = "P2PHANDSHAKE"
 """Mooncake's word for no metadata server: clients ask each other."""
 _METADATA = re.compile(r"(https?|etcd|redis)://[^/\s]+\S*")
 
-SPARE_BYTES = 128
-"""Room behind every host slot for a block's seal, where a store's process works in place."""
-_LEAST_IN_PLACE = 64 << 10  # slots begin on pages then: smaller blocks would lose a sixteenth
-
 
 @dataclass(frozen=True)
 class RemoteAddress:
@@ -91,17 +87,6 @@ class RemoteAddress:
         path = f"/{self.prefix}" if self.prefix else ""
         query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
         return f"{self.kind}://{self.place}{path}{query}"
-
-    def spare_bytes(self, slot_bytes: int, *, is_sealed: bool) -> int:
-        """Bytes needed behind every host slot of this size, if blocks go from and into the slots.
-
-        Not with RDMA: a write of the card cannot be stopped once its call was given up. Not where
-        blocks are encrypted: what is encrypted is a copy.
-        """
-        is_tcp = self.options.get("protocol", "tcp") == "tcp"
-        in_place = is_tcp and self.options.get("in_place", "yes") == "yes" and not is_sealed
-        works = self.kind == MOONCAKE and in_place and slot_bytes >= _LEAST_IN_PLACE
-        return SPARE_BYTES if works else 0
 
 
 def read_remote(name: str, value: object) -> RemoteAddress:
@@ -182,12 +167,9 @@ def _mooncake(
         raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got no host or no port")
     if path:
         raise ConfigError(f"{name}: mooncake:// has no path, got {quoted(path)}")
-    for option, words in (("protocol", ("tcp", "rdma")), ("in_place", ("yes", "no"))):
-        if options.get(option, words[0]) not in words:
-            expected = " or ".join(words)
-            raise ConfigError(
-                f"{name}: {option}: expected {expected}, got {shown(options[option])}"
-            )
+    protocol = options.get("protocol", "tcp")
+    if protocol not in ("tcp", "rdma"):
+        raise ConfigError(f"{name}: protocol: expected tcp or rdma, got {shown(protocol)}")
     metadata = options.get("metadata", P2P)
     if metadata != P2P and not _METADATA.fullmatch(metadata):
         raise ConfigError(

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from kvferry.config import Config
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
-from kvferry.hostmem.slots import HostFile
 from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
@@ -52,8 +51,7 @@ class TierSetup:
     ``shared_namespace`` leaves out the engine's number in its server: servers may share under it.
     ``family`` is the same for all ranks of one engine, whatever its weights; ``families`` are those
     of all engines of its server on this host, where there are several. ``label`` is for people. All
-    of them are empty where the caller gave none. ``host_file`` is there where other processes may
-    map host memory.
+    of them are empty where the caller gave none.
     """
 
     name: TierName
@@ -69,7 +67,6 @@ class TierSetup:
     shared_namespace: bytes = b""
     config: Config = Config()  # noqa: RUF009
     """All settings; each tier reads its own."""
-    host_file: HostFile | None = None
 
 
 class Way(Enum):

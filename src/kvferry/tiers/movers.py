@@ -446,7 +446,6 @@ def open_tiers(
                 name=spec.name,
                 block_bytes=host.slot_bytes,
                 options=spec.options,
-                host_file=host.file,
             )
             tier = open_tier(spec, own)
             undo.callback(tier.close)

@@ -59,7 +59,7 @@ def open_rank(
     shared = None
     if place.replicates:
         assert broadcast is not None, "ranks with the same KV need a way to share host memory"
-        shared = _share_host(config, slot_layout(layouts, config), place, broadcast)
+        shared = _share_host(config, slot_layout(layouts), place, broadcast)
     facts: dict[str, Any] = {
         "rank": place.rank,
         "num_ranks": place.num_ranks,

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -53,13 +53,12 @@ class ChildProcess:
         hello: bytes,
         *,
         environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
         is_quiet: bool = False,
     ) -> None:
         """Start ``module``, whose ``main()`` calls ``ipc.child.main``, and send it ``hello``.
 
-        ``pass_fds`` have the same numbers in the child. ``is_quiet``: what it writes to standard
-        error is dropped. Raises OSError if the process cannot be started.
+        ``is_quiet``: what it writes to standard error is dropped. Raises OSError if the process
+        cannot be started.
         """
         ours, theirs = socket.socketpair()
         memory = open_own_memory()
@@ -68,7 +67,7 @@ class ChildProcess:
         try:
             self._process = subprocess.Popen(
                 [*_command(module), str(os.getpid()), *map(str, fds)],
-                pass_fds=[*(fd for fd in fds if fd >= 0), *pass_fds],
+                pass_fds=[fd for fd in fds if fd >= 0],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if is_quiet else None,

@@ -116,9 +116,7 @@ class BucketClient:
             return Fault(reason_of(error))
         return None if there["size"] == size else Foreign(_wrong(there["size"], size))
 
-    async def get(
-        self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
-    ) -> list[Fetched]:
+    async def get(self, names: Sequence[str], size: int) -> list[Fetched]:
         return list(await asyncio.gather(*(self._get(name, size) for name in names)))
 
     async def _get(self, name: str, size: int) -> Fetched:

@@ -2,43 +2,27 @@
 
 ::
 
-    slot   | the block's bytes        | seal | ...    begins on a page
-           └── one object of the store ──────┘
+    room   | the block's bytes | seal |        begins on a page
+           └── an object of the store ─┘
 
-A call to a store that was given up may still write, at any later time. So its slots are detached
-before their batch ends: other pages take their place here, and late bytes fall into those. The
-kernel does that for all threads at once; when it returns, no thread can reach the engine's memory
-there any more, not even in the middle of a copy.
+A call to a store that was given up may still write into its room, at any later time. So a room is
+lent again only once its call has ended.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.tiers.contract import Way
 
 _PAGE = 4096
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_FIXED, _NORESERVE = 0x10, 0x4000
-_MADV_POPULATE_READ = 22
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
-)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def address_of(memory: memoryview) -> int:
@@ -75,83 +59,6 @@ class Staging:
         """Take rooms back; memory that was never lent is ignored."""
         offsets = (address_of(each) - self.address for each in rooms)
         self._free += [at // self.pitch for at in offsets if 0 <= at < self.num_bytes]
-
-
-class SlotMapping:
-    """Owns the mapping of the engine's host slots, and which of them are detached. One thread."""
-
-    def __init__(self, fd: int, there: int, num_bytes: int, pitch: int) -> None:
-        """Map ``fd``, the engine's memory from the engine's address ``there`` on."""
-        self._fd = fd
-        self._there = there
-        self._pitch = pitch
-        self.num_bytes = num_bytes
-        self._memory = memoryview(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
-        self.address = address_of(self._memory)
-        self._detached: set[int] = set()
-        self._is_mapped = np.zeros(num_bytes // pitch, dtype=bool)
-
-    @classmethod
-    def of(cls, file: Mapping[str, int] | None) -> SlotMapping | None:
-        """From a ``HostFile`` as plain data; None without one."""
-        if file is None:
-            return None
-        return cls(file["fd"], file["address"], file["num_bytes"], file["pitch"])
-
-    def rooms(self, there: npt.NDArray[np.int64], size: int) -> list[memoryview]:
-        """The slots at these addresses of the engine's, as rooms of this size.
-
-        None at all where any of them is no slot, has no room for it, or is detached.
-        """
-        slots, odd = np.divmod(there - self._there, self._pitch)
-        whole = size <= self._pitch and not odd.any() and slots.min() >= 0
-        if not whole or slots.max() >= self.num_bytes // self._pitch:
-            return []
-        if self._detached and not self._detached.isdisjoint(slots.tolist()):
-            return []
-        return [self._memory[at : at + size] for at in (slots * self._pitch).tolist()]
-
-    def map_pages(self, addresses: Sequence[int]) -> None:
-        """Bring the slots here into this process's page table, where they are not yet. Any thread.
-
-        Else each page is a fault when it is first copied: 0.37 s for a GiB instead of 0.09.
-        """
-        slots = (np.array(addresses) - self.address) // self._pitch
-        for slot in slots[~self._is_mapped[slots]].tolist():
-            start = self.address + slot * self._pitch
-            _libc.madvise(start, self._pitch, _MADV_POPULATE_READ)  # fails before Linux 5.14
-            self._is_mapped[slot] = True
-
-    def holds(self, room: memoryview) -> bool:
-        """Whether this memory is a slot."""
-        return 0 <= address_of(room) - self.address < self.num_bytes
-
-    def is_detached(self, room: memoryview) -> bool:
-        """Whether this slot is detached."""
-        return bool(self._detached) and self._slot(room) in self._detached
-
-    def detach(self, room: memoryview) -> None:
-        """Nothing here reaches this slot of the engine's any more, until it is reattached."""
-        self._replace(room, -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        self._detached.add(self._slot(room))
-
-    def reattach(self, room: memoryview) -> None:
-        """Nothing writes there any more, for certain: the slot may be used again."""
-        if self.is_detached(room):
-            self._replace(room, self._fd, mmap.MAP_SHARED)
-            self._detached.remove(self._slot(room))
-
-    def _slot(self, room: memoryview) -> int:
-        return (address_of(room) - self.address) // self._pitch
-
-    def _replace(self, room: memoryview, fd: int, flags: int) -> None:
-        start = self._slot(room) * self._pitch
-        address = self.address + start
-        offset = start if fd >= 0 else 0
-        got = _libc.mmap(address, self._pitch, _READ_WRITE, flags | _FIXED, fd, offset)
-        if got != address:
-            os._exit(1)  # the engine takes the slot back when this process is gone, not before
-        self._is_mapped[start // self._pitch] = False
 
 
 Log = Callable[[int, str], None]
@@ -232,14 +139,8 @@ class StoreClient(Protocol):
     async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
         """Which are there with this size: None for those that are."""
 
-    async def get(
-        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Fetched]:
-        """Objects of this size. The caller gives their memory back to the staging.
-
-        They come into ``rooms`` where some are given, which are slots of the engine's (only where
-        the client has the slot mapping). A cancelled call writes nothing there any more.
-        """
+    async def get(self, names: Sequence[str], size: int) -> list[Fetched]:
+        """Objects of this size. The caller gives their memory back to the staging."""
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
@@ -247,8 +148,7 @@ class StoreClient(Protocol):
         """Write objects. One that is there already stays as it is, unless it is to be replaced.
 
         ``objects`` are lent from the staging: the client gives them back once they are not read any
-        more, which may be long after it was cancelled. Or they are the engine's slots: objects that
-        were put after the call was cancelled are removed again.
+        more, which may be long after it was cancelled.
         """
 
     async def tend(self, log: Log) -> None:

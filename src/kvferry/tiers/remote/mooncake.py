@@ -2,9 +2,8 @@
 
 Its client is C++ that blocks its caller, for seconds where a master or a peer is gone. So calls
 have threads that can be left behind, and memory that stays lent until the call returns, however
-long after its batch was given up. A slot of the engine's that such a call may write to is detached
-before its batch ends. So is the slot of a block that failed: the client gives up a transfer that
-takes too long, and does not say whether its bytes still come.
+long after its batch was given up. The memory of a block that failed stays lent for minutes: the
+client gives up a transfer that takes too long, and does not say whether its bytes still come.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from kvferry.tiers.remote.client import (
     Fetched,
     Foreign,
     Log,
-    SlotMapping,
     Staging,
     Unavailable,
     address_of,
@@ -84,14 +82,12 @@ class MooncakeClient:
         object_bytes: int,
         folder: str,
         library: Callable[[], Any],
-        mapping: SlotMapping | None = None,
     ) -> None:
         """``library`` makes the store's own client (``MooncakeDistributedStore``)."""
         self._address = address
         self._folder = folder
         self._library = library
         self._executors = {way: _executor(way) for way in Way}
-        self._mapping = mapping
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
         # Both ways at once, and as much again for calls that hang.
@@ -155,14 +151,10 @@ class MooncakeClient:
             return Fault(
                 f"the store at {self._address.place} cannot be joined (error {code}){hint}"
             )
-        memories: list[Staging | SlotMapping] = [self.staging]
-        if self._mapping is not None:
-            memories.append(self._mapping)
-        for memory in memories:
-            # For TCP this only records the range: memory without pages yet stays so.
-            code = store.register_buffer(memory.address, memory.num_bytes)
-            if code:
-                return Fault(f"memory cannot be registered with the store (error {code})")
+        # For TCP this only records the range: memory without pages yet stays so.
+        code = store.register_buffer(self.staging.address, self.staging.num_bytes)
+        if code:
+            return Fault(f"memory cannot be registered with the store (error {code})")
         self._store = store
         return None
 
@@ -172,30 +164,18 @@ class MooncakeClient:
         )
         return [None if code == 1 else _fault(code) if code else Unavailable() for code in codes]
 
-    async def get(
-        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
-    ) -> list[Fetched]:
-        in_place = bool(rooms)
-        rooms = rooms or self.staging.lend(len(names))
+    async def get(self, names: Sequence[str], size: int) -> list[Fetched]:
+        rooms = self.staging.lend(len(names))
         if not rooms:
             return [Fault("too many calls to the store hang")] * len(names)
         places, sizes = [address_of(room) for room in rooms], [size] * len(rooms)
 
         def read() -> Sequence[int]:
-            if in_place and self._mapping is not None:
-                self._mapping.map_pages(places)
             return list(self._store.batch_get_into(list(names), places, sizes))
 
-        try:
-            codes = await self._codes(Way.READ, read, len(names), partial(self._ended, rooms))
-        except asyncio.CancelledError:
-            self._detach(rooms)  # before the batch ends
-            raise
+        codes = await self._codes(Way.READ, read, len(names), partial(self._ended, rooms))
         given: list[Fetched] = []
         for room, code in zip(rooms, codes, strict=True):
-            if self._mapping is not None and self._mapping.is_detached(room):
-                given.append(Fault("another call was to write into the same slot, and failed"))
-                continue
             if code == size:
                 given.append(room)
                 continue
@@ -206,24 +186,13 @@ class MooncakeClient:
                 given.append(Unavailable(_MISSES[code]) if code in _MISSES else _fault(code))
         return given
 
-    def _detach(self, rooms: Sequence[memoryview]) -> None:
-        if self._mapping is not None:
-            for room in filter(self._mapping.holds, rooms):
-                self._mapping.detach(room)
-
     def _ended(self, rooms: Sequence[memoryview], codes: Sequence[int]) -> None:
         """A call that was to write here returned; its codes tell whether its transfers ended."""
+        loop = asyncio.get_running_loop()
         for room, code in zip(rooms, codes, strict=True):
-            is_over = code >= 0 or code == _WRONG_SIZE or code in _MISSES
-            if self._mapping is not None and self._mapping.holds(room):
-                if is_over:
-                    self._mapping.reattach(room)
-                else:
-                    self._mapping.detach(room)
-            elif is_over:
+            if code >= 0 or code == _WRONG_SIZE or code in _MISSES:
                 self.staging.give_back(room)
             else:
-                loop = asyncio.get_running_loop()
                 loop.call_later(_LATE_SECONDS, self.staging.give_back, room)
 
     async def put(
@@ -232,26 +201,16 @@ class MooncakeClient:
         places, sizes = [address_of(each) for each in objects], [len(each) for each in objects]
 
         def write() -> Sequence[int]:
-            if self._mapping is not None and self._mapping.holds(objects[0]):
-                self._mapping.map_pages(places)
             for name, is_bad in zip(names, replace, strict=True):
                 if is_bad:
                     self._store.remove(name, True)
             return list(self._store.batch_put_from(list(names), places, sizes))
 
-        late = partial(self._late, names, objects)
-        codes = await self._codes(Way.WRITE, write, len(names), late)
+        codes = await self._codes(
+            Way.WRITE, write, len(names), lambda _: self.staging.give_back(*objects)
+        )
         self.staging.give_back(*objects)
         return [_fault(code) if code else None for code in codes]
-
-    def _late(
-        self, names: Sequence[str], objects: Sequence[memoryview], codes: Sequence[int]
-    ) -> None:
-        """Remove objects put after their batch ended: slots may have had other blocks."""
-        stored = [name for name, code in zip(names, codes, strict=True) if not code]
-        if self._mapping is not None and self._mapping.holds(objects[0]) and stored:
-            _in_thread(lambda: self._store.batch_remove(stored, True))
-        self.staging.give_back(*objects)
 
     async def tend(self, log: Log) -> None:
         """The master evicts by itself."""
@@ -305,15 +264,13 @@ def _executor(way: Way) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, f"kvferry-mooncake-{way.value}")
 
 
-def open_mooncake(
-    address: RemoteAddress, object_bytes: int, folder: str, mapping: SlotMapping | None = None
-) -> MooncakeClient:
+def open_mooncake(address: RemoteAddress, object_bytes: int, folder: str) -> MooncakeClient:
     """A client that joins its store when it is first probed."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
 
-    return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, mapping)
+    return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore)
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:

@@ -21,7 +21,6 @@ import xxhash
 
 from kvferry.core.keys import KEY_BYTES
 from kvferry.hostmem.slots import PrivateMemory
-from kvferry.settings.tiers import SPARE_BYTES
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
 
 FORMAT = 2
@@ -35,7 +34,6 @@ _SEAL = struct.Struct("<8sIIQ32s32sII")
 _MAGIC = b"kvferry\x00"
 _DIGEST_BYTES = 16
 SEAL_BYTES = _SEAL.size + _DIGEST_BYTES
-assert SEAL_BYTES <= SPARE_BYTES, "it lies behind a host slot"
 
 
 @dataclass(frozen=True)

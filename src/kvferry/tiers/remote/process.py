@@ -5,7 +5,6 @@ GB/s with blocks of 1 MiB. And a client that crashes or hangs is ended with its 
 
     write   engine ── process_vm ──> staging ── seal ──> put        sealing: a checksum, or AES
     read    get ── verify ── process_vm ──> engine
-    where the engine's slots are mapped here: seal behind the slot ──> put; get into the slot
 
 No block counts that has not been verified here. A call without an answer at the deadline is given
 up: from then on it does not touch the engine's memory.
@@ -56,7 +55,6 @@ from kvferry.tiers.remote.client import (
     Fault,
     Foreign,
     NotAttempted,
-    SlotMapping,
     StoreClient,
     Unavailable,
     address_of,
@@ -117,7 +115,6 @@ class StoreTransfers:
         client: StoreClient,
         objects: ObjectFormat,
         memory: EngineMemory,
-        mapping: SlotMapping | None,
         report: Callable[[Way, str], None],
         refuses: str = "",
     ) -> None:
@@ -127,7 +124,6 @@ class StoreTransfers:
         self._objects = objects
         self._sealer = open_sealer(objects)
         self._memory = memory
-        self._mapping = mapping
         self.health = StoreHealth(client, report, refuses=refuses)
         # One more is prepared, or verified, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
@@ -202,15 +198,15 @@ class StoreTransfers:
         self._suspects[name] = None
 
     async def _read(self, batch: InFlightBatch, some: Sequence[int]) -> None:
-        names, slots = batch.names_of(some), self._slots(batch.order, some)
+        names = batch.names_of(some)
         async with self._call(batch, some):
-            fetched = await self._client.get(names, self._objects.object_bytes, slots)
+            fetched = await self._client.get(names, self._objects.object_bytes)
         self.health.answered(Way.READ, fetched)
         await asyncio.sleep(0)  # the next call begins, and goes on while these are verified
         for at, content in zip(some, fetched, strict=True):
             if isinstance(content, memoryview):
                 try:
-                    batch.ends[at] = self._take_out(batch, at, content, in_place=bool(slots))
+                    batch.ends[at] = self._take_out(batch, at, content)
                 finally:
                     self._staging.give_back(content)
             else:
@@ -218,33 +214,24 @@ class StoreTransfers:
             if isinstance(batch.ends[at], Foreign):
                 self._suspect(batch.names[at])
 
-    def _take_out(
-        self, batch: InFlightBatch, at: int, content: memoryview, *, in_place: bool
-    ) -> End:
+    def _take_out(self, batch: InFlightBatch, at: int, content: memoryview) -> End:
         """Verify a block and bring it to the engine's memory."""
         block = self._sealer.unseal(content, batch.keys[at])
         if block is None:
             return Foreign("what is there is no block of ours: it fails its proof")
-        if not in_place and not self._copy(self._memory.deliver, batch.order, at, block):
+        if not self._copy(self._memory.deliver, batch.order, at, block):
             return Unavailable("the engine's memory cannot be written")
         return None
 
-    def _slots(self, order: OrderMessage, some: Sequence[int]) -> list[memoryview]:
-        """The engine's slots as rooms for these blocks; none where they must be copied."""
-        if self._mapping is None or len(order.sizes) != 1:
-            return []
-        return self._mapping.rooms(order.addresses[some, 0], self._objects.object_bytes)
-
     async def _write(self, batch: InFlightBatch, some: Sequence[int]) -> None:
-        slots = self._slots(batch.order, some)
-        rooms = slots or self._staging.lend(len(some))
+        rooms = self._staging.lend(len(some))
         if not rooms:
             batch.end(some, NotAttempted("too many calls to the store hang"))
             return
         contents = [room[: self._objects.object_bytes] for room in rooms]
         for at, content in zip(some, contents, strict=True):
             plain = self._sealer.plain(content)
-            if not slots and not self._copy(self._memory.fetch, batch.order, at, plain):
+            if not self._copy(self._memory.fetch, batch.order, at, plain):
                 self._staging.give_back(*rooms)
                 batch.end(some, Unavailable("the engine's memory cannot be read"))
                 return
@@ -275,14 +262,13 @@ class StoreTransfers:
 def open_client(
     address: RemoteAddress,
     objects: ObjectFormat,
-    mapping: SlotMapping | None,
     hello: Mapping[str, Any],
 ) -> StoreClient:
     """The client of one store; the modules of other stores are not imported."""
     if address.kind == MOONCAKE:
         from kvferry.tiers.remote.mooncake import open_mooncake
 
-        return open_mooncake(address, objects.object_bytes, objects.folder(), mapping)
+        return open_mooncake(address, objects.object_bytes, objects.folder())
     from kvferry.tiers.remote.bucket import BucketClient
 
     return BucketClient(
@@ -303,7 +289,6 @@ class StoreProcess:
         hello: Mapping[str, Any],
         memory: EngineMemory,
         open_client: Callable[..., StoreClient] = open_client,
-        mapping: SlotMapping | None = None,
     ) -> None:
         self._channel = channel
         self._tasks: set[asyncio.Task[None]] = set()
@@ -316,12 +301,11 @@ class StoreProcess:
             hello["num_ranks"],
         ).with_key(bytes.fromhex(hello["key"]) if hello.get("key") else None)
         address = read_remote("remote", hello["address"])
-        self._client = open_client(address, self._objects, mapping, hello)
+        self._client = open_client(address, self._objects, hello)
         self._transfers = StoreTransfers(
             self._client,
             self._objects,
             memory,
-            mapping,
             self._report,
             READ_ONLY if hello.get("read_only") else "",
         )
@@ -385,9 +369,7 @@ class StoreProcess:
 
 
 def _serve(engine: child.EngineLink) -> None:
-    hello = json.loads(engine.hello)
-    mapping = SlotMapping.of(hello.get("host_file"))
-    process = StoreProcess(engine.channel, hello, engine.memory, mapping=mapping)
+    process = StoreProcess(engine.channel, json.loads(engine.hello), engine.memory)
     process.serve()
     # Leaving a store may take a minute and hold the interpreter for as long. The kernel does not.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from secrets import randbits
 
 import numpy as np
@@ -72,12 +72,10 @@ def start_store_process(
     hello: Mapping[str, object], environment: Mapping[str, str]
 ) -> ChildProcess:
     """Start the process of a shared store. Raises OSError if that is impossible."""
-    file = hello.get("host_file")
     return ChildProcess(
         "kvferry.tiers.remote.process",
         json.dumps(hello).encode(),
         environment=environment,
-        pass_fds=[file["fd"]] if isinstance(file, dict) else [],
         is_quiet="KVFERRY_DEBUG" not in environment,
     )
 
@@ -329,10 +327,6 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         "label": setup.label,
         "read_only": config.remote_mode == "read-only",
     }
-    file, is_sealed = setup.host_file, key is not None
-    spare_bytes = address.spare_bytes(setup.block_bytes, is_sealed=is_sealed)
-    if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
-        hello["host_file"] = asdict(file)
     tier = RemoteTier(setup.name, setup.block_bytes, hello)
     tier.open(OPEN_SECONDS)
     if tier.refusal:
