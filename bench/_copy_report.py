@@ -7,20 +7,29 @@ from collections.abc import Iterable
 from typing import Any
 
 from _tables import table
-from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
 
 KiB, MiB = 1 << 10, 1 << 20
+
+OURS = "auto"
+"""The path by which the engine copies in that direction."""
+
+HOW = {
+    "loop": "one driver call per segment",
+    "dma": "one batch call for all segments",
+    "kernel": "threads of the card read or write host memory",
+    "staged": "a kernel gathers blocks into a ring in device memory, large copies do the rest",
+}
+"""What the paths of a run are, also of older ones."""
 
 NAMES = {"load": "Host to GPU", "store": "GPU to host"}
 
 NOTES = """\
-**auto**: the planner's choice, in brackets. **Ceiling**: one copy of 256 MiB between pinned
+**auto**: the engine's path, in brackets. **Ceiling**: one copy of 256 MiB between pinned
 and GPU memory, timed in turn with `auto`. Blocks have 64 segments and random block ids; host slots
 are one run or, where called scattered, every second slot in random order: no two neighbours. Times
-are medians on the device, from an idle stream to the copy's end, the call that queues it included
-(the runs that its host slots make up are counted before, as its path is picked): of 11, of 33 for
-`auto` and its ceiling, of 25 for small transfers (fewer with `--quick`), of 2 for paths that pay
-per segment with more than 4096 segments.
+are medians on the device, from an idle stream to the copy's end, the call that queues it included:
+of 11, of 33 for `auto` and its ceiling, of 25 for small transfers (fewer with `--quick`), of 2 for
+paths that pay per segment with more than 4096 segments.
 """
 
 
@@ -36,15 +45,15 @@ def report(data: dict[str, Any]) -> str:
 
 
 def paths_of(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """The paths timed in ``rows``: the planner's choice last, other designs than ours before it."""
+    """The paths timed in ``rows``: the engine's last, other designs than ours before it."""
     timed = dict.fromkeys(row["path"] for row in rows)
-    ours = [name for name in BY_NAME if name in timed]
-    others = [name for name in timed if name not in (*BY_NAME, AUTO_PATH)]
-    return [*ours, *others, *([AUTO_PATH] if AUTO_PATH in timed else [])]
+    ours = [name for name in HOW if name in timed]
+    others = [name for name in timed if name not in (*HOW, OURS)]
+    return [*ours, *others, *([OURS] if OURS in timed else [])]
 
 
 def _notes(data: dict[str, Any]) -> str:
-    words = {name: path.how for name, path in BY_NAME.items()} | data.get("designs", {})
+    words = HOW | data.get("designs", {})
     timed = [name for name in paths_of(data["rows"]) if name in words]
     text = " ".join([*(f"**{name}**: {words[name]}." for name in timed), NOTES])
     return textwrap.fill(text, 100, break_on_hyphens=False)

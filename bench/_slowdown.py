@@ -175,7 +175,7 @@ def measure_slowdown(
 ) -> Slowdown:
     """Time ``rounds`` of ``load`` beside copies of ``job``, and as many alone, ``phases`` times."""
     stream = rig.streams[job.direction]
-    path.enqueue(job, stream)  # compile and upload before anything is timed
+    path.enqueue(job, stream, rig.ready)  # compile and upload before anything is timed
     rig.driver.synchronize_stream(stream)
     clock = _Rounds(load)
     alone: list[tuple[int, int]] = []

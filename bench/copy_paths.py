@@ -23,18 +23,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _copy_report import report
+from _copy_report import OURS, report
 from _copy_rig import GB, Call, CopyRig, provenance
 from kvferry.config import Config
 from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
-from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import Path as CopyPath
-from kvferry.transfer.paths.contract import open_paths
-from kvferry.transfer.paths.direct import count_runs
-from kvferry.transfer.planner import Planner
+from kvferry.transfer.paths.direct import DmaPath
+from kvferry.transfer.paths.opening import open_launcher, open_paths
 
 SKIPPED = 77
 KiB = 1 << 10
@@ -48,7 +46,7 @@ class Effort:
     large_bytes: tuple[int, ...]
     repeats: int
     auto_repeats: int
-    """Of the planner's choice for a large transfer, in turn with the ceiling: enough that a
+    """Of the engine's path for a large transfer, in turn with the ceiling: enough that a
     processor which stops for a tenth of a second does not decide the row."""
     small_repeats: int
     rounds: int
@@ -80,7 +78,7 @@ QUICK = Effort(
 
 @dataclass(frozen=True)
 class TimedCopy:
-    """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``.
+    """One timed copy. ``path`` is ``auto`` for the engine's path, then named in ``chosen``.
 
     ``gbps`` is the rate with ``in_flight`` transfers queued one after another, ``alone_gbps`` that
     of a single one on an idle stream. ``submit_us`` is the time of the call that queues it.
@@ -104,7 +102,7 @@ class TimedCopy:
 
 @dataclass(frozen=True)
 class SlowdownRow:
-    """A load beside copies of one path; ``chosen`` names the planner's choice."""
+    """A load beside copies of one path; ``chosen`` names the engine's."""
 
     load: str
     direction: str
@@ -135,10 +133,6 @@ LARGE = 64 * MiB
 IN_FLIGHT_BYTES = 256 * MiB
 """Large transfers are queued one after another up to this much, as an engine with several in
 flight does; one alone is timed too."""
-
-PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if not path.needs_kernels)
-HEED_RUNS = tuple(path.name for path in COPY_PATHS if path.needs_kernels)
-BESIDE_MODEL = tuple(path.name for path in COPY_PATHS if path.needs_pinned)
 
 Progress = Callable[[str], None]
 
@@ -191,12 +185,16 @@ class CopyBenchmark:
         self.effort = effort
         self.progress = progress
         self.rig = BenchRig(driver, host_bytes=520 * MiB)  # room for slots that are no neighbours
-        self.ours = open_paths(driver, ring_bytes=Config().staging_ring)
-        self.paths: dict[str, CopyPath] = {**self.ours.paths, **(designs or {})}
+        self.launcher = open_launcher(driver)
+        self.ours = open_paths(driver, self.launcher, ring_bytes=Config().staging_ring)
+        self.paths: dict[str, CopyPath] = {
+            "loop": DmaPath(driver, is_pinned=False),
+            "dma": DmaPath(driver),
+            **(designs or {}),
+        }
 
     def run(self, command: str, *, only_large: bool = False) -> BenchResult:
         """All sections, which takes a minute or two, or large transfers only."""
-        self.planner = Planner(self.ours.paths)
         result = BenchResult({**provenance(self.driver), "command": command})
         self.ceilings: dict[Direction, float] = {}
         seen: dict[Direction, list[float]] = {direction: [] for direction in Direction}
@@ -210,7 +208,10 @@ class CopyBenchmark:
         return result
 
     def close(self) -> None:
-        self.ours.close()
+        for path in self.ours.values():
+            path.close()
+        if self.launcher is not None:
+            self.launcher.close()
         self.rig.close()
 
     # -- sections ----------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class CopyBenchmark:
             for segment_bytes in self.effort.segment_bytes:
                 block_bytes = segment_bytes * SEGMENTS
                 # Beside each row, not once: neighbours of a virtual machine share its link. The
-                # planner's choice, which it is there for, is timed in turn with one of its own.
+                # engine's path, which it is there for, is timed in turn with one of its own.
                 self.ceilings[direction] = self.rig.ceiling(direction)
                 ceilings[direction].append(self.ceilings[direction])
                 for num_bytes in self.effort.large_bytes:
@@ -230,15 +231,16 @@ class CopyBenchmark:
                     num_blocks = -(-num_bytes // block_bytes)
                     job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
                     # A call per segment of a few bytes would take a second each.
-                    only = HEED_RUNS if segment_bytes < 4 * KiB else ()
-                    yield from self._time_all(job, self.effort.repeats, only=only)
+                    yield from self._time_all(
+                        job, self.effort.repeats, only_ours=segment_bytes < 4 * KiB
+                    )
                     if block_bytes > 4 * MiB:
                         continue
                     job = self.rig.job(
                         direction, segment_bytes, SEGMENTS, num_blocks, scattered=True
                     )
                     yield from self._time_all(
-                        job, self.effort.repeats, only=HEED_RUNS, host_slots="scattered"
+                        job, self.effort.repeats, only_ours=True, host_slots="scattered"
                     )
 
     def _small(self) -> Iterator[TimedCopy]:
@@ -257,8 +259,8 @@ class CopyBenchmark:
         self.progress("both directions at once")
         jobs = [self.rig.job(way, 16 * KiB, SEGMENTS, 256) for way in Direction]
         plain = [self.rig.plain_call(job.direction, job.num_bytes) for job in jobs]
-        chosen = [self.rig.call(self.paths[self._choice(job)], job) for job in jobs]
-        return {"ceiling": self._time_both(jobs, plain), AUTO_PATH: self._time_both(jobs, chosen)}
+        chosen = [self.rig.call(self.ours[job.direction], job) for job in jobs]
+        return {"ceiling": self._time_both(jobs, plain), OURS: self._time_both(jobs, chosen)}
 
     def _slowdown(self) -> Iterator[SlowdownRow]:
         # Imported here: it needs torch, whose absence has been reported before.
@@ -268,10 +270,8 @@ class CopyBenchmark:
             load = make_load()
             for direction in Direction:
                 job = self.rig.job(direction, 16 * KiB, SEGMENTS, 256)
-                chosen = self._choice(job, busy=True)
-                for name in (AUTO_PATH, *BESIDE_MODEL):
+                for name, path in ((OURS, self.ours[direction]), ("dma", self.paths["dma"])):
                     self.progress(f"{name}, {direction.value}, beside {load.name}")
-                    path = self.paths[chosen if name == AUTO_PATH else name]
                     found = measure_slowdown(
                         self.rig,
                         load,
@@ -287,22 +287,18 @@ class CopyBenchmark:
                         found.gbps,
                         found.factor,
                         found.lost_ms_per_gb,
-                        chosen if name == AUTO_PATH else "",
+                        path.name if name == OURS else "",
                     )
             del load
 
     # -- one cell ----------------------------------------------------------------------------
 
     def _time_all(
-        self, job: CopyJob, repeats: int, *, only: tuple[str, ...] = (), host_slots: str = "run"
+        self, job: CopyJob, repeats: int, *, only_ours: bool = False, host_slots: str = "run"
     ) -> Iterator[TimedCopy]:
-        for name, path in self.paths.items():
-            if not only or name in only:
-                yield self._row(job, name, path, repeats, host_slots=host_slots)
-        chosen = self._choice(job)
-        yield self._row(
-            job, AUTO_PATH, self.paths[chosen], repeats, chosen=chosen, host_slots=host_slots
-        )
+        others = {} if only_ours else self.paths
+        for name, path in (*others.items(), (OURS, self.ours[job.direction])):
+            yield self._row(job, name, path, repeats, host_slots=host_slots)
 
     def _row(
         self,
@@ -312,16 +308,15 @@ class CopyBenchmark:
         repeats: int,
         *,
         host_slots: str,
-        chosen: str = "",
     ) -> TimedCopy:
-        if len(job.device_blocks) * job.layout.num_segments > 4096 and name in PAY_PER_SEGMENT:
+        if len(job.device_blocks) * job.layout.num_segments > 4096 and path.name == "dma":
             repeats = 2  # up to a fifth of a second each, and no doubt about the outcome
         is_large = job.num_bytes >= LARGE
         in_flight = round(IN_FLIGHT_BYTES / job.num_bytes) if is_large else 1
         calls = {"alone": self.rig.call(path, job)}
         if in_flight > 1:
             calls["queued"] = self.rig.queued(path, job, in_flight)
-        if is_large and name == AUTO_PATH:
+        if is_large and name == OURS:
             calls["ceiling"] = self.rig.plain_call(job.direction, self.rig.num_bytes)
             repeats = self.effort.auto_repeats
         times = self.rig.time_in_turn(list(calls.values()), job.direction, repeats=repeats)
@@ -342,16 +337,12 @@ class CopyBenchmark:
             fraction_of_ceiling=gbps / ceiling,
             seconds=alone.seconds,
             submit_us=1e6 * alone.submit_seconds,
-            chosen=chosen,
+            chosen=path.name if name == OURS else "",
             host_slots=host_slots,
             ceiling_gbps=ceiling,
             in_flight=in_flight,
             alone_gbps=job.num_bytes / alone.seconds / GB,
         )
-
-    def _choice(self, job: CopyJob, *, busy: bool = False) -> str:
-        num_blocks, num_runs = len(job.device_blocks), count_runs(job)
-        return self.planner.choose(job.direction, job.layout, num_blocks, busy, num_runs)
 
     def _time_both(
         self, jobs: Sequence[CopyJob], calls: Sequence[Call], repeats: int = 6

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.contract import Means, Path
+from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, descriptors
 
 NUM_PROGRAMS = 12
@@ -40,6 +40,7 @@ def copy_descriptors(descriptors, count, WORDS: tl.constexpr):  # noqa: N803
 class PublishedPath(Path):
     """Owns nothing between jobs: descriptors are built, pinned and shipped for every one."""
 
+    name = "published"
     HOW = (
         "a Triton kernel that takes one descriptor per program on 12 multiprocessors for host to "
         "GPU below 28 KiB, one batch call otherwise"
@@ -48,16 +49,12 @@ class PublishedPath(Path):
     def __init__(self, driver: Driver) -> None:
         self._dma = DmaPath(driver)
 
-    @classmethod
-    def open(cls, means: Means) -> PublishedPath:
-        return cls(means.driver)
-
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
         segment = int(job.layout.sizes.max())
         count = len(job.device_blocks) * job.layout.num_segments
         small = segment < MAX_KERNEL_SEGMENT and count >= MIN_DESCRIPTORS
         if job.direction is not Direction.LOAD or not small:
-            self._dma.enqueue(job, stream)
+            self._dma.enqueue(job, stream, ready)
             return
         external: Any = torch.cuda.ExternalStream(stream)
         with torch.cuda.stream(external):

@@ -28,7 +28,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.settings.eviction import (
     ACCEPTS,
     DEFAULT_POLICY,
@@ -179,6 +178,7 @@ REMOVED = {
     "remote_bandwidth": "bound the traffic where it is shared: in the network, or at the store",
     "remote_ttl": "give the bucket a lifecycle rule, or run kvferry remote purge --older-than",
     "store_mode": "blocks are stored as they are computed",
+    "copy_path": "kernels copy where they can, else the driver does",
     "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
 }
 """Settings that are gone, and what replaced them."""
@@ -260,10 +260,8 @@ class Config:
     """Which blocks make room for others in every tier with slots."""
     block_tokens: int = setting(16, COUNT, basic=True)
     """Tokens in one block."""
-    copy_path: str = setting(AUTO_PATH, one_of(AUTO_PATH, *BY_NAME))
-    """How blocks are copied; auto picks by size and by what runs."""
-    staging_ring: int = setting(128 * MiB, SIZE)
-    """Device memory of the staged path's rings, half for each direction."""
+    staging_ring: int = setting(64 * MiB, SIZE)
+    """Device memory of the ring through which blocks are stored."""
     load_deadline: float = setting(30.0, SECONDS)
     """A load not finished by then is given up."""
     store_deadline: float = setting(30.0, SECONDS)

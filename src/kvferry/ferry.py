@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial, wraps
 from threading import current_thread
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -56,7 +56,6 @@ _POLL_SECONDS = 0.02
 """Longest pause of a waiting ferry between two looks at its growth and its mailbox."""
 _TIER_POLL_SECONDS = 5e-4
 """The same with lower tiers, which announce nothing."""
-_LATER = nullcontext()
 _INTERRUPTED = "an interrupt tore this ferry's bookkeeping; close it and attach again"
 _GONE = "the hit is gone: it was released, loaded, or too old"
 _LONG_BYTES = 32 << 20
@@ -259,7 +258,8 @@ class Ferry(Closing):
             self._rank.note_step()
         ordered = request.load(tables) if request in self._scheduler else ()
         if ordered:
-            self._send(starts_here=True, compute_waits=True)
+            self._send()
+            self._rank.engine.order_compute_after_loads()
             return self._tickets.give(ordered)
         self._release(request)
         return self._tickets.give((), failure=_GONE if len(hit) else "")
@@ -316,7 +316,7 @@ class Ferry(Closing):
                 num_ordered = len(ordered[0].blocks) if ordered else 0
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
-            self._send(starts_here=True)
+            self._send()
             ticket = self._tickets.give(ordered, reason)
         except BaseException:
             # The caller may write to those blocks now: no copy of them must ever be found.
@@ -441,14 +441,11 @@ class Ferry(Closing):
         self._scheduler.note_ready(FIRST_RANK, num_ready)
         self._is_growing = num_ready < self._rank.host.num_slots
 
-    def _send(self, *, starts_here: bool = False, compute_waits: bool = False) -> None:
-        """Send off what was ordered; where it ``starts_here``, copies begin on this thread."""
+    def _send(self) -> None:
+        """Send off what was ordered."""
         plan = self._scheduler.plan()
         if plan.transfers or plan:
-            engine = self._rank.engine
-            begin = engine.starting_here(compute_waits=compute_waits) if starts_here else _LATER
-            with begin:
-                self._worker.execute(plan)
+            self._worker.execute(plan)
             if self._is_growing:
                 self._rank.note_plan(plan)
 

@@ -24,7 +24,6 @@ from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.errors import ConfigError
 from kvferry.hostmem.growth import Pin
 from kvferry.hostmem.memory import HostMemory, SharedMemory, SlotLayout
-from kvferry.settings.copy_paths import COPY_PATHS
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import TierMover, open_tiers
 from kvferry.transfer.driver import Driver
@@ -119,9 +118,6 @@ class Activity:
         self._last: float | None = None
         self.num_written: int | None = None
         """Host slots that were to be written so far: no more can be in use. None if unknown."""
-        self.runs_beside = False
-        """Whether the model will run beside the copies that are submitted now, as far as is known:
-        at that moment it may well rest between two steps."""
 
     def note(self) -> None:
         self._is_starting = False
@@ -174,10 +170,6 @@ class RankMemory:
         """These orders are carried out: host memory grows ahead of what is written to it."""
         written = [len(transfer) for transfer in plan.transfers if transfer.dst == HOST]
         self._activity.num_written = (self._activity.num_written or 0) + sum(written)
-
-    def note_beside(self, is_beside: bool) -> None:
-        """Whether the model will run beside the copies that are submitted from now on."""
-        self._activity.runs_beside = is_beside
 
     def note_started(self) -> None:
         """The engine has captured its graphs: host memory may grow as fast as it can."""
@@ -245,23 +237,18 @@ def open_on_gpu(
     """
     # Here: what they bring is needed with a GPU only.
     from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
-    from kvferry.transfer.paths.contract import open_paths
-    from kvferry.transfer.planner import Planner
+    from kvferry.transfer.paths.opening import open_launcher, open_paths
 
     activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:
         if driver is None:
             driver = Driver.open(device)
             undo.callback(driver.close)
-        path_set = open_paths(driver, ring_bytes=config.staging_ring)
-        undo.callback(path_set.close)
-        planner = Planner(path_set.paths, config.copy_path)
+        launcher = open_launcher(driver)
+        if launcher is not None:
+            undo.callback(launcher.close)
         host = _open_host(layouts, config, activity, num_ranks_here, shared, driver)
         undo.callback(host.close)
-        if not host.is_pinned:
-            # A kernel that touches memory the driver does not know kills the process's GPU work.
-            unpinned = next(path.name for path in COPY_PATHS if not path.needs_pinned)
-            planner = Planner(path_set.paths, unpinned)
         whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
         tiers = _open_tiers(config, host, whose, undo)
         rows = host.tier.rows
@@ -272,11 +259,11 @@ def open_on_gpu(
             host_pitch=int(rows.strides[0]),
             num_slots=len(rows),
             compute_stream=compute_stream or torch_compute_stream(device),
-            planner=planner,
-            paths=path_set.paths,
+            paths=open_paths(
+                driver, launcher, ring_bytes=config.staging_ring, is_pinned=host.is_pinned
+            ),
             rank=rank,
             host_chunk=host.chunk_bytes,
-            runs_beside=lambda: activity.runs_beside,
         )
         engine.prepare()
         return RankMemory(host, engine, activity, undo.pop_all(), tiers)

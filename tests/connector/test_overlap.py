@@ -125,18 +125,6 @@ def test_by_default_a_load_lands_first_beside_other_requests(make):
     assert not any(transfer.in_parts for transfer in orders.plan.transfers)
 
 
-def test_the_model_will_run_beside_a_load_that_may_be_read_early(make, gate):
-    """So its path is picked as for one that the model runs beside already."""
-    sides = make()
-    sides.converse("writer", HASHES)
-    (activity, *_) = [rank._memory._activity for rank in sides.ranks]
-    assert not activity.runs_beside
-    _, orders = order(sides)
-    begin(sides, orders)
-    assert activity.runs_beside
-    gate.let()
-
-
 def test_a_load_that_fails_on_one_rank_is_not_read(make):
     """vLLM waits for the other rank: it says that the blocks are not there."""
     sides = make()

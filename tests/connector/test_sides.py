@@ -257,34 +257,6 @@ def test_a_store_that_does_not_end_is_late_one_step_after_a_pause(make, monkeypa
         assert counts.overdue == overdue
 
 
-def test_a_load_beside_which_the_model_will_run_is_submitted_as_such(make):
-    """Alone it is not; beside a forward, or another request that may run first, it is."""
-    sides = make()
-    others = [bytes([number]) * 32 for number in range(11, 15)]
-    for name, hashes in (("writer", HASHES), ("other", others)):
-        store(sides, name, hashes)
-        for rank in (0, 1):
-            sides.answer(rank)
-    told = [rank._memory._activity for rank in sides.ranks]
-    _, orders = load(sides, "alone")
-    sides.run(orders)
-    assert not any(activity.runs_beside for activity in told)
-    _, orders = load(sides, "second", others)  # nobody has been told that the first one came
-    sides.run(orders)
-    assert all(activity.runs_beside for activity in told)
-    for rank in (0, 1):
-        sides.answer(rank)
-    sides.run(replace(sides.orders(), computes=True))  # they run
-    _, orders = load(sides, "third")
-    sides.run(orders)
-    assert not any(activity.runs_beside for activity in told)
-    for rank in (0, 1):
-        sides.answer(rank)
-    _, orders = load(sides, "fourth")
-    sides.run(replace(orders, computes=True))
-    assert all(activity.runs_beside for activity in told)
-
-
 def test_memory_that_grows_while_others_only_decode_is_told_of(make):
     """Seen red with ranks that had nothing to do in such steps before their memory was whole."""
     rank = make(["layer0"]).ranks[0]

@@ -31,7 +31,7 @@ class GatedPath(DmaPath):
         super().__init__(driver)
         self.gate = gate
 
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
         assert self.gate.wait(60.0)
         super().enqueue(job, stream, ready)
 
@@ -88,18 +88,10 @@ def compute_does_not_wait(rig: Rig, driver: Mutant) -> None:
     driver.deaf = frozenset({rig.compute})
 
 
-def ring(rig: Rig, direction: Direction) -> Any:
-    """The ring of one direction, open."""
-    found = rig.engine._paths["staged"]._rings[direction]  # type: ignore[attr-defined]
-    with rig.driver.current():
-        found.open()
-    return found
-
-
 def slot_streams(rig: Rig) -> set[int]:
-    """The streams on which kernels run."""
-    rings = [ring(rig, direction) for direction in Direction]
-    return rig.ring_streams() - {s for ring in rings for s in (ring.inbound, ring.for_ids)}
+    """The streams on which gathers run."""
+    ring = rig.ring()
+    return rig.ring_streams() - {ring.for_ids}
 
 
 def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:
@@ -108,7 +100,7 @@ def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:
 
 
 def nobody_waits_for_ids(rig: Rig, driver: Mutant) -> None:
-    driver.ignored = frozenset(ring(rig, direction).for_ids for direction in Direction)
+    driver.ignored = frozenset({rig.ring().for_ids})
 
 
 def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
@@ -116,8 +108,8 @@ def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
 
 
 def nobody_waits_for_a_free_slot(rig: Rig, driver: Mutant) -> None:
-    path: Any = rig.engine._paths["staged"]
-    path._wait_until_free = lambda slot, stream: None
+    path: Any = rig.engine._queues[Direction.STORE].path
+    path._wait_until_free = lambda slot: None
 
 
 def receipts_do_not_wait(rig: Rig, driver: Mutant) -> None:
@@ -216,10 +208,8 @@ def stores_behind_each_other(rig: Rig) -> bool:
     return [rig.slot(5), rig.slot(8)] == wrote
 
 
-def load_around_the_ring(rig: Rig) -> bool:
-    """A load so large that it takes many slots: its receipt speaks for all of them."""
-    if rig.path == "staged":
-        rig.driver.timeline.late = slot_streams(rig)
+def load_of_all(rig: Rig) -> bool:
+    """A load so large that it takes many copies: its receipt speaks for all of them."""
     slots = list(range(rig.kv.layout.num_blocks))
     for block in slots:
         rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
@@ -237,38 +227,29 @@ def store_around_the_ring(rig: Rig) -> bool:
     return [rig.slot(slot) for slot in blocks] == [rig.kv.block(block) for block in blocks]
 
 
-def loads_whose_ids_are_late(rig: Rig) -> bool:
-    """Which blocks they go to comes by another stream than the bytes: last time's must not do."""
+def stores_whose_ids_are_late(rig: Rig) -> bool:
+    """Which blocks they take comes by a stream of its own: last time's must not do."""
     half = rig.kv.layout.num_blocks // 2
     for count in (half, 1):  # through many slots of the ring, and through one
         before, now = list(range(count)), list(range(half, half + count))
-        rig.load(before, before)
+        rig.store(before, before)
         rig.drain()
-        for block in now:
-            rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
-        if rig.path == "staged":
-            path: Any = rig.engine._paths["staged"]
-            if count == 1:
-                path._tail = rig.kv.layout.block_bytes  # or even the one would be cut in two
-            rig.driver.timeline.frozen = {ring(rig, Direction.LOAD).for_ids}
-        rig.load(now, now)
+        if rig.path == "kernels":
+            rig.driver.timeline.frozen = {rig.ring().for_ids}
+        rig.store(now, now)
         rig.wait_until_queued()
         rig.driver.timeline.run_all()  # everything that does not wait for the ids
         rig.driver.timeline.frozen = set()
         rig.drain()
-        if any(rig.kv.block(block) != rig.slot(block) for block in now):
+        if any(rig.slot(block) != rig.kv.block(block) for block in now):
             return False
     return True
 
 
 Scenario = Callable[[Rig], bool]
-AROUND: tuple[Scenario, ...] = (
-    load_around_the_ring,
-    store_around_the_ring,
-    loads_whose_ids_are_late,
-)
+AROUND: tuple[Scenario, ...] = (load_of_all, store_around_the_ring, stores_whose_ids_are_late)
 """Those whose jobs are larger than the ring."""
-BATCHED = ("dma", "staged")
+BATCHED = ("dma", "kernels")
 SCENARIOS: list[Scenario] = [
     store_after_compute_wrote,
     load_after_compute_read,
@@ -278,22 +259,18 @@ SCENARIOS: list[Scenario] = [
     stores_behind_each_other,
     *AROUND,
 ]
-STAGED = ("staged",)
+KERNELS = ("kernels",)
 CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = [
     (store_does_not_wait, store_after_compute_wrote, tuple(PATHS)),
-    (load_does_not_wait, load_after_compute_read, ("loop", "dma", "kernel")),
-    (load_does_not_wait, load_around_the_ring, STAGED),
+    (load_does_not_wait, load_after_compute_read, tuple(PATHS)),
     (compute_does_not_wait, compute_after_load, tuple(PATHS)),
     (receipts_do_not_wait, receipt_after_bytes, tuple(PATHS)),
-    (orders_are_swapped, store_after_compute_wrote, BATCHED),
+    (orders_are_swapped, store_after_compute_wrote, ("dma",)),
     (stores_read_in_any_order, store_after_compute_wrote, BATCHED),
-    (kernels_do_not_wait_for_compute, stores_behind_each_other, STAGED),
-    (kernels_do_not_wait_for_compute, load_after_compute_read, STAGED),
-    (nobody_waits_for_kernels, store_from_an_idle_card, STAGED),
-    (nobody_waits_for_kernels, load_around_the_ring, STAGED),
-    (nobody_waits_for_a_free_slot, store_around_the_ring, STAGED),
-    (nobody_waits_for_a_free_slot, load_around_the_ring, STAGED),
-    (nobody_waits_for_ids, loads_whose_ids_are_late, STAGED),
+    (kernels_do_not_wait_for_compute, stores_behind_each_other, KERNELS),
+    (nobody_waits_for_kernels, store_from_an_idle_card, KERNELS),
+    (nobody_waits_for_a_free_slot, store_around_the_ring, KERNELS),
+    (nobody_waits_for_ids, stores_whose_ids_are_late, KERNELS),
 ]
 
 
@@ -346,7 +323,7 @@ def test_only_loads_are_read_in_any_order() -> None:
 def test_a_copy_does_not_wait_for_compute_queued_after_it() -> None:
     """Its place behind compute is fixed at submit, not when the engine's thread gets to it."""
     gate = threading.Event()
-    rig = Rig(path="gated", paths={"gated": lambda driver: GatedPath(driver, gate)})
+    rig = Rig(path=lambda driver: dict.fromkeys(Direction, GatedPath(driver, gate)))
     rig.store([1], [1])
     rig.driver.timeline.run_all()
     rig.driver.timeline.frozen = {rig.compute}

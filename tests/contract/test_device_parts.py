@@ -6,12 +6,12 @@ for its part, compute that waits for the part before, a mark that comes before i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.contract.test_device_ordering import Mutant, compute_does_not_wait, slot_streams
+from tests.contract.test_device_ordering import Mutant, compute_does_not_wait
 from tests.fakes.kv import LAYOUTS, Kv, make_kv
 from tests.fakes.rig import INTERPRETED, LONG, PATHS, Rig
 
@@ -20,11 +20,10 @@ from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout, LayerParts
-from kvferry.transfer.paths.contract import Path
 from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId
 
 SEEDS = range(12)
-ALL = {**PATHS, **INTERPRETED}
+ALL = (*PATHS, *INTERPRETED)
 SLOTS = {
     "neighbours": [2, 3, 4, 5, 6, 7],
     "scattered": [7, 1, 4, 8, 0, 5],
@@ -73,7 +72,7 @@ def test_the_last_part_is_the_shortest() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", ALL)
 def test_a_load_in_parts_brings_the_same_bytes(path: str, layout: str, slots: list[int]) -> None:
-    rig = Rig(make_kv(layout, page=513, seed=3), path=path, paths=ALL, seed=3)
+    rig = Rig(make_kv(layout, page=513, seed=3), path=path, seed=3)
     host, blocks = rig.host.copy(), list(range(len(slots)))[::-1]
     for slot, block in zip(slots, blocks, strict=True):
         rig.kv.set_block(block, rig.slot(slot))
@@ -102,8 +101,6 @@ def layers_read(rig: Rig, order: Order) -> bool:
     layout, blocks = rig.kv.layout, list(range(6))
     parts = LayerParts.of(layout)
     late = {rig.stream(Direction.LOAD)}
-    if rig.path == "staged":
-        late |= slot_streams(rig)
     rig.driver.timeline.frozen = rig.driver.timeline.late = late
     for block in blocks:
         rig.kv.set_block(block, b"\xee" * layout.block_bytes)
@@ -153,13 +150,15 @@ def test_compute_that_waits_for_its_part_reads_it_and_no_other_does(path: str) -
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_mark_before_its_part_is_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(queue: CopyQueue, copy: PendingCopy, path: Path) -> Iterator[None]:
+    def hasty(queue: CopyQueue, copy: PendingCopy) -> None:
+        assert copy.ready is not None
+        queue._driver.stream_wait_event(queue.stream, copy.ready)
         for part in copy.job.parts():
             copy.marks.append(queue._order_events.take())
             queue._driver.record_event(copy.marks[-1], queue.stream)
-            yield from path.pieces(part, queue.stream, copy.ready)
+            queue.path.enqueue(part, queue.stream, copy.ready)
 
-    monkeypatch.setattr(CopyQueue, "_pieces", hasty)
+    monkeypatch.setattr(CopyQueue, "_enqueue", hasty)
     assert not all(outcomes(path))
 
 

@@ -14,31 +14,29 @@ from tests.fakes.kv import make_kv
 
 from kvferry.cache.slots import as_slots
 from kvferry.config import Config
-from kvferry.errors import ClosedError, ConfigError, InputError
+from kvferry.errors import ClosedError, ConfigError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
-from kvferry.settings.copy_paths import BY_NAME
-from kvferry.transfer.paths import contract
-from kvferry.transfer.paths.contract import Means, PathSet, class_of
+from kvferry.transfer.paths import opening
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
 
 KV = make_kv("split")
 
 
 def settings(**more: object) -> Config:
-    return Config.from_dict({"host": "1MiB", "copy_path": "dma", **more})
+    return Config.from_dict({"host": "1MiB", **more})
 
 
-def copies_right(rank: RankMemory) -> str:
-    """Store a block, lose it, load it; returns the path the copies took."""
+def copies_right(rank: RankMemory) -> list[str]:
+    """Store a block, lose it, load it; returns the paths the copies took."""
     content = KV.block(4)
     rank.engine.submit(Transfer(TransferId(1), DEVICE, HOST, as_slots([4]), as_slots([2])))
     stored = drain(rank)
     assert rank.host.tier.rows[2].tobytes() == content
     KV.set_block(4, bytes(len(content)))
     rank.engine.submit(Transfer(TransferId(2), HOST, DEVICE, as_slots([2]), as_slots([4])))
-    assert drain(rank) == stored
+    loaded = drain(rank)
     assert KV.block(4) == content
-    return stored
+    return [stored, loaded]
 
 
 def drain(rank: RankMemory) -> str:
@@ -60,7 +58,7 @@ def test_on_a_gpu_it_is_pinned_copies_and_gives_everything_back() -> None:
     assert rank.host.is_pinned
     assert rank.host.growth.wait(60)
     assert rank.ready_slots == rank.host.num_slots
-    assert copies_right(rank) == "dma"
+    assert copies_right(rank) == 2 * ["dma"]
     rank.note_step()
     rank.close()
     rank.close()
@@ -75,7 +73,8 @@ def test_where_nothing_can_be_pinned_copies_go_through_the_driver_and_are_right(
     rank = open_on_gpu([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     driver.adopt(rank.host.tier.bytes)  # a real driver copies from and to any memory
     assert not rank.host.is_pinned
-    assert copies_right(rank) == "loop"
+    assert copies_right(rank) == 2 * ["dma"]
+    assert "copy_batch_async" not in driver.calls
     rank.close()
     assert driver.leaks() == {}
     assert "cannot be pinned" in caplog.text
@@ -91,27 +90,18 @@ def test_a_refusal_while_opening_leaves_nothing_behind() -> None:
             driver=driver,
             compute_stream=lambda: 0,
         )
-    kernel = settings(copy_path="kernel")  # this driver has none
-    with pytest.raises(InputError, match="copy_path is 'kernel'"):
-        open_on_gpu([KV.layout], kernel, driver=driver, compute_stream=lambda: 0)
     assert driver.leaks() == {}
 
 
-@pytest.mark.parametrize("name", ["kernel", "staged"])
-def test_the_first_transfers_find_everything_made(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_transfers_find_everything_made(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = fake_driver()
     launcher = HostLauncher(driver)
-    paths = PathSet({name: class_of(BY_NAME[name]).open(Means(driver, launcher, 1 << 16))})
-    monkeypatch.setattr(contract, "open_paths", lambda *_, **__: paths)
-    rank = open_on_gpu(
-        [KV.layout], settings(copy_path=name), driver=driver, compute_stream=lambda: 0
-    )
+    monkeypatch.setattr(opening, "open_launcher", lambda _: launcher)
+    rank = open_on_gpu([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     assert rank.host.growth.wait(60)
     driver.calls.clear()
     monkeypatch.setattr(launcher, "prepare", None)
-    assert copies_right(rank) == name
+    assert copies_right(rank) == ["staged", "kernel"]
     slots = as_slots([0, 1, 2])
     rank.engine.submit(Transfer(TransferId(3), DEVICE, HOST, slots, slots))
     drain(rank)
@@ -125,7 +115,7 @@ def test_the_first_transfers_find_everything_made(
 
 def test_on_a_cpu_the_same_calls_serve() -> None:
     rank = open_on_cpu([KV.layout], settings())
-    assert copies_right(rank) == "cpu"
+    assert copies_right(rank) == 2 * ["cpu"]
     rank.note_step()
     rank.close()
     rank.close()

@@ -131,11 +131,6 @@ class FakeDriver(Driver):
         with self._entered("destroy_stream", stream=stream):
             self.timeline.destroy(stream)
 
-    def stream_is_idle(self, stream: int) -> bool:
-        with self._entered("stream_is_idle", stream=stream):
-            self.timeline.dawdle()
-            return not self.timeline.streams[stream].queue
-
     def synchronize_stream(self, stream: int) -> None:
         with self._entered("synchronize_stream", stream=stream):
             self.timeline.run_until(lambda: not self.timeline.streams[stream].queue)

@@ -68,7 +68,7 @@ def _rows(
     # Read when the kernel runs, not when it is launched: ids that come too late are wrong ones.
     blocks = _words(ids, num_blocks)
     slots = np.arange(num_blocks)
-    if not variant.linear:
+    if not variant.to_packed:
         slots = _words(ids + 8 * num_blocks, num_blocks)
     by_row = _words(tables + 32 * num_segments, 0 if variant.uniform else 2 * rows_per_block)
     for row in range(first_row, last_row):

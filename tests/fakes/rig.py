@@ -12,43 +12,36 @@ import numpy as np
 from tests.fakes.driver import FakeDriver
 from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import Kv, make_kv
-from tests.fakes.planner import FixedPlanner
 
 from kvferry.cache.slots import as_slots
-from kvferry.transfer.driver import Driver, Priority
+from kvferry.transfer.driver import Priority
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction
 from kvferry.transfer.kernels.launch import Launcher
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.transfer.paths.kernel import KernelPath
-from kvferry.transfer.paths.staged import StagedPath
+from kvferry.transfer.paths.direct import DmaPath
+from kvferry.transfer.paths.opening import open_paths
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId
 
-PathMaker = Callable[[Any], Path]
+PathMaker = Callable[[Any], Mapping[Direction, Path]]
 
 
-def _with_kernels(make_launcher: Callable[[Any], Launcher]) -> tuple[PathMaker, PathMaker]:
-    """The paths ``kernel`` and ``staged``.
-
-    With a ring so small that large jobs go around it, and edges so small that all jobs go through.
-    """
-    return (
-        lambda driver: KernelPath(driver, make_launcher(driver)),
-        lambda driver: StagedPath(
-            driver, make_launcher(driver), ring_bytes=1 << 14, edges=(64, 64)
-        ),
-    )
+def both(make: Callable[[Any], Path]) -> PathMaker:
+    """One path for both directions."""
+    return lambda driver: dict.fromkeys(Direction, make(driver))
 
 
-_kernel, _staged = _with_kernels(HostLauncher)
+def _kernels(make_launcher: Callable[[Any], Launcher]) -> PathMaker:
+    """With a ring so small that large stores go around it."""
+    return lambda driver: open_paths(driver, make_launcher(driver), ring_bytes=1 << 13)
+
+
 PATHS: dict[str, PathMaker] = {
-    "loop": LoopPath,
-    "dma": DmaPath,
-    "kernel": _kernel,
-    "staged": _staged,
+    "one by one": both(lambda driver: DmaPath(driver, is_pinned=False)),
+    "dma": both(DmaPath),
+    "kernels": _kernels(HostLauncher),
 }
-"""Every path the contract holds for, with kernels that need neither a GPU nor Triton."""
+"""All ways to copy, with kernels that need neither a GPU nor Triton."""
 
 INTERPRETED: dict[str, PathMaker] = {}
 """The same with the kernel itself, where Triton's interpreter is: for what its bytes depend on."""
@@ -56,8 +49,7 @@ INTERPRETED: dict[str, PathMaker] = {}
 if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
     from tests.fakes.launcher import InterpretedLauncher
 
-    _kernel, _staged = _with_kernels(InterpretedLauncher)
-    INTERPRETED = {"kernel, interpreted": _kernel, "staged, interpreted": _staged}
+    INTERPRETED = {"kernels, interpreted": _kernels(InterpretedLauncher)}
 
 LONG = 60.0
 """Seconds: only for what would be for ever. A loaded machine may take many to warm a kernel up."""
@@ -75,10 +67,9 @@ class Rig:
         self,
         kv: Kv | Sequence[Kv] | None = None,
         *,
-        path: str = "dma",
+        path: str | PathMaker = "dma",
         driver: FakeDriver | None = None,
         num_slots: int = 9,
-        paths: Mapping[str, PathMaker] = PATHS,
         patience: float = 0.05,
         seed: int = 0,
     ) -> None:
@@ -101,7 +92,7 @@ class Rig:
             self.driver.register_host(self.host.ctypes.data, self.host.nbytes)
             self.compute = self.driver.create_stream(Priority.HIGH)
         self._ids = itertools.count(1)
-        driver_for_paths: Driver = self.driver
+        make = {**PATHS, **INTERPRETED}[path] if isinstance(path, str) else path
         try:
             self.engine = GpuEngine(
                 self.driver,
@@ -110,8 +101,7 @@ class Rig:
                 host_pitch=self.pitch,
                 num_slots=num_slots,
                 compute_stream=lambda: self.compute,
-                planner=FixedPlanner(path, path),
-                paths={name: make(driver_for_paths) for name, make in paths.items()},
+                paths=make(self.driver),
                 patience=patience,
                 close_timeout=LONG,
             )
@@ -156,8 +146,15 @@ class Rig:
     def stream(self, direction: Direction) -> int:
         return self.engine._queues[direction].stream
 
+    def ring(self) -> Any:
+        """The ring through which stores go, open."""
+        found = self.engine._queues[Direction.STORE].path._ring  # type: ignore[attr-defined]
+        with self.driver.current():
+            found.open()
+        return found
+
     def ring_streams(self) -> set[int]:
-        """The streams of the staged path, as far as its rings are open."""
+        """The streams of the ring, as far as it is open."""
         others = {0, self.compute, *(queue.stream for queue in self.engine._queues.values())}
         return set(self.driver.timeline.streams) - others
 

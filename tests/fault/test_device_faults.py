@@ -8,15 +8,12 @@ from collections.abc import Callable
 import pytest
 from tests.fakes.driver import NOT_SUPPORTED, FakeDriver
 from tests.fakes.kv import make_kv
-from tests.fakes.planner import FixedPlanner
-from tests.fakes.rig import PATHS, Rig
+from tests.fakes.rig import PATHS, Rig, both
 
 from kvferry.errors import DriverError
 from kvferry.transfer.driver import Addresses, BatchForm, SourceOrder
-from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.contract import QUICK_BYTES
-from kvferry.transfer.paths.direct import LoopPath
+from kvferry.transfer.paths.direct import DmaPath
 from kvferry.types import Outcome
 
 
@@ -102,23 +99,20 @@ class Spiteful(FakeDriver):
 
 @pytest.mark.parametrize("fence", ["fenced", "fence refused"])
 @pytest.mark.parametrize(
-    ("direction", "nth"),
-    [(Direction.STORE, nth) for nth in (1, 2, 3)] + [(Direction.LOAD, nth) for nth in (1, 2, 3, 4)],
+    "nth",
+    [1, 2, 3],
 )
-def test_a_receipt_waits_for_the_streams_of_the_ring(
-    direction: Direction, nth: int, fence: str
-) -> None:
+def test_a_receipt_waits_for_the_streams_of_the_ring(nth: int, fence: str) -> None:
     """A copy is refused, perhaps the fence too, behind what a ring's own streams already hold."""
     for seed in range(2):
         driver = Spiteful(seed=seed)
-        rig = Rig(make_kv("split", page=1024), path="staged", driver=driver, seed=seed)
+        rig = Rig(make_kv("split", page=1024), path="kernels", driver=driver, seed=seed)
         transfer_works(rig)
         driver.timeline.late = rig.ring_streams()
         driver.copies_until_refusal = nth
         driver.refuses_fence_too = fence == "fence refused"
         blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]
-        is_store = direction is Direction.STORE
-        transfer = rig.store(blocks, places) if is_store else rig.load(places, blocks)
+        transfer = rig.store(blocks, places)
         receipt = rig.drain()[transfer]
         assert receipt.outcome is Outcome.FAILED
         assert "copy: refused" in receipt.reason
@@ -154,7 +148,7 @@ def test_refused_while_closing_gives_back_the_rest(
 @pytest.mark.parametrize("refused_fences", [0, 2])
 def test_a_receipt_waits_for_the_part_already_queued(refused_fences: int) -> None:
     """Half a transfer is on its way when the driver refuses the rest, and perhaps its end too."""
-    rig = Rig(make_kv("layers"), path="loop", patience=60.0)
+    rig = Rig(make_kv("layers"), path="one by one", patience=60.0)
     stream = rig.stream(Direction.STORE)
     rig.driver.timeline.frozen = {stream}
     rig.driver.fail("copy_async", nth=4)
@@ -184,41 +178,25 @@ def test_a_dead_device_fails_everything_and_delays_no_caller() -> None:
     rig.opened.remove(rig)  # a dead driver takes nothing back
 
 
-class BrokenPath(LoopPath):
+class BrokenPath(DmaPath):
     """Raises something that is no DriverError, as a bug would."""
 
-    name = "broken"
-
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
         raise ZeroDivisionError("a bug")
 
 
-class BrokenQuestion(LoopPath):
-    name = "broken-question"
-
+class BrokenQuestion(DmaPath):
     def is_quick(self, job: CopyJob) -> bool:
         raise ZeroDivisionError("a bug")
 
 
 @pytest.mark.parametrize("broken", [BrokenPath, BrokenQuestion])
-def test_a_bug_in_a_path_is_a_failed_receipt(broken: Callable[..., LoopPath]) -> None:
-    rig = Rig(path="broken", paths={"broken": broken})
+def test_a_bug_in_a_path_is_a_failed_receipt(broken: Callable[..., DmaPath]) -> None:
+    rig = Rig(path=both(broken))
     transfer = rig.store([0], [0])
     receipt = rig.drain()[transfer]
     assert receipt.outcome is Outcome.FAILED
     assert "ZeroDivisionError: a bug" in receipt.reason
-
-
-@pytest.mark.parametrize("quick_bytes", [-1, QUICK_BYTES], ids=["large", "small"])
-def test_a_planner_that_names_no_path_of_ours(
-    quick_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "QUICK_BYTES", quick_bytes)
-    rig = Rig(path="teleport")
-    transfer = rig.store([0], [0])
-    assert "teleport" in rig.drain()[transfer].reason
-    rig.engine._planner = FixedPlanner("loop", "loop")
-    transfer_works(rig)
 
 
 @pytest.mark.parametrize("absent", [True, False], ids=["absent", "refused"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,21 +10,22 @@ from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
 from kvferry.transfer.job import Direction
+from kvferry.transfer.paths.direct import HostRuns
 from kvferry.transfer.paths.staged import Ring
 from kvferry.types import Outcome, TransferId
 
 COUNT = 12
-LOADED, STORED = (list(range(first, first + COUNT)) for first in (0, COUNT))
+STORED = list(range(COUNT, 2 * COUNT))
 
 
 @contextmanager
-def opened(page: int, seed: int) -> Iterator[tuple[Rig, Mapping[Direction, Ring]]]:
+def opened(page: int, seed: int) -> Iterator[tuple[Rig, Ring]]:
     kv = make_kv("split", page=page, num_blocks=2 * COUNT, seed=seed)
-    rig = Rig(kv, path="staged", num_slots=2 * COUNT, seed=seed)
+    rig = Rig(kv, path="kernels", num_slots=2 * COUNT, seed=seed)
     for start in (rig.store, rig.load):
         start([0], [0])
         rig.drain_ok()  # everything is compiled
-    yield rig, rig.engine._paths["staged"]._rings  # type: ignore[attr-defined]
+    yield rig, rig.ring()
     rig.driver.timeline.frozen = set()
     rig.close()
     assert rig.driver.leaks() == {}
@@ -53,28 +54,27 @@ def is_stored(rig: Rig, places: list[int]) -> bool:
 
 
 def test_a_receipt_waits_for_what_an_interrupt_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own thread begins the copy, and the user presses Ctrl-C."""
-    with opened(512, seed=0) as (rig, rings):
-        ring = rings[Direction.LOAD]
-        rig.driver.timeline.frozen = {ring.inbound}
-        copy = rig.driver.copy_async
+    """The user's own thread queues the copy, and the user presses Ctrl-C."""
+    with opened(512, seed=0) as (rig, ring):
+        rig.driver.timeline.frozen = {ring.small.stream}
+        path = rig.engine._queues[Direction.STORE].path
 
-        def interrupt(dst: int, src: int, num_bytes: int, stream: int) -> None:
-            if stream != ring.inbound:  # the ids; the bytes came before
-                raise KeyboardInterrupt
-            copy(dst, src, num_bytes, stream)
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(rig.driver, "copy_async", interrupt)
-            with pytest.raises(KeyboardInterrupt), rig.engine.starting_here():
-                load = rig.load(LOADED, LOADED)
-        check_receipt_waits(rig, load, ring.inbound)
+            patched.setattr(path, "is_quick", lambda _: True)
+            patched.setattr(HostRuns, "copy", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rig.store(STORED, STORED)
+        assert rig.engine.num_in_flight == 1
+        check_receipt_waits(rig, TransferId(3), ring.small.stream)
 
 
 def test_a_receipt_waits_for_a_gather_that_no_copy_follows() -> None:
     """The kernel is queued when the driver refuses to say when it ends."""
-    with opened(512, seed=0) as (rig, rings):
-        frozen = rings[Direction.STORE].small.stream
+    with opened(512, seed=0) as (rig, ring):
+        frozen = ring.small.stream
         rig.driver.timeline.frozen = {frozen}
         rig.driver.fail("record_event", nth=4)  # after those behind compute, at the start, of ids
         check_receipt_waits(rig, rig.store(STORED, STORED), frozen)
@@ -85,9 +85,7 @@ def test_a_receipt_waits_for_a_gather_that_no_copy_follows() -> None:
 
 def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
     """They are on their way when the driver refuses to say when they arrive."""
-    with opened(512, seed=0) as (rig, rings):
-        ring = rings[Direction.LOAD]
+    with opened(512, seed=0) as (rig, ring):
         rig.driver.timeline.frozen = {ring.for_ids}
         rig.driver.fail("record_event", nth=3)  # after those behind compute and at the start
-        load = rig.load(LOADED, LOADED)
-        check_receipt_waits(rig, load, ring.for_ids)
+        check_receipt_waits(rig, rig.store(STORED, STORED), ring.for_ids)

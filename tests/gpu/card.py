@@ -9,7 +9,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
-from tests.fakes.planner import FixedPlanner
 
 from kvferry.cache.slots import as_slots
 from kvferry.transfer.driver import Driver, Priority
@@ -32,8 +31,7 @@ class Card:
         layout: Callable[[int], GroupLayout],
         *,
         num_slots: int,
-        paths: Mapping[str, Path],
-        path: str,
+        paths: Mapping[Direction, Path],
         slot_guard: int = 64,
     ) -> None:
         self.driver = driver
@@ -61,7 +59,6 @@ class Card:
             host_pitch=pitch,
             num_slots=num_slots,
             compute_stream=lambda: self.compute,
-            planner=FixedPlanner(path, path),
             paths=paths,
         )
 

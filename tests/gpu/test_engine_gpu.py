@@ -18,13 +18,15 @@ from tests.gpu.slow_kernel import SlowFill
 
 from kvferry.transfer.driver import BatchForm, Driver
 from kvferry.transfer.job import Direction
+from kvferry.transfer.kernels.launch import CudaLauncher
 from kvferry.transfer.layout import GroupLayout, LayerParts, TensorView, describe
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.paths.direct import DmaPath, LoopPath
+from kvferry.transfer.paths.direct import DmaPath
+from kvferry.transfer.paths.opening import open_paths
 
 pytestmark = pytest.mark.gpu
 
-PATHS = ["loop", "dma", "dma-12080", "kernel", "staged"]
+PATHS = ["one by one", "dma", "dma-12080", "kernels"]
 NUM_BLOCKS = 24
 MiB = 1 << 20
 
@@ -54,36 +56,28 @@ def make_card(driver: LeakyDriver) -> Iterator[Callable[..., Card]]:
 
         def make(path: str, device_bytes: int, layout: Make, num_slots: int = NUM_BLOCKS) -> Card:
             driver.deaf_stream = None
-            paths = {path: make_path(driver, path, stack)}
-            card = Card(driver, device_bytes, layout, num_slots=num_slots, paths=paths, path=path)
+            paths = make_paths(driver, path, stack)
+            card = Card(driver, device_bytes, layout, num_slots=num_slots, paths=paths)
             stack.callback(card.close)
             return card
 
         yield make
 
 
-def make_path(driver: Driver, path: str, stack: ExitStack) -> Path:
-    if path == "loop":
-        return LoopPath(driver)
-    if path.startswith("dma"):
-        if path == "dma-12080":
-            driver = Driver.open()
-            driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
-            stack.callback(driver.close)
-        return DmaPath(driver)
+def make_paths(driver: Driver, path: str, stack: ExitStack) -> dict[Direction, Path]:
+    if path == "dma-12080":
+        driver = Driver.open()
+        driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
+        stack.callback(driver.close)
+    if path != "kernels":
+        return dict.fromkeys(Direction, DmaPath(driver, is_pinned=path != "one by one"))
     if util.find_spec("triton") is None:
         pytest.skip("the kernel paths need Triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("other tests of this run chose Triton's interpreter: run tests/gpu by itself")
-    from kvferry.transfer.kernels.launch import CudaLauncher
-    from kvferry.transfer.paths.kernel import KernelPath
-    from kvferry.transfer.paths.staged import StagedPath
-
     launcher = CudaLauncher(driver)
     stack.callback(launcher.close)
-    if path == "kernel":
-        return KernelPath(driver, launcher)
-    return StagedPath(driver, launcher, ring_bytes=128 << 20)
+    return open_paths(driver, launcher, ring_bytes=64 << 20)
 
 
 def layers(segment: int, num_layers: int, *, gap: int = 0, offset: int = 0) -> tuple[int, Make]:

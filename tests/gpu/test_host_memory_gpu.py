@@ -11,10 +11,8 @@ pytestmark = pytest.mark.gpu
 BLOCKS, BLOCK_TOKENS = 128, 16
 
 
-@pytest.mark.parametrize(
-    ("host_pin", "copy_path"), [("required", "staged"), ("required", "kernel"), ("never", "staged")]
-)
-def test_blocks_come_back_bit_for_bit_while_memory_grows(host_pin: str, copy_path: str) -> None:
+@pytest.mark.parametrize("host_pin", ["required", "never"])
+def test_blocks_come_back_bit_for_bit_while_memory_grows(host_pin: str) -> None:
     import torch
 
     kv = [
@@ -29,7 +27,6 @@ def test_blocks_come_back_bit_for_bit_while_memory_grows(host_pin: str, copy_pat
         block_tokens=BLOCK_TOKENS,
         host="4GiB",
         host_pin=host_pin,
-        copy_path=copy_path,
         load_policy="always",
     ) as ferry:
         for turn in range(4):

@@ -22,7 +22,7 @@ ROUNDS = 4
 class Model:
     """KV tensors of half a gigabyte and a ferry for them."""
 
-    def __init__(self, copy_path: str) -> None:
+    def __init__(self) -> None:
         import torch
 
         self.torch = torch
@@ -33,7 +33,6 @@ class Model:
             model="loads",
             host="2GiB",
             block_tokens=TOKENS,
-            copy_path=copy_path,
             policy="lru",  # which refuses nobody
         )
         while self.ferry.host_stats().ready_slots < self.ferry.host_stats().num_slots:
@@ -63,9 +62,9 @@ class Model:
         return bool((seen == wanted).all())
 
 
-@pytest.fixture(params=["auto", "staged"])
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    model = Model(request.param)
+@pytest.fixture
+def model() -> Iterator[Model]:
+    model = Model()
     yield model
     model.ferry.close()
 
@@ -80,7 +79,7 @@ def test_without_the_wait_compute_comes_too_early_and_is_seen(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = model.ferry._rank.engine
-    monkeypatch.setattr(engine._start_in_order, "_order", None)
+    monkeypatch.setattr(engine, "order_compute_after_loads", lambda: None)
     assert not all(model.is_right(model.sums) for _ in range(ROUNDS))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import hypothesis.strategies as st
@@ -11,12 +10,11 @@ from tests.fakes.kv import LAYOUTS, make_kv
 from tests.fakes.rig import LONG, PATHS, Rig
 
 from kvferry.errors import DriverError
-from kvferry.transfer.engine import gpu
 from kvferry.transfer.job import Direction
 from kvferry.types import Outcome, Receipt, TransferId
 
 NUM_BLOCKS, NUM_SLOTS = 5, 6
-PAGES = [5, 3000]  # three blocks of the larger ones go around the ring
+PAGES = [5, 6000]  # three blocks of the larger ones go around the ring
 BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=3, unique=True)
 SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=3, max_size=3, unique=True)
 
@@ -67,32 +65,21 @@ class EngineMachine(RuleBasedStateMachine):
         # Transfer -> what compute behind it must see of each block, and what it saw.
         self.reads: list[tuple[TransferId, bytes, list[bytes]]] = []
         self.landed: set[TransferId] = set()
-        # Only the first piece is queued at once, and a thread queues the others.
-        self.small_bytes = gpu.SMALL_BYTES
-        gpu.SMALL_BYTES = 0
 
-    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
-    def store(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:
+    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans())
+    def store(self, blocks: list[int], slots: list[int], wait: bool) -> None:
         blocks, slots = self._free(blocks, slots)
         if blocks:
-            with self._rig.engine.starting_here() if here else nullcontext():
-                transfer = self._rig.store(blocks, slots)
+            transfer = self._rig.store(blocks, slots)
             writes = [(s, self.blocks[b]) for b, s in zip(blocks, slots, strict=True)]
             self._fly(transfer, self.slots, writes, blocks, slots, wait)
 
-    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
-    def load(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:
+    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans())
+    def load(self, blocks: list[int], slots: list[int], wait: bool) -> None:
         blocks, slots = self._free(blocks, slots)
         if blocks:
-            may_compute = here
-            try:
-                with self._rig.engine.starting_here(compute_waits=True) if here else nullcontext():
-                    transfer = self._rig.load(slots, blocks)
-            except DriverError:
-                may_compute = False
+            transfer = self._rig.load(slots, blocks)
             writes = [(b, self.slots[s]) for b, s in zip(blocks, slots, strict=True)]
-            if may_compute:
-                self._read_behind(transfer, writes)
             self._fly(transfer, self.blocks, writes, blocks, slots, wait)
 
     @rule(block=st.integers(0, NUM_BLOCKS - 1))
@@ -161,7 +148,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.rig is not None:
-            gpu.SMALL_BYTES = self.small_bytes
             self.rig.driver._failures.clear()
             self.drain()
             self.rig.close()

@@ -10,13 +10,13 @@ from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_uint, c_void_p
 from typing import Any
 
 import pytest
+from tests.fakes.driver import FakeDriver
 
 from kvferry.errors import DriverError
 from kvferry.transfer.kernels import launch
 from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, CudaLauncher, Variant
-from kvferry.transfer.paths.contract import common_variants
-
-COMMON = common_variants()
+from kvferry.transfer.paths import opening
+from kvferry.transfer.paths.opening import COMMON, open_launcher, open_paths
 
 
 class Library:
@@ -49,7 +49,7 @@ class Library:
         return 0
 
 
-@pytest.mark.parametrize("broken", [None, COMMON[3]])
+@pytest.mark.parametrize("broken", [None, COMMON[1]])
 def test_kernels_are_compiled_once_side_by_side_and_unloaded(
     broken: Variant | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,3 +124,29 @@ def test_a_launch_passes_every_address_whole(monkeypatch: pytest.MonkeyPatch) ->
     grid = [66, 1, 1, threads, 1, 1, 0]
     assert library.seen == [0x7F00_1234_5678, grid, stream, list(values.values()), False]
     launcher.close()
+
+
+@pytest.mark.parametrize("can_compile", [True, False])
+def test_the_driver_copies_where_kernels_cannot_be_compiled(
+    can_compile: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Launcher:
+        def __init__(self, driver: object) -> None:
+            pass
+
+        def prepare_all(self, variants: object) -> None:
+            if not can_compile:
+                raise DriverError("no compiler for this card", unsupported=True)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(opening, "CudaLauncher", Launcher)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    driver = FakeDriver()
+    launcher = open_launcher(driver)
+    paths = open_paths(driver, launcher, ring_bytes=1 << 20).values()
+    assert {path.name for path in paths} == ({"kernel", "staged"} if can_compile else {"dma"})
+    assert ("no compiler for this card" in caplog.text) is not can_compile
+    unpinned = open_paths(driver, launcher, ring_bytes=1 << 20, is_pinned=False)
+    assert {path.name for path in unpinned.values()} == {"dma"}

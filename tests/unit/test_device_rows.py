@@ -48,17 +48,17 @@ def test_accesses_are_as_wide_as_the_alignment_allows(sizes: list[int], shape: R
 PAGE = 4096
 
 
-def cut(sizes: list[int], num_blocks: int, slots: list[int], keep: int) -> list[tuple[int, ...]]:
+def cut(sizes: list[int], num_blocks: int, slots: list[int]) -> list[tuple[int, ...]]:
     given_layout = layout(sizes)
     ids = np.arange(num_blocks, dtype=np.int64)
-    job = CopyJob(Direction.LOAD, given_layout, ids, ids, 0, given_layout.block_bytes)
+    job = CopyJob(Direction.STORE, given_layout, ids, ids, 0, given_layout.block_bytes)
     rows = RowTable(given_layout, row_shape(given_layout, common_alignment(given_layout)))
     found: list[tuple[int, ...]] = []
     chunk = ChunkCursor(job, rows)
     while chunk.num_left:
         left = chunk.num_left
         slot = slots[len(found) % len(slots)]
-        chunk.fit(slot, keep=keep)
+        chunk.fit(slot)
         found.append((chunk.first_row, chunk.last_row, chunk.start, chunk.end))
         assert chunk.end - chunk.start <= slot
         assert chunk.num_left == left - (chunk.end - chunk.start)
@@ -72,12 +72,11 @@ def cut(sizes: list[int], num_blocks: int, slots: list[int], keep: int) -> list[
     st.lists(st.integers(1, 9000), min_size=1, max_size=4),
     st.integers(1, 40),
     st.lists(st.sampled_from([PAGE, 2 * PAGE, 16 * PAGE]), min_size=1, max_size=3),
-    st.integers(0, 5 * PAGE),
 )
 def test_chunks_cover_the_job_and_never_exceed_their_slot(
-    sizes: list[int], num_blocks: int, slots: list[int], keep: int
+    sizes: list[int], num_blocks: int, slots: list[int]
 ) -> None:
-    found = cut(sizes, num_blocks, slots, keep)
+    found = cut(sizes, num_blocks, slots)
     for before, after in itertools.pairwise(found):
         assert before[1] == after[0]
         assert before[3] == after[2]

@@ -32,7 +32,7 @@ drive reported an error, its time was up, or the engine's memory could not be re
 
 _TIERS = "device, host and the tiers configured below it"
 _PATHS = (
-    "loop, dma, kernel, staged; cpu for KV in ordinary memory; tier below the host; shared for a "
+    "dma, kernel, staged; cpu for KV in ordinary memory; tier below the host; shared for a "
     "rank that had no part in a store"
 )
 

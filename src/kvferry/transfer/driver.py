@@ -53,7 +53,6 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuCtxGetStreamPriorityRange": (_OUT, _OUT),
     "cuStreamCreateWithPriority": (_OUT, c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamQuery": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (_OUT, c_uint),
@@ -179,7 +178,6 @@ class Driver:
         self._copy = self._calls["cuMemcpyAsync"]
         self._event_record = self._calls["cuEventRecord"]
         self._event_query = self._calls["cuEventQuery"]
-        self._stream_query = self._calls["cuStreamQuery"]
         self._stream_wait_event = self._calls["cuStreamWaitEvent"]
         self._exchange_capture_mode: Callable[..., int] | None = None
         with suppress(DriverError):  # a driver without it has no captures to break either
@@ -294,15 +292,6 @@ class Driver:
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy_v2", stream)
-
-    def stream_is_idle(self, stream: int) -> bool:
-        """Whether all work queued on ``stream`` has ended."""
-        code = self._stream_query(stream)
-        if code == SUCCESS:
-            return True
-        if code != NOT_READY:
-            self.check(code, f"cuStreamQuery(stream {stream:#x})")
-        return False
 
     def synchronize_stream(self, stream: int) -> None:
         """Block until all work queued on ``stream`` has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -159,12 +158,6 @@ class CopyEngine(Protocol):
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
-
-    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
-        """Begin transfers submitted inside on this thread, at the end of the ``with`` block.
-
-        ``compute_waits`` orders compute as ``order_compute_after_loads`` does.
-        """
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far."""

@@ -122,7 +122,7 @@ class SchedulerSession:
             f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory "
             f"{shared} {self.setup.num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
             f"a block is {shape.layout}, "
-            f"copy path {config.copy_path}, loads {config.load_policy}, policy {config.policy}"
+            f"loads {config.load_policy}, policy {config.policy}"
         )
         if config.all_tiers:
             words += f"; below it, {config.tier_write}: {show_tiers(config.all_tiers)}"

@@ -166,7 +166,6 @@ class WorkerSession:
         self._has_sent_shape = self._drained = False
         self._later: Plan = NO_PLAN
         self._computes = False
-        self._is_run_due = False  # a load has come, and the model has not run since
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
         self._ended: dict[str, EndedLoad] = {}  # to be reported once the weights are checked
         self._num_awaited = 0  # receipts
@@ -265,7 +264,6 @@ class WorkerSession:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
         if orders.is_quiet and not self.is_busy:
             self._computes = True
-            self._is_run_due = False
             return
         self.is_busy = True
         try:
@@ -307,7 +305,6 @@ class WorkerSession:
         if plan.transfers or plan.questions or plan.forget or orders.loads or orders.ended:
             self._carry_out(orders)
         if orders.computes:
-            self._is_run_due = False
             if self._memory is not None and not self._is_grown:
                 self._memory.note_step()
             if self._fence is not None and self._fence.is_due():
@@ -356,13 +353,6 @@ class WorkerSession:
             load = AwaitedLoad(request_id, set(ids), orders.epoch, transfers=ids)
             self._loads.update(dict.fromkeys(ids, load))
             load.is_early = self.layerwise is not None and request_id in orders.early
-        if self._memory is not None:
-            # The forward of this step, that of a request whose load came first, or that of one
-            # which may run before its own has landed, runs beside them: even if the model rests
-            # while they are submitted.
-            is_alone = len(orders.loads) == 1 and len(self._loads) == len(ids)
-            is_beside = orders.computes or self._is_run_due or not is_alone
-            self._memory.note_beside(is_beside or bool(orders.early))
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
@@ -462,7 +452,6 @@ class WorkerSession:
                 self.finished.fail(request_id, lost)
             else:
                 self.finished.arrived.add(request_id)
-                self._is_run_due = True
         self._ended.clear()
 
     def _tell_early(self, layerwise: LayerwiseLoads) -> None:
@@ -511,7 +500,6 @@ class WorkerSession:
             self.finished.fail(load.request_id, load.blocks)
         else:
             self.finished.arrived.add(load.request_id)
-            self._is_run_due = True
 
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler side does not know yet; None if that is nothing."""

@@ -3,7 +3,7 @@
 A copy's life::
 
     submit -> [taken by the thread, or by a waiting caller] -> queued -> end recorded -> over
-                   wait for compute, start, the copy, piece by piece | end
+                   wait for compute, start, the copy, part by part | end
 
 The ``end`` event is recorded after a failure too: part of the copy may already be queued, and a
 receipt given before that part has run would free memory the card is still writing to.
@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.errors import DriverError
@@ -33,13 +32,9 @@ class PendingCopy:
 
     transfer_id: TransferId
     job: CopyJob = field(init=False)
-    path: Path | None = None
     path_name: str = ""
-    beside_model: bool = False
-    compute_waits: bool = False
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""
-    pieces: Iterator[None] | None = None
     start: int | None = None
     marks: list[int] = field(default_factory=list)
     end: int | None = None
@@ -69,10 +64,9 @@ class PendingCopy:
 
 
 class CopyQueue:
-    """Owns one direction's copies in flight and their thread; leaves the stream to the engine.
+    """Owns one direction's copies in flight and their thread; leaves stream and path to the engine.
 
-    ``pick`` finds the path of a copy without one; ``num_first_pieces`` are queued by the caller
-    that begins a copy; ``patience`` is how long a driver may refuse to say whether a copy is over.
+    ``patience`` is how long a driver may refuse to say whether a copy is over.
     """
 
     def __init__(
@@ -80,16 +74,14 @@ class CopyQueue:
         name: str,
         driver: Driver,
         stream: int,
+        path: Path,
         order_events: EventPool,
         timing_events: EventPool,
         *,
-        pick: Callable[[PendingCopy], Path],
-        num_first_pieces: int = 1,
         patience: float,
     ) -> None:
         self.stream = stream
-        self._pick = pick
-        self._num_first_pieces = num_first_pieces
+        self.path = path
         self._name = name
         self._driver = driver
         self._order_events = order_events
@@ -102,8 +94,7 @@ class CopyQueue:
         self.num_unqueued = 0
         """Transfers submitted that are not queued to their end."""
         self._turn = threading.Lock()  # to take and queue the next copy: so they stay in order
-        self._waiting: deque[PendingCopy] = deque()  # the first may be begun
-        self._is_held = False
+        self._waiting: deque[PendingCopy] = deque()
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name=f"kvferry-{name}", daemon=True)
         self._thread.start()
@@ -128,44 +119,14 @@ class CopyQueue:
             self.num_unqueued += 1
             if not here:
                 self._waiting.append(copy)
-                if not self._is_held:
-                    self._changed.notify_all()
+                self._changed.notify_all()
         if here:
             with self._turn:
                 self._queue(copy)
 
-    def hold(self) -> None:
-        """Keep the thread from copies submitted from now on, until ``release``."""
-        self._is_held = True
-
-    def begin(self, small: int) -> None:
-        """Queue here all of a copy of up to ``small`` bytes, and the first pieces of a larger one.
-
-        So the first bytes move before another thread has heard of the copy.
-        """
-        if not self._waiting or not self._turn.acquire(blocking=False):
-            return
-        try:
-            while self._waiting:
-                copy = self._waiting[0]
-                whole = copy.job.num_bytes <= small
-                if not any(self._queue(copy, whole=whole) for _ in range(self._num_first_pieces)):
-                    break
-        finally:
-            self._turn.release()
-
-    def release(self) -> None:
-        """Leave what is left to queue to the thread."""
-        self._is_held = False
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
-
     def settle(self) -> list[PendingCopy]:
         """Take out the copies that are over, in order; never blocks on the device."""
         over: list[PendingCopy] = []
-        if self._is_held:
-            self.release()
         if self.num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
@@ -201,10 +162,6 @@ class CopyQueue:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(timeout)
-        if self._turn.acquire(blocking=False):  # else a thread is stuck inside one of them
-            for copy in self._waiting:
-                self._cut_short(copy)
-            self._turn.release()
         with self._changed:
             left = list(self._open)
             self._open.clear()
@@ -216,9 +173,7 @@ class CopyQueue:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._is_closing or (self._waiting and not self._is_held)
-                )
+                self._changed.wait_for(lambda: self._is_closing or self._waiting)
                 if not self._waiting:
                     return
             self._queue_next(-1)
@@ -234,70 +189,38 @@ class CopyQueue:
         finally:
             self._turn.release()
 
-    def _queue(self, copy: PendingCopy, *, whole: bool = True) -> bool:
-        """Wait for compute, copy, record the end; or queue one piece. False if some are left."""
-        is_done = True
+    def _queue(self, copy: PendingCopy) -> None:
+        """Wait for compute, copy, record the end."""
         try:
             with self._driver.current():
-                is_done = self._queue_pieces(copy, whole=whole)
-                if is_done:
-                    self._record_end(copy)
+                try:
+                    self._enqueue(copy)
+                except Exception as error:
+                    copy.fail(error)
+                self._record_end(copy)
         except BaseException as error:
             # An interrupt too: a copy cut short must not end in a good receipt.
-            is_done = True
             copy.fail(error)
-            self._cut_short(copy)
             if not isinstance(error, Exception):
                 raise
         finally:
-            if is_done:
-                self._finish(copy)
-        return is_done
+            self._finish(copy)
 
-    def _queue_pieces(self, copy: PendingCopy, *, whole: bool) -> bool:
-        try:
-            if copy.pieces is None:
-                copy.pieces = self._begin(copy)
-            for _ in copy.pieces:
-                if not whole:
-                    return False
-        except Exception as error:
-            copy.fail(error)
-        return True
-
-    def _begin(self, copy: PendingCopy) -> Iterator[None]:
-        path = copy.path if copy.path is not None else self._pick(copy)
-        if copy.ready is not None:
-            # Before the copy, in both directions: a store must not read blocks that are still
-            # being written, a load must not write blocks that are still being read.
-            self._driver.stream_wait_event(self.stream, copy.ready)
+    def _enqueue(self, copy: PendingCopy) -> None:
+        assert copy.ready is not None, "a copy is submitted with its place behind compute"
+        job, driver, stream = copy.job, self._driver, self.stream
+        # Before the copy, in both directions: a store must not read blocks that are still being
+        # written, a load must not write blocks that are still being read.
+        driver.stream_wait_event(stream, copy.ready)
         copy.start = self._timing_events.take()
-        self._driver.record_event(copy.start, self.stream)
-        return self._pieces(copy, path)
-
-    def _pieces(self, copy: PendingCopy, path: Path) -> Iterator[None]:
-        """Queue a copy piece by piece, with a mark after each of its parts."""
-        job = copy.job
-        if job.in_parts is None:
-            yield from path.pieces(job, self.stream, copy.ready)
-            return
+        driver.record_event(copy.start, stream)
         for part in job.parts():
-            yield from path.pieces(part, self.stream, copy.ready)
-            mark = self._order_events.take()
-            copy.marks.append(mark)
-            # Here the part has landed, and all before it.
-            self._driver.record_event(mark, self.stream)
-
-    def _cut_short(self, copy: PendingCopy) -> None:
-        """Queue no more of it; what is queued must come before its receipt."""
-        close = getattr(copy.pieces, "close", None)
-        if close is None:
-            return
-        try:
-            with self._driver.current():
-                close()
-        except Exception as error:
-            log.error("%s queue: a copy that was cut short is not fenced: %s", self._name, error)
+            self.path.enqueue(part, stream, copy.ready)
+            if job.in_parts is not None:
+                mark = self._order_events.take()
+                copy.marks.append(mark)
+                # Here the part has landed, and all before it.
+                driver.record_event(mark, stream)
 
     def _finish(self, copy: PendingCopy) -> None:
         with self._changed:

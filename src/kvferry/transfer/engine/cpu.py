@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -21,9 +21,6 @@ from kvferry.types import DEVICE, FIRST_RANK, Outcome, Rank, Receipt, Transfer, 
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
-
-_AT_ONCE = nullcontext()
-"""The streams begin what they are given by themselves."""
 
 
 class Event:
@@ -177,13 +174,6 @@ class CpuEngine:
             for event in (self._loads.record(), self._stores.record()):
                 event.synchronize(None if end is None else max(0.0, end - time.monotonic()))
         return self.poll()
-
-    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
-        if not compute_waits or self._compute is None:
-            return _AT_ONCE
-        ending = ExitStack()
-        ending.callback(self.order_compute_after_loads)
-        return ending
 
     def order_compute_after_loads(self) -> None:
         if self._compute is not None:

@@ -7,8 +7,8 @@
     store                       └─▶[copy to host]──end    │
     load                        └─▶[copy to device]──end──┘
 
-Compute waits for the event at a load's end, which is recorded once all of the load is queued. So a
-load that compute will wait for goes by a path that queues all of it at once.
+Compute waits for the event at a load's end, which is recorded once all of the load is queued. So
+loads go by a path that queues all of one at once.
 """
 
 from __future__ import annotations
@@ -17,55 +17,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
-from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
+from kvferry.errors import ClosedError, DeadlineError, DriverError
 from kvferry.transfer.driver import Driver, EventPool, Handles, Priority
 from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
 from kvferry.transfer.job import Direction, JobFactory
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.paths.contract import QUICK_BYTES, Path
-from kvferry.transfer.paths.direct import count_runs
-from kvferry.transfer.planner import Planner
+from kvferry.transfer.paths.contract import Path
 from kvferry.types import FIRST_RANK, Rank, Receipt, Transfer, TransferId
 
 log = logging.getLogger(__name__)
 
-SMALL_BYTES = 80 << 20
-"""A caller queues all pieces of such a copy sooner than another thread wakes up."""
-
-_NUM_FIRST_PIECES = {Direction.LOAD: 1, Direction.STORE: 2}
-"""Pieces of a larger copy that the caller queues. A store's first piece is small: the copy would
-pause after it, until the thread that queues the rest has the interpreter."""
-
 _QUEUEING_SECONDS = 5e-5
 """How long a waiting caller sleeps, so that the thread that queues has the interpreter."""
-
-
-class StartHere:
-    """The context manager of ``starting_here``. Threads wake up last: they need the interpreter."""
-
-    def __init__(self, queues: Iterable[CopyQueue], order: Callable[[], None] | None) -> None:
-        self._queues = tuple(queues)
-        self._order = order
-        self.is_entered = False
-
-    def __enter__(self) -> None:
-        self.is_entered = True
-        for queue in self._queues:
-            queue.hold()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            for queue in self._queues:
-                queue.begin(SMALL_BYTES)
-            if self._order is not None and kind is None:
-                self._order()
-        finally:
-            self.is_entered = False
-            for queue in self._queues:
-                queue.release()
 
 
 class GpuEngine(Closing):
@@ -88,17 +53,12 @@ class GpuEngine(Closing):
         host_pitch: int,
         num_slots: int,
         compute_stream: Callable[[], int],
-        planner: Planner,
-        paths: Mapping[str, Path],
+        paths: Mapping[Direction, Path],
         rank: Rank = FIRST_RANK,
         host_chunk: int | None = None,
         patience: float = 5.0,
         close_timeout: float = 30.0,
-        runs_beside: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``runs_beside`` says that compute will run beside transfers submitted now, although none
-        may be queued yet.
-        """
         self._jobs = JobFactory(
             layouts,
             host_base=host_base,
@@ -109,10 +69,7 @@ class GpuEngine(Closing):
         self._driver = driver
         self._rank = rank
         self._compute_stream = compute_stream
-        self._planner = planner
-        self._paths = dict(paths)
         self._close_timeout = close_timeout
-        self._runs_beside = runs_beside
         self._lock = threading.Lock()
         self._ended: list[Receipt] = []
         self._closed = False
@@ -120,17 +77,14 @@ class GpuEngine(Closing):
         self._timing_events = EventPool(driver, timing=True)
         self._in_parts: dict[TransferId, PendingCopy] = {}
         self._streams = Handles()
-        self._queues = self._open_queues(patience)
-        self._start_here = StartHere(self._queues.values(), None)
-        self._start_in_order = StartHere(self._queues.values(), self.order_compute_after_loads)
+        self._queues = self._open_queues(paths, patience)
 
     def prepare(self) -> None:
         """Make what the first transfers need: kernels, tables, buffers, the ring."""
         try:
             with self._driver.current():
                 for job in self._jobs.samples():
-                    for name in self._planner.names:
-                        self._paths[name].prepare(job)
+                    self._queues[job.direction].path.prepare(job)
         except Exception as error:  # the transfers will say so, too
             log.warning("the copy engine could not be prepared: %s", error)
 
@@ -142,13 +96,10 @@ class GpuEngine(Closing):
         copy = PendingCopy(transfer.id)
         try:
             copy.job = job = self._jobs.of(transfer)
-            if job.direction is Direction.LOAD:
-                copy.compute_waits = job.in_parts is not None or self._start_in_order.is_entered
+            queue = self._queues[job.direction]
+            copy.path_name = queue.path.name
             self._mark_ready(copy)
-            # A large job's path is picked by the queue's thread: the caller does not wait for that.
-            if job.num_bytes <= QUICK_BYTES:
-                copy.path = self._pick(copy)
-            quick = copy.path is not None and all(map(copy.path.is_quick, job.parts()))
+            quick = all(map(queue.path.is_quick, job.parts()))
         except Exception as error:  # nothing was queued, so there is nothing to wait for
             copy.fail(error)
             self._release_ready(copy)
@@ -157,7 +108,7 @@ class GpuEngine(Closing):
             return
         if job.in_parts is not None:
             self._in_parts[transfer.id] = copy
-        self._queues[job.direction].submit(copy, quick=quick)
+        queue.submit(copy, quick=quick)
 
     def poll(self) -> list[Receipt]:
         with self._lock:
@@ -196,9 +147,6 @@ class GpuEngine(Closing):
             rest = min(2 * rest, 1e-3)
             receipts.extend(self.poll())
         return receipts
-
-    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[object]:
-        return self._start_in_order if compute_waits else self._start_here
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far.
@@ -274,30 +222,11 @@ class GpuEngine(Closing):
     # -- one transfer ------------------------------------------------------------------------
 
     def _mark_ready(self, copy: PendingCopy) -> None:
-        """Fix the transfer's place behind compute, now, and see whether there is any."""
+        """Fix the transfer's place behind compute, now."""
         with self._driver.current():
-            compute = self._compute_stream()
-            copy.beside_model = self._runs_beside() or not self._driver.stream_is_idle(compute)
             # Here and not on the queue's thread: later compute must not hold this copy back.
             copy.ready = self._order_events.take()
-            self._driver.record_event(copy.ready, compute)
-
-    def _pick(self, copy: PendingCopy) -> Path:
-        job = copy.job
-        copy.path_name = self._planner.choose(
-            job.direction,
-            job.layout,
-            len(job.device_blocks),
-            copy.beside_model,
-            count_runs(job),
-            at_once=copy.compute_waits,
-        )
-        path = self._paths.get(copy.path_name)
-        if path is None:
-            raise InputError(
-                f"the planner chose path {copy.path_name!r}; this engine has {sorted(self._paths)}"
-            )
-        return path
+            self._driver.record_event(copy.ready, self._compute_stream())
 
     def _release_ready(self, copy: PendingCopy) -> None:
         if copy.ready is not None:
@@ -306,7 +235,9 @@ class GpuEngine(Closing):
 
     # -- what the engine owns ----------------------------------------------------------------
 
-    def _open_queues(self, patience: float) -> dict[Direction, CopyQueue]:
+    def _open_queues(
+        self, paths: Mapping[Direction, Path], patience: float
+    ) -> dict[Direction, CopyQueue]:
         """A request waits for its load; no request waits for a store, so it yields to the model."""
         priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
         with self._driver.current():
@@ -325,10 +256,9 @@ class GpuEngine(Closing):
                 direction.value,
                 self._driver,
                 stream,
+                paths[direction],
                 self._order_events,
                 self._timing_events,
-                pick=self._pick,
-                num_first_pieces=_NUM_FIRST_PIECES[direction],
                 patience=patience,
             )
             for direction, stream in streams.items()
@@ -339,11 +269,11 @@ class GpuEngine(Closing):
             # Destroying a stream under a call that uses it crashes the process; a leak does not.
             log.error("a copy thread is stuck in the driver; its streams are left to the process")
             return
-        for name, path in self._paths.items():
+        for queue in self._queues.values():
             try:
-                path.close()
+                queue.path.close()
             except Exception:
-                log.exception("path %s did not close", name)
+                log.exception("path %s did not close", queue.path.name)
         try:
             with self._driver.current():
                 self._streams.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_void_p
@@ -20,13 +19,11 @@ import numpy as np
 
 from kvferry.errors import DriverError, InputError
 from kvferry.transfer.driver import Driver, Handles, Priority
-from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.job import CopyJob
 from kvferry.transfer.layout import NUM_PARTS, GroupLayout, Int64s
 
 MIN_IDS = 8192
 """Of 4,096 blocks: few transfers need a larger buffer, which takes time to make."""
-MAX_BUFFERS = 64
-"""Jobs whose ids may be in flight at once; one more waits for the oldest."""
 
 
 @dataclass(eq=False)
@@ -86,17 +83,13 @@ class IdBuffers:
         self._handles.close()
 
     def _take(self, count: int) -> _Buffer:
-        """A free buffer of at least ``count`` ids: the one idle longest."""
-        while True:
-            for index, buffer in enumerate(self._buffers):
-                if buffer.ids.size >= count and self._is_free(buffer):
-                    self._buffers.append(self._buffers.pop(index))
-                    return buffer
-            fitting = [b for b in self._buffers if b.is_fenced and b.ids.size >= count]
-            if len(self._buffers) < MAX_BUFFERS or not fitting:
-                self._buffers.append(self._make(count))
-                return self._buffers[-1]
-            time.sleep(1e-4)
+        """A free buffer of at least ``count`` ids, the one idle longest, or a new one."""
+        for index, buffer in enumerate(self._buffers):
+            if buffer.ids.size >= count and self._is_free(buffer):
+                self._buffers.append(self._buffers.pop(index))
+                return buffer
+        self._buffers.append(self._make(count))
+        return self._buffers[-1]
 
     def _is_free(self, buffer: _Buffer) -> bool:
         return buffer.is_fenced and self._driver.event_is_done(buffer.event)
@@ -246,7 +239,6 @@ class Variant:
     """One compiled form of the copy kernel."""
 
     to_packed: bool
-    linear: bool
     uniform: bool
     wide: bool
     steps: int
@@ -256,7 +248,6 @@ class Variant:
         """The kernel's compile-time arguments. One row per warp: see the kernel."""
         return {
             "TO_PACKED": self.to_packed,
-            "LINEAR": self.linear,
             "UNIFORM": self.uniform,
             "WIDE": self.wide,
             "ROWS": self.warps,
@@ -264,9 +255,9 @@ class Variant:
         }
 
 
-def widest(*, to_packed: bool, warps: int, linear: bool = False) -> Variant:
+def widest(*, to_packed: bool, warps: int) -> Variant:
     """The variant for equal segments of multiples of 4 KiB: what most engines have."""
-    return Variant(to_packed, linear, uniform=True, wide=True, steps=8, warps=warps)
+    return Variant(to_packed, uniform=True, wide=True, steps=8, warps=warps)
 
 
 Launch = Callable[[int, CopyArguments, int], None]
@@ -372,7 +363,7 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
         from kvferry.transfer.kernels import triton_copy
     except ImportError as error:
         raise DriverError(
-            f"copy kernels need Triton ({error}); install kvferry[gpu], or set copy_path to dma",
+            f"copy kernels need Triton ({error}); install kvferry[gpu]",
             unsupported=True,
         ) from error
     constants = variant.constants()
@@ -424,22 +415,20 @@ class Prepared:
 
 
 class Kernels:
-    """Owns what is prepared, per layout and direction; leaves the launcher to its owner.
+    """Owns what is prepared, per layout; leaves the launcher to its owner.
 
-    ``linear`` for a ring: packed memory without slot numbers. A layout's tables are uploaded once
-    for each direction, never per transfer.
+    ``to_packed`` for stores, which gather blocks into a ring; loads read host slots. A layout's
+    tables are uploaded once, never per transfer.
     """
 
-    def __init__(
-        self, driver: Driver, launcher: Launcher, grid: Grid, *, linear: bool = False
-    ) -> None:
+    def __init__(self, driver: Driver, launcher: Launcher, grid: Grid, *, to_packed: bool) -> None:
         self._launcher = launcher
         self._grid = grid
-        self._linear = linear
+        self._to_packed = to_packed
         self._driver = driver
         self._handles = Handles()
         # Each keeps its layout alive, so that an id is never that of another one.
-        self._prepared: dict[tuple[int, Direction, int], Prepared] = {}
+        self._prepared: dict[tuple[int, int], Prepared] = {}
 
     def find(self, job: CopyJob) -> Prepared | None:
         """What ``get`` would return, if it is ready."""
@@ -450,7 +439,7 @@ class Kernels:
         key = self._key(job)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare(job, key[2])
+            prepared = self._prepared[key] = self._prepare(job, key[1])
         return prepared
 
     def launch(self, prepared: Prepared, stream: int) -> None:
@@ -465,10 +454,10 @@ class Kernels:
         self._prepared.clear()
         self._handles.close()
 
-    def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
+    def _key(self, job: CopyJob) -> tuple[int, int]:
         # Only host slots can be aligned worse than the layout; a ring never is.
-        alignment = 0 if self._linear else math.gcd(job.host_base, job.host_pitch)
-        return id(job.layout), job.direction, alignment
+        alignment = 0 if self._to_packed else math.gcd(job.host_base, job.host_pitch)
+        return id(job.layout), alignment
 
     def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
         # The packed side's alignment (0: any) limits how wide an access may be, too.
@@ -476,8 +465,7 @@ class Kernels:
             job.layout, row_shape(job.layout, math.gcd(common_alignment(job.layout), alignment))
         )
         variant = Variant(
-            to_packed=job.direction is Direction.STORE,
-            linear=self._linear,
+            to_packed=self._to_packed,
             uniform=rows.is_uniform,
             wide=rows.shape.wide,
             steps=rows.shape.steps,

@@ -2,7 +2,7 @@
 
 The device side of a copy is paged: segment ``s`` of block ``b`` lies at
 ``bases[s] + b * strides[s]``. The other side is packed: whole blocks one after another, in pinned
-host slots (``kernel``) or in a ring in device memory (``staged``).
+host slots for loads (path ``kernel``), in a ring in device memory for stores (``staged``).
 
 A copy is cut into *rows*: at most ``row_bytes`` contiguous bytes of one segment of one block::
 
@@ -83,7 +83,6 @@ def copy_rows(
     first_row,
     last_row,
     TO_PACKED: tl.constexpr,
-    LINEAR: tl.constexpr,
     UNIFORM: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -91,8 +90,8 @@ def copy_rows(
 ):
     """Copy rows ``first_row`` to ``last_row`` between paged and packed memory.
 
-    ``ids`` holds ``num_blocks`` block ids and then, unless ``LINEAR``, as many slot numbers.
-    Under ``LINEAR`` block ``i`` of the job is slot ``i``: the packed side is one run, no slots.
+    ``ids`` holds ``num_blocks`` block ids and then as many slot numbers. ``TO_PACKED`` does not
+    read those: the packed side is then one run, and block ``i`` of the job its block ``i``.
     ``WIDE``: all addresses and lengths are multiples of 16 bytes, so every access moves 16.
 
     Otherwise a row is written in words of 8 bytes from the first whole word of its target on. Each
@@ -118,7 +117,7 @@ def copy_rows(
     row = first_tile + tl.arange(0, ROWS)
     paged, packed, length = row_addresses(
         row, last_row, ids, num_blocks, tables, num_segments, segment_bytes, packed_base,
-        packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR,
+        packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, TO_PACKED,
     )  # fmt: skip
     for _tile in range(first_tile, last_row, stride):
         source = paged if TO_PACKED else packed
@@ -149,7 +148,7 @@ def copy_rows(
         row += stride
         paged, packed, length = row_addresses(
             row, last_row, ids, num_blocks, tables, num_segments, segment_bytes, packed_base,
-            packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, LINEAR,
+            packed_pitch, rows_per_block, rows_per_segment, ROW_BYTES, UNIFORM, TO_PACKED,
         )  # fmt: skip
         for step in tl.static_range(STEPS):
             is_inside = lane + step * LANES < end

@@ -1,4 +1,4 @@
-"""Copies by the driver: the paths ``loop`` and ``dma``, and runs of host slots for the ring."""
+"""Copies by the driver: the path ``dma``, and runs of host slots for the ring."""
 
 from __future__ import annotations
 
@@ -59,22 +59,24 @@ def descriptors(job: CopyJob) -> tuple[Addresses, Addresses, Addresses]:
     return host, device, sizes
 
 
-class LoopPath(Path):
-    """One ``copy_async`` per segment: works on every driver and unpinned, with the most calls."""
-
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
-        copy_each(self._driver, *descriptors(job), stream)
-
-
 class DmaPath(Path):
-    """One batch call per job; the driver still takes its time for every descriptor."""
+    """One batch call per job, or a call per segment where memory ``is_pinned`` not.
 
-    def __init__(self, driver: Driver) -> None:
+    The driver takes its time for every segment either way.
+    """
+
+    name = "dma"
+
+    def __init__(self, driver: Driver, *, is_pinned: bool = True) -> None:
         super().__init__(driver)
-        if driver.batch_form is BatchForm.ABSENT:
+        self._is_pinned = is_pinned
+        if is_pinned and driver.batch_form is BatchForm.ABSENT:
             log.warning(NO_BATCH, "this driver does not have it")
 
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
+        if not self._is_pinned:
+            copy_each(self._driver, *descriptors(job), stream)
+            return
         # A store reads live KV: only STREAM keeps the read behind the stream's wait for compute.
         # A load reads a committed host slot, which does not change while it is leased.
         order = SourceOrder.ANY if job.direction is Direction.LOAD else SourceOrder.STREAM
@@ -86,37 +88,28 @@ MAX_CALL = 16
 
 
 class HostRuns:
-    """Maps byte ``n`` of a job's blocks, laid end to end, to its address in host memory."""
+    """Maps byte ``n`` of a store's blocks, laid end to end, to its address in host memory."""
 
     def __init__(self, job: CopyJob) -> None:
         heads = job.run_heads
-        self._is_load = job.direction is Direction.LOAD
         self._bounds = np.append(heads * job.layout.block_bytes, job.num_bytes)
         self._host = job.host_base + job.host_slots[heads] * job.host_pitch
 
     def copy(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
-        """Queue the copy of bytes ``start`` to ``end`` between their slots and ``ring``."""
+        """Queue the copy of bytes ``start`` to ``end`` from ``ring`` to their slots."""
         low = int(self._bounds.searchsorted(start, "right")) - 1
         high = int(self._bounds.searchsorted(end))
         if high - low == 1:
             address = int(self._host[low]) + start - int(self._bounds[low])
-            dst, src = (ring, address) if self._is_load else (address, ring)
-            driver.copy_async(dst, src, end - start, stream)
+            driver.copy_async(address, ring, end - start, stream)
             return
         host, bounds = self._host[low:high].copy(), self._bounds[low : high + 1].copy()
         host[0] += start - bounds[0]
         bounds[0], bounds[-1] = start, end
         packed, sizes = bounds[:-1] + (ring - start), bounds[1:] - bounds[:-1]
-        ends = (packed, host) if self._is_load else (host, packed)
-        # A ring is filled by the kernel before: only STREAM keeps the read behind it. A committed
-        # host slot does not change while it is leased, so it may be read early.
-        order = SourceOrder.ANY if self._is_load else SourceOrder.STREAM
-        dsts, srcs, sizes = (array.view(np.uint64) for array in (*ends, sizes))
+        dsts, srcs, sizes = (array.view(np.uint64) for array in (host, packed, sizes))
         for first in range(0, len(sizes), MAX_CALL):
             part = slice(first, first + MAX_CALL)
+            # The ring is filled by the kernel before: only STREAM keeps the read behind it.
+            order = SourceOrder.STREAM
             copy_batch(driver, dsts[part], srcs[part], sizes[part], order, stream)
-
-
-def count_runs(job: CopyJob) -> int:
-    """How many copies it takes to reach all host slots of ``job``."""
-    return len(job.run_heads) if len(job.host_slots) > 1 else 1

@@ -1,0 +1,53 @@
+"""Which path copies what on a device: kernels where they run, else copies by the driver."""
+
+from __future__ import annotations
+
+import logging
+from importlib import util
+
+from kvferry.errors import DriverError, install
+from kvferry.transfer.driver import Driver
+from kvferry.transfer.job import Direction
+from kvferry.transfer.kernels.launch import CudaLauncher, Launcher
+from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.paths.direct import DmaPath
+from kvferry.transfer.paths.kernel import KernelPath
+from kvferry.transfer.paths.staged import StagedPath
+
+log = logging.getLogger(__name__)
+
+COMMON = (*KernelPath.COMMON, *StagedPath.COMMON)
+"""The kernels most engines need: compiled at the start, they delay no transfer."""
+
+
+def open_launcher(driver: Driver) -> CudaLauncher | None:
+    """A launcher whose kernels compile and load; None where every transfer by one would fail."""
+    if util.find_spec("triton") is None:
+        log.warning("Triton is not installed: the driver copies, slowly. %s", install("gpu"))
+        return None
+    launcher = CudaLauncher(driver)
+    try:
+        with driver.current():
+            launcher.prepare_all(COMMON)
+    except DriverError as error:
+        log.warning("copy kernels cannot be used here, the driver copies, slowly: %s", error)
+        launcher.close()
+        return None
+    return launcher
+
+
+def open_paths(
+    driver: Driver, launcher: Launcher | None, *, ring_bytes: int, is_pinned: bool = True
+) -> dict[Direction, Path]:
+    """The path of each direction.
+
+    A kernel queues a load of any size in a launch, so compute can be ordered behind it at once. A
+    kernel that writes host memory slows the model, so a store goes through a ring.
+    """
+    if launcher is None or not is_pinned:
+        # A kernel that touches memory the driver does not know kills the process's GPU work.
+        return dict.fromkeys(Direction, DmaPath(driver, is_pinned=is_pinned))
+    return {
+        Direction.LOAD: KernelPath(driver, launcher),
+        Direction.STORE: StagedPath(driver, launcher, ring_bytes=ring_bytes),
+    }
