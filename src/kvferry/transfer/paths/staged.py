@@ -17,6 +17,7 @@ import logging
 from dataclasses import dataclass
 from itertools import cycle
 
+from kvferry.core.quantities import MiB
 from kvferry.errors import DriverError
 from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob
@@ -105,6 +106,9 @@ def _whole_pages(num_bytes: int) -> int:
     return max(ALIGNMENT, num_bytes // ALIGNMENT * ALIGNMENT)
 
 
+QUICK_BYTES = 16 * MiB
+"""A store of two chunks takes some twenty calls to queue, and another thread longer to wake up."""
+
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
@@ -163,6 +167,10 @@ class StagedPath(Path):
         self._kernels.get(job)
         self._ids.prepare()
         self._ring.open()
+
+    def is_quick(self, job: CopyJob) -> bool:
+        is_prepared = self._ring.is_open and self._kernels.find(job) is not None
+        return is_prepared and job.num_bytes <= QUICK_BYTES
 
     def close(self) -> None:
         with self._driver.current():
