@@ -40,7 +40,7 @@ class Path(ABC):
         """Take the memory and load the kernels that jobs like this one need."""
 
     def is_quick(self, job: CopyJob) -> bool:
-        """Whether ``enqueue`` returns soon: then the engine calls it on the thread of ``submit``."""
+        """Whether ``enqueue`` returns soon: then it is called on the thread of ``submit``."""
         return False
 
     def close(self) -> None:  # noqa: B027
