@@ -172,7 +172,6 @@ REMOVED = {
     "disk_for_others": "give each model a directory (disk) and a disk_size of its own",
     "disk_other_models_share": "give each model a directory (disk) and a disk_size of its own",
     "disk_direct": "kvferry reads and writes past the page cache where the file system can",
-    "disk_write_per_day": "disk_admission = requested-twice writes far fewer bytes",
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
     "prefill_rate": "kvferry learns it from the requests that compute their prompts",
     "remote_bandwidth": "bound the traffic where it is shared: in the network, or at the store",
@@ -229,6 +228,8 @@ class Config:
     disk_admission: str = setting("all", ADMISSION)
     """Write every block to disk that host memory is about to drop, or only a block that was
     requested twice."""
+    disk_write_per_day: int | None = setting(None, optional(SIZE))
+    """The most bytes to write to disk in 24 hours; none: no bound."""
     disk_deadline: float = setting(10.0, SECONDS)
     """A drive without an answer for so long is unavailable until it answers."""
     disk_start_deadline: float = setting(5.0, SECONDS)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.fakes.disk_life import LONG, DiskLife, wait_until
+from tests.fakes.disk_life import BLOCK_BYTES, LONG, DiskLife, wait_until
 from tests.fault.test_disk_processes import pids
 from tests.fault.test_disk_resets import attach_disk, stored
 from tests.unit.test_disk_store import BOUND, fill, identity, placed
@@ -237,3 +237,24 @@ def test_without_its_lock_file_a_store_is_still_one_servers(tmp_path: Path) -> N
         fill(store, [1])
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert placed(store) == [1]
+
+
+def test_beyond_the_bytes_of_a_day_nothing_is_written_also_after_a_restart(tmp_path: Path) -> None:
+    with DiskLife(tmp_path, write_per_day=8 * 20 * BLOCK_BYTES) as life:
+        rows = life.write(range(15))
+        result = life.do(Way.WRITE, range(20, 30), life.fresh(10))
+        assert not result.ok.any()
+        assert "no bytes are left of disk_write_per_day" in result.reasons[0]
+        life.expect(range(15), rows)
+        life.wait_durable()
+    with DiskLife(tmp_path, write_per_day=8 * 20 * BLOCK_BYTES) as life:
+        assert not life.do(Way.WRITE, range(10), life.fresh(10)).ok.any()
+        rows[:3] = life.write(range(3))
+        life.expect([0, 1, 2, 10], rows[[0, 1, 2, 10]])
+
+
+def test_the_bytes_of_a_day_are_divided_among_directories_and_ranks(
+    attach: Open, tmp_path: Path
+) -> None:
+    _, tier = attach_disk(attach, tmp_path, disk_write_per_day="80MB")
+    assert tier._drives[0]._setup.write_per_day == 80e6

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from tests.fakes.crafted_keys import keys
 
 from kvferry.cache.slots import as_slots
+from kvferry.tiers.disk import state
 from kvferry.tiers.disk.block_file import Digests, Seals
 from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.index import DiskIndex, Shape
-from kvferry.tiers.disk.state import read_reset, write_reset
+from kvferry.tiers.disk.state import DayBudget, read_reset, write_reset
 from kvferry.tiers.disk.superblock import StoreIdentity, Superblock
 
 PAGE = (Path(__file__).parents[2] / "docs" / "DISK_FORMAT.md").read_text()
+DAY = 86400.0
 Table = dict[int, tuple[int, str]]
 
 
@@ -39,11 +43,11 @@ def text(data: bytes, rows: Table, words: str) -> bytes:
 
 
 def test_rows_leave_no_gap() -> None:
-    for name, end in (("superblock", 448), ("page", 64), ("state", 512)):
+    for name, end in (("superblock", 448), ("page", 64), ("state", 1056)):
         rows = sorted((at, row[0]) for at, row in table(name).items())
         ends = [at + count for at, count in rows]
         gaps = [b for (b, _), a in zip(rows[1:], ends, strict=False) if a != b]
-        assert not gaps
+        assert gaps == {"state": [1024]}.get(name, [])
         assert ends[-1] == end
 
 
@@ -120,12 +124,16 @@ def test_records_in_a_page_are_as_said() -> None:
     assert Shape(Seals.proof_bytes).per_page == int(sealed)
 
 
-def test_the_state_is_as_written(tmp_path: Path) -> None:
+def test_the_state_is_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rows = tmp_path / "state", table("state")
     path.write_bytes(bytes(4096))
     file = DiskFile(path)
     assert read_reset(file) is None, "it was never written"
     write_reset(file, 1_800_000_000_123_456_789)
+    monkeypatch.setattr(state, "time", SimpleNamespace(time=lambda: 1_800_000_000))
+    budget = DayBudget(file, 1e9)
+    assert budget.take(12345)
+    budget.save()
     assert read_reset(file) == 1_800_000_000_123_456_789
     file.close()
     data = path.read_bytes()
@@ -135,4 +143,28 @@ def test_the_state_is_as_written(tmp_path: Path) -> None:
         assert number(sector, rows, "reset number") == 1_800_000_000_123_456_789
         digest = blake2b(sector[16:24], digest_size=16, person=b"kvferry.reset").digest()
         assert text(sector, rows, "digest of bytes 16 to 23") == digest
-    assert not any(data[1024:])
+    assert number(data, rows, "bytes that") == 12345
+    assert number(data, rows, "when") == 1_800_000_000
+    digest = blake2b(data[1040:1056], digest_size=16, person=b"kvferry.budget").digest()
+    assert text(data, rows, "digest of bytes 1040") == digest
+    assert not any(data[1056:])
+
+
+@pytest.mark.parametrize("pause", [600.0, DAY / 3, 2 * DAY])
+def test_no_day_sees_more_than_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    """Bit by bit or after a rest; and a restart gives nothing back."""
+    now = 1_800_000_000.0
+    monkeypatch.setattr(state, "time", SimpleNamespace(time=lambda: now))
+    path = tmp_path / "state"
+    path.write_bytes(bytes(4096))
+    taken: list[float] = []
+    while now < 1_800_000_000 + 3 * DAY:
+        budget = DayBudget(DiskFile(path), 80_000)
+        while budget.take(100):
+            taken.append(now)
+        budget.save()
+        now += pause
+    most = max(sum(1 for each in taken if at <= each < at + DAY) for at in set(taken))
+    assert 80_000 / 8 <= 100 * most <= 80_000

@@ -63,6 +63,7 @@ def test_directories_are_read_from_a_text_or_a_list(value: object, paths: tuple[
         ({"disk": "/a/b, /a"}, "give one for each drive"),
         ({"disk": [f"/{n}" for n in range(17)]}, "disk: at most 16 can be given, got 17"),
         ({"disk_size": 0}, "disk_size: must be at least 1 bytes"),
+        ({"disk_write_per_day": 0}, "disk_write_per_day: must be at least 1"),
         ({"disk_key_file": "key"}, "disk_key_file: expected a whole path"),
         ({"disk_key": "x"}, "there is no setting 'disk_key'; did you mean 'disk_key_file'?"),
         ({"tiers": "disk:/mnt/a"}, "a disk has a setting of its own, disk = PATH"),

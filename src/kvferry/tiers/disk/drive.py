@@ -17,8 +17,9 @@ from pathlib import Path
 
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk import io_workers
+from kvferry.tiers.disk import io_workers, state
 from kvferry.tiers.disk.block_file import BlockFile, open_prover
+from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue
 from kvferry.tiers.disk.protocol import (
     Count,
@@ -53,6 +54,7 @@ class DriveServer:
         self._channel = engine.channel
         self._status = engine.status
         self._open_file = open_file
+        self._budget: state.DayBudget | None = None
 
     def serve(self) -> None:
         """Open the store and serve it until the engine hangs up or is gone.
@@ -91,6 +93,9 @@ class DriveServer:
             keep_free=setup.bound.keep_free,
             check_seconds=setup.check_seconds,
         )
+        if setup.write_per_day is not None:
+            path = store.folder / state.FILE_NAME
+            self._budget = state.DayBudget(DiskFile(path), setup.write_per_day)
         tracker = self._tracker = io_workers.WriteTracker(
             store.index, self._status, setup.commit_seconds
         )
@@ -102,6 +107,7 @@ class DriveServer:
             self._status,
             check_seconds=setup.check_seconds,
             was_reset=lambda number: self._channel.send(messages.pack(FrameKind.FORGOT, number)),
+            budget=self._budget,
         )
         count = store.index.num_blocks if setup.before is None else 0
         if count:
@@ -120,6 +126,7 @@ class DriveServer:
             self._status,
             pitch,
             blocks_per_job,
+            self._budget,
             slots,
         )
         most = MAX_THREADS // 2

@@ -240,6 +240,8 @@ class PageTable:
         """Yield keys and places of all blocks that count, by ascending place, in pieces."""
         for numbers, pages, commits in self._scan():
             places, records = self._blocks(numbers, pages, commits, reset)
+            # Of a store that was cut the last page may speak of places that are gone.
+            records, places = records[places < self.num_places], places[places < self.num_places]
             yield Keys(np.ascontiguousarray(records["key"])), places
 
 

@@ -23,6 +23,7 @@ from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
 from kvferry.tiers.disk.index import DiskIndex
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
 from kvferry.tiers.disk.protocol import Count
+from kvferry.tiers.disk.state import DayBudget
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
@@ -178,6 +179,7 @@ class WorkerContext:
     status: StatusPage
     pitch: int
     blocks_per_job: int
+    budget: DayBudget | None
     cpu_slots: threading.Semaphore
     """A thread that copies and proves holds one; a thread that waits for the drive does not.
 
@@ -266,6 +268,11 @@ class IoWorker:
     def _write(self, job: Job, places: Numbers) -> None:
         context, order, positions = self._context, job.order.message, job.positions
         keys = order.keys[positions]
+        num_bytes = len(positions) * job.order.block_bytes
+        if context.budget is not None and not context.budget.take(num_bytes):
+            self._fail(positions, Count.OTHER_FAILURES, "no bytes are left of disk_write_per_day")
+            self._leave_nothing(places)
+            return
         with context.cpu_slots:
             here, there, sizes = self._segments(job, positions, np.arange(len(positions)))
             segments = context.memory.fetch(here, there, sizes)
@@ -336,6 +343,7 @@ class CommitThread:
         *,
         check_seconds: float,
         was_reset: Callable[[int], None],
+        budget: DayBudget | None = None,
     ) -> None:
         """``was_reset`` is called with a reset number once it is durable."""
         self._tracker = tracker
@@ -346,6 +354,7 @@ class CommitThread:
         self._check_seconds = check_seconds
         self._persisted = index.reset_number
         self._was_reset = was_reset
+        self._budget = budget
         self._is_closed = False
         self.began = 0.0
         """When the call to the drive that is in flight began; 0: none is."""
@@ -385,6 +394,8 @@ class CommitThread:
         if point.generation != self._persisted:
             self._persisted = point.generation
             self._was_reset(point.generation)
+        if self._budget is not None:
+            self._budget.save()
         self._tracker.end_commit()
         self._status.add(Count.COMMITS, 1)
         self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))

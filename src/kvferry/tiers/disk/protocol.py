@@ -63,6 +63,8 @@ class DriveSetup:
     job_bytes: int = JOB_BYTES
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
+    write_per_day: float | None = None
+    """The store's part of the bytes that may be written in 24 hours; None: there is no bound."""
     before: ReadyMessage | None = None
     """What an earlier process served for this engine; None at the first start.
 

@@ -22,15 +22,22 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import format_size
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
-from kvferry.tiers.disk.files import discard, open_file, open_folder, require_plain, sync_folder
+from kvferry.tiers.disk.files import (
+    allocate,
+    discard,
+    open_file,
+    open_folder,
+    require_plain,
+    sync_folder,
+)
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
 from kvferry.tiers.disk.index import MAX_PLACES, Shape
 from kvferry.tiers.disk.superblock import (
@@ -332,6 +339,30 @@ def free_bytes(root: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def set_lengths(folder: Path, superblock: Superblock) -> list[str]:
+    """Make a store's files as long as its size says; return what could not be reserved.
+
+    Raises OSError if there is no room.
+    """
+    mine, notes = superblock.identity, []
+    for name, length in (
+        (INDEX_NAME, Shape(mine.proof_bytes).file_bytes(superblock.num_places)),
+        (BLOCKS_NAME, superblock.num_places * mine.pitch),
+    ):
+        path = folder / name
+        if not (path.exists() and path.lstat().st_size == length) and not allocate(path, length):
+            notes.append(
+                f"{folder}: the file system cannot reserve space for {name}; it grows as it fills"
+            )
+    return notes
+
+
+def _cut(folder: Path, superblock: Superblock) -> None:
+    with StoreLock.take(folder):
+        superblock.write(folder)
+        set_lengths(folder, superblock)
+
+
 class SpaceQuota:
     """Shares out one directory, for one store of ``identity`` that is about to be opened.
 
@@ -368,9 +399,8 @@ class SpaceQuota:
         fair = self._bound.size // self._bound.num_ranks_here
         for other in self._siblings:
             if other.num_bytes > fair and not other.is_open:
-                self._remove(other, "it is larger than its share of the bound")
-        held = apparent_bytes(self._mine) if num_places else 0
-        held = held if held <= fair else 0
+                self._shrink(other, fair)
+        held = min(apparent_bytes(self._mine), fair) if num_places else 0
         strangers = [o for o in self._others if o.is_open and o not in self._siblings]
         left = self._bound.size - sum(other.num_bytes for other in strangers)
         wanted = max(held, left // self._bound.num_ranks_here)
@@ -411,14 +441,24 @@ class SpaceQuota:
             return False
         return its.rank != mine.rank if kin else its.family in self._bound.families
 
+    def _shrink(self, other: StoreFolder, share: int) -> None:
+        """Cut the store of another rank, whose blocks are of no use without those of all ranks."""
+        assert other.superblock is not None
+        num_places = most_places(share, other.superblock.identity)
+        superblock = replace(other.superblock, num_places=num_places)
+        self._change(other, "made smaller", lambda: _cut(other.path, superblock))
+
     def _remove(self, other: StoreFolder, why: str) -> None:
+        self._change(other, f"removed: {why}", lambda: remove_store(other.path))
+
+    def _change(self, other: StoreFolder, how: str, change: Callable[[], object]) -> None:
         try:
-            remove_store(other.path)
+            change()
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change
             log.warning("%s is in the way, and stays as it is: %s", other.path, error)
             return
         self._look()
-        self.notes.append(f"{other.path} was removed: {why}")
+        self.notes.append(f"{other.path} was {how}")
         log.info("%s", self.notes[-1])
 
     def _why_not(self, share: int) -> str:

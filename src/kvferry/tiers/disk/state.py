@@ -1,4 +1,4 @@
-"""The state file of a store: its reset number.
+"""The state file of a store: its reset number, and the bytes written to it lately.
 
 The file has its bytes from the day the store is made, so it can be written on a full drive. The
 reset number separates blocks stored before a reset of the cache from those stored after it: a page
@@ -18,6 +18,8 @@ import contextlib
 import json
 import logging
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -35,31 +37,36 @@ FILE_BYTES = 4096
 NOT_KEPT = (1 << 64) - 1
 """A page with this number never counts for another process: its blocks end with their engine."""
 
+_BUDGET_AT = 2 * SECTOR_BYTES
 MODULE = "kvferry.tiers.disk.state"
 _RESET, _FIND = "reset", "find"
 
 
-def _sector(number: int) -> bytes:
-    data = number.to_bytes(8, "little")
-    digest = blake2b(data, digest_size=DIGEST_BYTES, person=b"kvferry.reset").digest()
+def _pack(numbers: Sequence[int], person: bytes) -> bytes:
+    data = b"".join(number.to_bytes(8, "little") for number in numbers)
+    digest = blake2b(data, digest_size=DIGEST_BYTES, person=person).digest()
     return (digest + data).ljust(SECTOR_BYTES, b"\0")
+
+
+def _unpack(sector: bytes, count: int, person: bytes) -> list[int] | None:
+    """The numbers in a sector; None if it is damaged, or was never written."""
+    ends = range(DIGEST_BYTES, DIGEST_BYTES + 8 * count, 8)
+    numbers = [int.from_bytes(sector[at : at + 8], "little") for at in ends]
+    return numbers if sector == _pack(numbers, person) else None
 
 
 def read_reset(file: DiskFile) -> int | None:
     """Return the reset number, from whichever copy is whole; None if both are damaged."""
     data = read_whole(file, 0, 2 * SECTOR_BYTES)
-    found = []
-    for at in (0, SECTOR_BYTES):
-        sector = data[at : at + SECTOR_BYTES]
-        number = int.from_bytes(sector[DIGEST_BYTES : DIGEST_BYTES + 8], "little")
-        if sector == _sector(number):
-            found.append(number)
-    return max(found, default=None)
+    copies = [
+        _unpack(data[at : at + SECTOR_BYTES], 1, b"kvferry.reset") for at in (0, SECTOR_BYTES)
+    ]
+    return max([copy[0] for copy in copies if copy is not None], default=None)
 
 
 def write_reset(file: DiskFile, number: int) -> None:
     """Make this the reset number; on the medium on return."""
-    write_whole(file, 0, _sector(number) * 2)
+    write_whole(file, 0, _pack([number], b"kvferry.reset") * 2)
     file.sync()
 
 
@@ -68,6 +75,38 @@ def raise_reset(file: DiskFile, number: int) -> None:
     with file.locked():  # the drive process and the scheduler's child may both write
         # One that can be read may not be on the medium, after a sync that failed.
         write_reset(file, max(number, read_reset(file) or 0))
+
+
+class DayBudget:
+    """Decides whether bytes may be written, so that no 24 hours see more than ``per_day``.
+
+    Owns how many the budget lacks, in the state file of the store::
+
+        may be written at once: 1/8 of a day's;  comes back: 7/8 of a day's each day
+    """
+
+    def __init__(self, file: DiskFile, per_day: float) -> None:
+        self._file = file
+        self._at_once = per_day / 8
+        self._rate = (per_day - self._at_once) / 86400.0
+        self._lock = threading.Lock()  # guards what is below
+        sector = read_whole(file, _BUDGET_AT, SECTOR_BYTES)
+        self._spent, self._at = _unpack(sector, 2, b"kvferry.budget") or (0, 0)
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether so many bytes may be written now; then they count as written."""
+        with self._lock:
+            now = int(time.time())
+            back = int(max(0, now - self._at) * self._rate)
+            self._spent, self._at = max(0, self._spent - back), now
+            may = self._spent + num_bytes <= self._at_once
+            self._spent += num_bytes * may
+            return may
+
+    def save(self) -> None:
+        """Note it on the medium. Not synced: a power cut may take half a minute of it."""
+        with self._lock, contextlib.suppress(OSError):  # the drive's health is looked at elsewhere
+            write_whole(self._file, _BUDGET_AT, _pack([self._spent, self._at], b"kvferry.budget"))
 
 
 # -- from outside ---------------------------------------------------------------------------------

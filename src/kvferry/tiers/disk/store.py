@@ -14,11 +14,10 @@ from kvferry.errors import StoreError
 from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
 from kvferry.tiers.disk.block_file import key_check
-from kvferry.tiers.disk.files import DiskFile, allocate, create_file, sync_folder
+from kvferry.tiers.disk.files import DiskFile, create_file, sync_folder
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
 from kvferry.tiers.disk.index import (
     DiskIndex,
-    Shape,
 )
 from kvferry.tiers.disk.protocol import ReadyMessage
 from kvferry.tiers.disk.quota import StoreLock
@@ -61,10 +60,9 @@ class Store(Closing):
     ) -> Store:
         """Open the store of ``identity`` under ``root``: a new one at the size of its share.
 
-        One that is there keeps its size, and grows if there is room. One that is larger than its
-        share of the bound begins anew. ``before`` is what an engine has open that starts its drive
-        process again: then it must be the same store. ``on_behalf_of`` is the process that the lock
-        names.
+        One that is there keeps its size unless the bound is smaller, and grows if there is room.
+        ``before`` is what an engine has open that starts its drive process again: then it must be
+        the same store. ``on_behalf_of`` is the process that the lock names.
 
         Raises StoreError, with what to do; StoreInUseError if another process has it.
         """
@@ -88,9 +86,6 @@ class Store(Closing):
                         share = quota.SpaceQuota(root, identity, bound)
                         num_places = share.claim(0 if found is None else found.num_places)
                         notes += share.notes
-                        if found is not None and num_places < found.num_places:
-                            notes.append(f"{folder} was larger than its share: it begins anew")
-                            found = None
                         superblock = _sized(folder, found, identity, num_places, key, notes)
                     number = None
                 index = DiskIndex.open(folder, superblock, number, is_kept)
@@ -167,23 +162,6 @@ def _require_same(
         )
 
 
-# -- sizes: files grow first, then the superblock says so, then the index may name the new places --
-
-
-def _lengths(superblock: Superblock) -> dict[str, int]:
-    return {
-        INDEX_NAME: Shape(superblock.identity.proof_bytes).file_bytes(superblock.num_places),
-        quota.BLOCKS_NAME: superblock.num_places * superblock.identity.pitch,
-    }
-
-
-def _length(path: Path) -> int:
-    try:
-        return os.lstat(path).st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _sized(
     folder: Path,
     found: Superblock | None,
@@ -192,31 +170,40 @@ def _sized(
     key: bytes | None,
     notes: list[str],
 ) -> Superblock:
-    """Bring the store to so many places, or make it; return its superblock."""
+    """Bring the store to so many places, or make it; return its superblock.
+
+    A crash in between loses nothing that fits::
+
+        grow      files longer | superblock | index may name the new places
+        shrink    superblock | files shorter; what the index says of the rest does not count
+    """
     if found is None:
         superblock = Superblock(identity, num_places)
         if key is not None:
             superblock = replace(superblock, key_check=key_check(key, superblock.store_id))
-        for name in (sb.FILE_NAME, INDEX_NAME, quota.BLOCKS_NAME):  # of a store that begins anew
+        for name in (INDEX_NAME, quota.BLOCKS_NAME):  # of a store whose superblock was damaged
             with suppress(FileNotFoundError):
                 os.unlink(folder / name)
         _make_state(folder, 0)
-        _lengthen(folder, superblock, notes)
+        notes += quota.set_lengths(folder, superblock)
         create_file(folder / sb.FILE_NAME, sb.FILE_BYTES)
         superblock.write(folder)
         sync_folder(folder)
         sync_folder(folder.parent)
         return superblock
-    if _length(folder / state.FILE_NAME) < state.FILE_BYTES:
+    state_file = folder / state.FILE_NAME
+    if not state_file.exists() or state_file.stat().st_size < state.FILE_BYTES:
         # What was reset is not known any more, so nothing of it may count.
         _make_state(folder, None)
     superblock = replace(found, identity=identity, num_places=num_places)
+    if num_places < found.num_places:
+        superblock.write(folder)
     try:
-        _lengthen(folder, superblock, notes)
+        notes += quota.set_lengths(folder, superblock)
     except OSError as error:
         notes.append(f"{folder} does not grow: {error.strerror or error}")
         superblock = replace(superblock, num_places=found.num_places)
-        _lengthen(folder, superblock, notes)
+        notes += quota.set_lengths(folder, superblock)
     superblock.write(folder)
     return superblock
 
@@ -226,12 +213,3 @@ def _make_state(folder: Path, reset_number: int | None) -> None:
     if reset_number is not None:
         with contextlib.closing(DiskFile(folder / state.FILE_NAME)) as file:
             state.write_reset(file, reset_number)
-
-
-def _lengthen(folder: Path, superblock: Superblock, notes: list[str]) -> None:
-    """Make every file at least as long as it must be."""
-    for name, length in _lengths(superblock).items():
-        if _length(folder / name) < length and not allocate(folder / name, length):
-            notes.append(
-                f"{folder}: the file system cannot reserve space for {name}; it grows as it fills"
-            )

@@ -679,6 +679,8 @@ def open_disk(setup: TierSetup) -> DiskTier:
             f"{format_size(setup.block_bytes)}; raise it"
         )
     open_prover(setup.block_bytes, bytes(16), key)  # says which package is missing
+    day, parts = config.disk_write_per_day, count * setup.num_ranks
+    per_day = None if day is None else day / parts
     setups = [
         DriveSetup(
             path,
@@ -687,6 +689,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
             os.getpid(),
             key,
             deadline=config.disk_deadline,
+            write_per_day=per_day,
         )
         for stripe, path in enumerate(config.disk)
     ]
