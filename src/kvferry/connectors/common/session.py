@@ -15,7 +15,6 @@ from typing import Any
 
 from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
 from kvferry.connectors.common.messages import (
-    EndedLoad,
     Guard,
     RankShape,
     StepOrders,
@@ -66,7 +65,7 @@ class SchedulerSession:
         self.former: Serving | None = None
         self._make_engine: Callable[[], EngineAdapter] | None = None
         self._shapes: dict[int, RankShape] = {}
-        self._unkept: dict[str, EndedLoad] = {}
+        self._unkept: dict[str, tuple[int, ...]] = {}
         self._resets: DiskResets | None = None
         self._is_reset_due = False
         self._drained: set[Rank] = set()
@@ -178,7 +177,7 @@ class SchedulerSession:
             if self.former is not None:
                 name = request.request_id
                 blocks = self.former.promised_blocks(name, blocks, num_external_tokens)
-            self._unkept[request.request_id] = EndedLoad(blocks, blocks)
+            self._unkept[request.request_id] = blocks
 
     def orders(self, step: Step) -> StepOrders:
         """What every rank is to do in this step."""
