@@ -144,7 +144,7 @@ hooks: $(DEV_READY) ## run the checks before every git commit
 
 clean: ## remove the environment, caches and reports
 	rm -rf $(VENV) .venv-vllm .venv-vllm-oldest .venv-sglang build dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f kvferry-demo.html kvferry-demo.json
+	rm -f kvferry-demo.html kvferry-fleet.html
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the environment ---------------------------------------------------------------------------

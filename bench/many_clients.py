@@ -8,6 +8,7 @@ have the same share of whatever else the machine does.
 
 The poll's 99th percentile may be LIMIT more with clients than without; threads and descriptors of
 the engine's process have bounds of their own. It exits with 1 where one of these does not hold.
+Run it with OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from urllib.parse import urlsplit
 
 import numpy as np
 
 import kvferry
-from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.http import MAX_CONNECTIONS
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
-from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.engine import Engine, serve
+from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 
 LIMIT = 0.001
@@ -103,19 +104,6 @@ class Seen:
         return float(np.percentile(self.polls, share))
 
 
-class Timed(Offloader):
-    """An offloader whose polls are timed."""
-
-    polls: list[float]
-
-    def settle(self):  # type: ignore[no-untyped-def]
-        start = time.perf_counter()
-        try:
-            return super().settle()
-        finally:
-            self.polls.append(time.perf_counter() - start)
-
-
 @contextlib.contextmanager
 def besieged(port: int, num: int, seen: Seen) -> Iterator[None]:
     """So many clients at this port, while it lasts."""
@@ -157,31 +145,31 @@ def counted(seen: Seen) -> Iterator[None]:
 
 
 def measure(rounds: int, seconds: float, num_clients: int) -> dict[int, Seen]:
-    decoder = Decoder(SHAPE)
     found = {0: Seen(), num_clients: Seen()}
-    with (
-        Runner(decoder, num_blocks=256) as runner,
-        Timed(runner, host_bytes=NUM_SLOTS * block_bytes(runner)) as offloader,
-        Endpoint(offloader.source(), port=0) as endpoint,
-    ):
-        assert offloader.scheduler.pool.num_slots == NUM_SLOTS
-        engine = Engine(runner, limits=Limits(), offloader=offloader)
-        offloader.polls = []
+    settings = {"host": f"{NUM_SLOTS * SHAPE.block_bytes}B", "load_policy": "always"}
+    with Engine(Decoder(SHAPE), 256, settings) as engine:
+        assert engine.ferry is not None
+        port = urlsplit(engine.ferry.serve_metrics(0)).port
+        assert port is not None
+        poll, polls = engine.ferry.poll, list[float]()
+
+        def timed(*arguments: float) -> list[kvferry.Ticket]:
+            start = time.perf_counter()
+            try:
+                return poll(*arguments)
+            finally:
+                polls.append(time.perf_counter() - start)
+
+        engine.ferry.poll = timed  # type: ignore[assignment]
         seed = play(engine, 2.0, 0)  # warm
         for _ in range(rounds):
             for num, seen in found.items():
-                with besieged(endpoint.port, num, seen), counted(seen):
-                    offloader.polls, start = seen.polls, time.perf_counter()
+                with besieged(port, num, seen), counted(seen):
+                    polls, start = seen.polls, time.perf_counter()
                     before, seed = seed, play(engine, seconds, seed)
                     seen.seconds += time.perf_counter() - start
                     seen.turns += 12 * (seed - before)
-        engine.drain()
     return found
-
-
-def block_bytes(runner: Runner) -> int:
-    (tensors,) = runner.group_tensors()
-    return sum(tensor[0].nbytes for tensor in tensors)
 
 
 def play(engine: Engine, seconds: float, seed: int) -> int:
@@ -219,7 +207,6 @@ def main() -> None:
     if arguments.attack:
         asyncio.run(clients(arguments.attack, arguments.clients))
         return
-    limit_matrix_threads(1)
     print(
         f"kvferry {kvferry.__version__}, Python {platform.python_version()}, numpy "
         f"{np.__version__}, {os.cpu_count()} CPUs, {platform.machine()}, "

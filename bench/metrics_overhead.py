@@ -8,6 +8,8 @@ Measured twice, in two ways that know nothing of each other:
   process at several rates. Each run is compared with the run of the same round without counting,
   in CPU time of the serving process (that of the scraper is not the engine's) and in wall time.
   Scraping ten times a second is there because the cost of one scrape is then well above the noise.
+
+Run it with OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ from kvferry.scheduler.journal import Bookkeeper
 from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.source import Mailbox, Source
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner, serve
-from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.engine import Engine, serve
+from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 
 LIMIT = 0.01
 PAUSES = (1.0, 5.0, 15.0)
 """Seconds between scrapes: the most anxious, and what Prometheus installations do."""
+
+SETTINGS = {"host": "48MiB", "load_policy": "always"}
 
 WAYS = {"off": None, "counting": 0.0, "scraped 1/s": 1.0, "scraped 10/s": 10.0}
 """Scrapes per second; None: nothing is even counted."""
@@ -124,18 +128,15 @@ def run(decoder: Decoder, chat: Chat, per_second: float | None) -> Run:
     with ExitStack() as stack:
         if per_second is None:
             stack.enter_context(replaced(nothing))
-        runner = stack.enter_context(Runner(decoder, num_blocks=96))
-        offloader = stack.enter_context(Offloader(runner, host_bytes=48 << 20))
+        engine = stack.enter_context(Engine(decoder, 96, SETTINGS))
+        assert engine.ferry is not None
         scraper = None
         if per_second:
-            endpoint = stack.enter_context(Endpoint(offloader.source(), port=0))
-            scraper = start_scraper(endpoint.url, 1 / per_second)
+            scraper = start_scraper(engine.ferry.serve_metrics(0), 1 / per_second)
             stack.callback(scraper.kill)
-        engine = Engine(runner, limits=Limits(), offloader=offloader)
         cpu, start = time.process_time(), time.perf_counter()
         serve(engine, chat)
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        engine.drain()
         return Run(wall, cpu, num_scrapes(scraper))
 
 
@@ -178,11 +179,11 @@ class Unattended(Mailbox):
 
 def scrape_seconds(decoder: Decoder, chat: Chat, count: int = 300) -> float:
     """CPU time that one scrape over HTTP takes from the process that is scraped."""
-    with Runner(decoder, num_blocks=96) as runner, Offloader(runner, host_bytes=48 << 20) as ferry:
-        engine = Engine(runner, limits=Limits(), offloader=ferry)
+    with Engine(decoder, 96, SETTINGS) as engine:
+        assert engine.ferry is not None
         serve(engine, chat)
-        engine.drain()
-        with Endpoint(Source(ferry.scheduler, Unattended()), port=0) as endpoint:
+        source = Source(engine.ferry._scheduler.onlooker, Unattended())
+        with Endpoint(source, port=0) as endpoint:
             with urlopen(f"{endpoint.url}metrics", timeout=10) as reply:
                 reply.read()
             scraper = start_scraper(endpoint.url, 0.0)
@@ -240,7 +241,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What metrics cost a busy playground.")
     parser.add_argument("--rounds", type=int, default=5, help="whole runs of each kind")
     rounds = parser.parse_args().rounds
-    limit_matrix_threads(1)
     shape = ModelShape()
     decoder = Decoder(shape)
     chat = Chat(num_conversations=14, num_turns=4, vocab=shape.vocab)

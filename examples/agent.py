@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry import Config, Hints, chain
-from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.engine import Engine, Offloader, Runner
+from kvferry import Ferry, Hints
+from kvferry.tools.demo.engine import Engine, ServedRequest
 from kvferry.tools.demo.model import Decoder, ModelShape
 
 SHAPE = ModelShape(vocab=512, width=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden=64)
-BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS = 16, 32, 48
+DEVICE_BLOCKS, HOST_BLOCKS = 32, 48
 AGENTS, TURNS, CONTEXT, ANSWER, RESULT = 2, 3, 64, 8, 16
 OTHERS, OTHERS_TOKENS = 8, 128
 
@@ -42,49 +41,46 @@ class Serving:
     """An engine with a small host memory, and what its agents' turns cost."""
 
     def __init__(self, *, hints: bool, tiers: str) -> None:
-        self.runner = Runner(Decoder(SHAPE), num_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS)
-        block_bytes = sum(tensor[0].nbytes for tensor in self.runner.kv)
-        config = Config.from_dict(
-            {
-                "load_policy": "always",
-                "tiers": tiers,
-                "max_storing_blocks": HOST_BLOCKS,
-            }
-        )
-        self.offloader = Offloader(self.runner, host_bytes=HOST_BLOCKS * block_bytes, config=config)
-        self.engine = Engine(self.runner, offloader=self.offloader)
+        settings = {
+            "host": f"{HOST_BLOCKS * SHAPE.block_bytes}B",
+            "load_policy": "always",
+            "tiers": tiers,
+        }
+        self.engine = Engine(Decoder(SHAPE), DEVICE_BLOCKS, settings)
         self.hints = hints
         self.rng = np.random.default_rng(5)
         self.num_prefilled = 0
         self.first_token_seconds: list[float] = []
 
+    @property
+    def ferry(self) -> Ferry:
+        assert self.engine.ferry is not None
+        return self.engine.ferry
+
     def serve(self, name: str, tokens: list[int]) -> ServedRequest:
-        request = ServedRequest(name, list(tokens), ANSWER, arrival=self.engine.clock())
+        request = ServedRequest(name, list(tokens), ANSWER)
         self.engine.submit(request)
-        while self.engine.has_work or self.offloader.has_pending:
-            self.engine.step()
+        self.engine.run()
         return request
 
     def take_turn(self, agent: Agent) -> None:
         """The agent's prompt is answered; the answer is a call of its tool."""
         name = f"{agent.name}-{len(agent.said)}"
-        done = self.serve(name, agent.tokens)
+        request = self.serve(name, agent.tokens)
+        turn = request.turn()
         if agent.said:  # the first turn is new to everybody
-            assert done.first_token_at is not None
-            self.num_prefilled += done.num_prefilled
-            self.first_token_seconds.append(done.first_token_at - done.arrival)
-        agent.said += done.generated
-        agent.tokens = list(done.tokens)
+            self.num_prefilled += turn.computed_tokens
+            self.first_token_seconds.append(turn.first_token_seconds)
+        agent.said += turn.answer
+        agent.tokens = list(request.tokens)
         if self.hints:  # its tool runs now: it will be back within that time
-            self.offloader.scheduler.control.hint(done.keys, Hints(pin_seconds=600.0))
+            self.ferry.hint(self.engine.keys(agent.tokens[:-1]), Hints(pin_seconds=600.0))
 
     def tool_answers(self, agent: Agent) -> None:
         """The tool is done. Its result is added to the prompt; meanwhile the blocks may come up."""
         if self.hints:
-            keys = chain(self.runner.namespace, agent.tokens)
-            self.offloader.scheduler.control.prefetch(keys, pin_seconds=60.0)
-            while self.offloader.has_pending:  # in a server this is the time the client takes
-                self.engine.step()
+            self.ferry.prefetch(self.engine.keys(agent.tokens), keep=60.0)
+            self.ferry.poll(0.05)  # in a server this is the time the client takes
         agent.tokens += self.rng.integers(0, SHAPE.vocab, RESULT).tolist()
 
     def run(self) -> list[list[int]]:
@@ -102,10 +98,6 @@ class Serving:
                 self.serve(f"other-{turn}-{number}", prompt)
         return [agent.said for agent in agents]
 
-    def close(self) -> None:
-        self.offloader.close()
-        self.runner.close()
-
 
 def main() -> None:
     began, answers, cost = time.monotonic(), [], {}
@@ -117,7 +109,7 @@ def main() -> None:
             try:
                 answers.append(serving.run())
             finally:
-                serving.close()
+                serving.engine.close()
             cost[tiers, hints] = serving.num_prefilled
             first = float(np.median(serving.first_token_seconds)) * 1000
             known = "with hints" if hints else "without hints"

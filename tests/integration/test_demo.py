@@ -26,9 +26,8 @@ from kvferry.tools.demo.parts import Scenario, run_restart
 from kvferry.tools.demo.workload import Chat
 
 TINY = (
-    *("demo", "--conversations", "4", "--turns", "3", "--users", "2"),
-    *("--opening-tokens", "70", "--question-tokens", "9", "--answer-tokens", "5"),
-    *("--device-blocks", "14", "--host", "8MiB"),
+    *("demo", "--conversations", "4", "--turns", "3", "--opening-tokens", "70"),
+    *("--device-blocks", "20", "--host", "8MiB"),
 )
 
 
@@ -38,13 +37,12 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], str]:
-    """Output, figures and report of one run of a hybrid model with all parts but the fleet."""
-    folder = tmp_path_factory.mktemp("demo")
-    html, figures = folder / "report.html", folder / "figures.json"
-    parts = ("--restart", "--window", "24", "--seed", "7")
-    result = invoke(*TINY, *parts, "--html", str(html), "--json", str(figures))
+    """Output, figures and report of one run with all parts but the fleet."""
+    html = tmp_path_factory.mktemp("demo") / "report.html"
+    result = invoke(*TINY, "--restart", "--html", str(html), "--json")
     assert result.exit_code == 0, result.output
-    return result.output, json.loads(figures.read_text()), html.read_text(encoding="utf-8")
+    assert "\x1b[" not in result.stderr
+    return result.stderr, json.loads(result.stdout), html.read_text(encoding="utf-8")
 
 
 def test_the_three_ways_give_the_same_tokens_and_their_figures(whole: Any) -> None:
@@ -53,12 +51,12 @@ def test_the_three_ways_give_the_same_tokens_and_their_figures(whole: Any) -> No
     assert "Small + kvferry: 12 of 12 turns" in output
     assert data["ways"]["tokens_equal"] is True
     roomy, small, ferry = (data["ways"][way] for way in ("roomy", "small", "kvferry"))
-    assert roomy["prefill_tokens_computed"] < small["prefill_tokens_computed"]
-    assert ferry["prefill_tokens_computed"] < small["prefill_tokens_computed"]
-    assert ferry["hit_tokens"]["host"] > 0
+    assert roomy["computed_tokens"] < small["computed_tokens"]
+    assert ferry["computed_tokens"] < small["computed_tokens"]
+    assert ferry["host_tokens"] > 0
     assert ferry["bytes_moved"]["host->device"] > 0
     assert ferry["bytes_moved"]["device->host"] > 0
-    assert set(small["bytes_moved"].values()) == {0}
+    assert small["bytes_moved"] == {}
     assert ferry["ttft_p50_seconds"] <= ferry["ttft_p95_seconds"]
     assert len(ferry["ttft_p50_seconds_by_turn"]) == 3
 
@@ -69,41 +67,21 @@ def test_the_process_after_a_restart_finds_its_blocks_on_disk(whole: Any) -> Non
     part = data["restart"]
     assert part["tokens_equal"] is True
     assert part["warm"]["restored_blocks"] > 0
-    assert part["warm"]["read_bytes"] > 0
-    assert part["hit_rate"] > 0.5
-    computed = [part[name]["prefill_tokens_computed"] for name in ("warm", "cold")]
-    assert computed[0] < computed[1] / 2
+    assert part["warm"]["bytes_moved"]["tiers->host"] > 0
+    assert part["warm"]["hit_rate"] > 0.5
+    assert part["warm"]["computed_tokens"] < part["cold"]["computed_tokens"] / 2
     assert "Blocks found at start" in page
 
 
 def test_the_report_needs_no_other_file_and_no_network(whole: Any) -> None:
     page = whole[2]
-    assert page.count("<svg") == 1
     assert "identical in the three runs" in page
-    assert not re.search(r"(src|href)\s*=|url\(|@import|<script", page)
-    assert set(re.findall(r"https?://[^\"'\s<]+", page)) <= {"http://www.w3.org/2000/svg"}
-
-
-def test_figures_alone_go_to_standard_output_and_tiers_take_what_the_host_evicts(
-    tmp_path: Path,
-) -> None:
-    small = (*TINY, "--conversations", "8", "--device-blocks", "15", "--host", "1MiB")
-    html = ("--html", str(tmp_path / "report.html"))
-    result = invoke(*small, *html, "--tiers", "memory:64MiB", "--json")
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
-    assert data["ways"]["tokens_equal"] is True
-    assert data["setting"]["tiers"] == "memory:64MiB"
-    assert data["ways"]["kvferry"]["bytes_moved"]["tiers->host"] > 0
-    assert "identical in the three runs" in result.stderr
-    assert "Between host memory and memory:64MiB: " in " ".join(result.stderr.split())
-    assert "\x1b[" not in result.stderr
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html"]
+    assert not re.search(r"(src|href)\s*=|url\(|@import|<script|https?://", page)
 
 
 CARELESS = """
 import sys
-if "kvferry.tools.demo.servers" in sys.orig_argv:
+if "kvferry.tools.demo.serving" in sys.orig_argv:
     from dataclasses import replace
     from kvferry.transfer.engine.cpu import CpuEngine
     move = CpuEngine._move
@@ -143,13 +121,10 @@ def in_servers(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--turns", "0"], "Invalid value for '--turns': 0 is not in the range x>=1"),
         (["--host", "64G"], "unknown unit in '64G'"),
         (["--host", "100"], "holds not even one block"),
-        (["--device-blocks", "5"], "5 device blocks cannot hold even one"),
-        (["--device-blocks", "100000"], "nothing to offload; give fewer"),
+        (["--device-blocks", "5"], "5 device blocks do not fit"),
+        (["--device-blocks", "100000"], "leave something to offload"),
         (["--opening-tokens", "9999"], "the model ends at 4096"),
         (["--html", "no/such/folder/report.html"], "there is no folder no/such/folder"),
-        (["--tiers", "memry:1MiB"], "did you mean 'memory'?"),
-        (["--tiers", "memory:1KiB"], "hold no block"),
-        (["--tiers", "no_such_package.x:y"], "no_such_package.x cannot be imported"),
         (["--kill"], "give --servers too"),
         (["--colour", "blue"], "No such option"),
     ],
@@ -163,7 +138,7 @@ def test_refuses_bad_input_before_any_work(arguments: list[str], message: str) -
 
 def test_a_broken_command_breaks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvferry.tools.cli.simulate", None)
-    assert invoke("version").output.startswith("kvferry ")
+    assert invoke("--version").output.startswith("kvferry ")
     listing = invoke("--help")
     assert listing.exit_code == 0
     assert "simulate" in listing.output
@@ -195,7 +170,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert not list(folder.iterdir())
 
 
-HYBRID = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64, windows=(None, 24))
+SHAPE = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
 CHAT = Chat(
     num_conversations=4,
     num_turns=3,
@@ -204,20 +179,20 @@ CHAT = Chat(
     answer_tokens=5,
     num_users=2,
 )
-SCENARIO = Scenario(chat=CHAT, shape=HYBRID, device_blocks=14, host_bytes=8 * MiB)
+SCENARIO = Scenario(chat=CHAT, shape=SHAPE, device_blocks=14, host_bytes=8 * MiB)
 
 
 def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "MiB", 1)  # a disk of 256 bytes
-    with pytest.raises(TransferError, match="server ended with"):
+    with pytest.raises(TransferError, match="server 0 ended with"):
         run_restart(SCENARIO)
 
 
 ENDLESS = """
 import sys, time
-if "kvferry.tools.demo.servers" in sys.orig_argv:
+if "kvferry.tools.demo.serving" in sys.orig_argv:
     from kvferry.tools.demo.engine import Engine
     step = Engine.step
 

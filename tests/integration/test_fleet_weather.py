@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from itertools import count
 
 import pytest
 from tests.fakes import remote, s3_servers
 
-from kvferry.config import Config
 from kvferry.errors import TransferError
-from kvferry.settings.tiers import read_remote
-from kvferry.tools.demo.engine import Engine, Offloader, Runner, serve
+from kvferry.tools.demo.engine import Engine, serve
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 from kvferry.types import HOST, TierName
@@ -31,7 +28,6 @@ CHAT = Chat(
     vocab=97,
 )
 NUM_TURNS = CHAT.num_conversations * CHAT.num_turns
-HOST_BYTES = 16 * (3 * 2 * 16 * 2 * 8 * 4)
 REMOTE = TierName("remote")
 Answers = dict[str, list[int]]
 
@@ -83,25 +79,23 @@ def answers_of(
     ``after`` is told how many turns have been answered. Host memory holds hardly two conversations,
     so every turn looks for its beginning in the store.
     """
-    config = Config(
-        remote=read_remote(
-            "remote", f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}"
-        ),
-        tier_write="through",
-        load_policy="always",
-        lookup_deadline=deadline,
-        promote_deadline=deadline,
-    )
+    settings = {
+        "host": f"{16 * SHAPE.block_bytes}B",
+        "remote": f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}",
+        "tier_write": "through",
+        "load_policy": "always",
+        "lookup_deadline": deadline,
+        "promote_deadline": deadline,
+    }
     numbers = count(1)
-    with ExitStack() as stack:
-        stack.enter_context(remote.environment(remote.CREDENTIALS))
-        runner = stack.enter_context(Runner(Decoder(SHAPE), num_blocks=24))
-        offloader = stack.enter_context(Offloader(runner, host_bytes=HOST_BYTES, config=config))
-        engine = Engine(runner, offloader=offloader)
+    with (
+        remote.environment(remote.CREDENTIALS),
+        Engine(Decoder(SHAPE), 24, settings) as engine,
+    ):
         said = serve(engine, CHAT, lambda _: after(next(numbers)))
-        engine.drain()
-        offloader.scheduler.check_integrity()
-        return said, offloader.scheduler.stats().bytes_moved.get((REMOTE, HOST), 0)
+        engine.check_integrity()
+        assert engine.ferry is not None
+        return said, engine.ferry.stats().bytes_moved.get((REMOTE, HOST), 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,8 +108,7 @@ def begun_with_the_store() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def truth() -> Answers:
-    with Runner(Decoder(SHAPE), num_blocks=CHAT.num_blocks(16)) as runner:
-        return serve(Engine(runner), CHAT)
+    return serve(Engine(Decoder(SHAPE), CHAT.num_blocks(16)), CHAT)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from kvferry.hostmem.slots import HostTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import TierMover
-from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.engine import Engine, ServedRequest
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe
@@ -580,21 +579,17 @@ def test_an_engine_whose_copies_all_fail_still_answers() -> None:
     )
     answers = []
     for broken in (False, True):
-        with (
-            Runner(Decoder(shape), num_blocks=6) as runner,
-            Offloader(runner, host_bytes=1 << 16) as offloader,
-        ):
+        with Engine(Decoder(shape), 6, {"host": "64KiB", "load_policy": "always"}) as engine:
+            assert engine.ferry is not None
             if broken:
-                copies = offloader.worker._movers[0]
-                copies._move = _refuse  # type: ignore[attr-defined]
-            engine = Engine(runner, limits=Limits(max_running=2), offloader=offloader)
+                engine.ferry._rank.engine._move = _refuse  # type: ignore[attr-defined]
             requests = [ServedRequest(f"r{n}", tuple(range(n % 2, 30)), 8) for n in range(4)]
             for request in requests:
                 engine.submit(request)
             engine.run()
-            engine.drain()
+            engine.check_integrity()
             answers.append([request.generated for request in requests])
-            assert bool(offloader.stats().failed) == broken
+            assert bool(engine.ferry.stats().failed) == broken
     assert answers[0] == answers[1]
 
 

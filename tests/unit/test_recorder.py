@@ -222,7 +222,7 @@ def test_the_library_does_not_say_how_long_an_answer_was(tmp_path: Path) -> None
     lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert [(line["input"], line["hit"]) for line in lines] == [(320, 0), (320, 320)]
     assert not any("output" in line for line in lines)
-    assert len(list(TraceReader([path], strict=True))) == 2
+    assert len(list(TraceReader([path]))) == 2
 
 
 def test_close_ends_every_thread_and_the_recording(tmp_path: Path) -> None:

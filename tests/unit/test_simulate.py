@@ -20,12 +20,11 @@ from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.contract import Evidence, Residents
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.replay import PoolReplay
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import ConfigError
 from kvferry.sim.simulation import (
     Future,
     SchedulerReplay,
     Simulation,
-    TracePart,
     Trial,
     all_knowing,
     simulate,
@@ -89,17 +88,11 @@ def test_a_partial_last_block_is_asked_for_and_not_stored(tmp_path: Path) -> Non
     assert score.whole.hit_tokens == 2 * 512 - 100, "no more than the prompt has"
 
 
-def test_parts_and_spans(tmp_path: Path) -> None:
+def test_halves(tmp_path: Path) -> None:
     path = written(tmp_path, *[request(n, [n % 2, 2 + n % 2]) for n in range(8)])
     (score,) = simulate(asked(path, 10, halves=True)).scores
     assert [each.hits for each in score.parts.values()] == [[4], [8]]
     assert [each.requests for each in score.parts.values()] == [4, 4]
-    (score,) = simulate(asked(path, 10, span=TracePart(start_share=0.5))).scores
-    assert (score.whole.requests, score.whole.hits) == (4, [4]), "begins with nothing"
-    (score,) = simulate(asked(path, 10, span=TracePart(start_seconds=2, end_seconds=5))).scores
-    assert score.whole.requests == 3
-    with pytest.raises(InputError, match="no request to simulate"):
-        simulate(asked(path, 10, span=TracePart(start_seconds=99)))
 
 
 def test_processes_find_the_same(tmp_path: Path) -> None:
@@ -291,5 +284,3 @@ def test_a_share_of_conversations_is_told_of_as_a_whole(tmp_path: Path) -> None:
     before = Told.heard
     simulate(asked(path, hints=0.5, trials=trial))
     assert Told.heard == before
-    simulate(asked(path, hints=0.5, seed=1, trials=trial))
-    assert Told.heard != before

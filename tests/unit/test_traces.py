@@ -56,7 +56,7 @@ def test_mooncakes_lines(tmp_path: Path) -> None:
 def test_the_last_block_of_a_prompt_is_named_or_not(tmp_path: Path) -> None:
     lengths = [([1, 2], 1024), ([1, 2], 1025), ([1, 2], 1535), ([1, 2, 3], 1025), ([], 511)]
     path = written(tmp_path, *(mooncake(0, [*ids], tokens) for ids, tokens in lengths))
-    reader = TraceReader([path], strict=True)
+    reader = TraceReader([path])
     assert [each.num_full for each in reader] == [2, 2, 2, 2, 0]
 
 
@@ -122,8 +122,6 @@ def test_a_bad_line_is_left_out_counted_and_named(tmp_path: Path, line: str, say
     assert complaint.startswith("trace.jsonl, line 2: ")
     assert says in complaint
     assert len(complaint) < 300
-    with pytest.raises(InputError, match=r"line 2: "):
-        list(TraceReader([path], strict=True))
 
 
 def test_time_never_goes_back(tmp_path: Path) -> None:

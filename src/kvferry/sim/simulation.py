@@ -275,16 +275,6 @@ class Trial:
     tier_policy: str = DEFAULT_TIER_POLICY
 
 
-@dataclass(frozen=True)
-class TracePart:
-    """The part of a trace to simulate, in shares of its requests or in seconds."""
-
-    start_share: float = 0.0
-    end_share: float = 1.0
-    start_seconds: float = 0.0
-    end_seconds: float = float("inf")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """The trials, their trace and the rules. Plain data, so that it travels to other processes.
@@ -297,11 +287,8 @@ class Simulation:
     paths: tuple[Path, ...]
     trials: tuple[Trial, ...]
     block_tokens: int | None = None
-    strict: bool = False
     keep_partial: bool = False
     hints: float = 0.0
-    seed: int = 0
-    span: TracePart = field(default_factory=TracePart)
     halves: bool = False
     bound: bool = True
     jobs: int = 0
@@ -410,7 +397,6 @@ class Counted:
 
     format: str
     block_tokens: int
-    num_all: int
     num_requests: int
     num_blocks: int
     num_tokens: int
@@ -425,23 +411,15 @@ Foretold = list[Evidence | None]
 
 
 def _reader(asked: Simulation) -> TraceReader:
-    return TraceReader(asked.paths, block_tokens=asked.block_tokens, strict=asked.strict)
-
-
-def _chosen(reader: TraceReader, span: TracePart, num_all: int) -> Iterator[TraceRequest]:
-    first, end = round(span.start_share * num_all), round(span.end_share * num_all)
-    for at, request in enumerate(reader):
-        if first <= at < end and span.start_seconds <= request.at < span.end_seconds:
-            yield request
+    return TraceReader(asked.paths, block_tokens=asked.block_tokens)
 
 
 def count(asked: Simulation) -> Counted:
     """Read the whole trace and count it."""
     reader = _reader(asked)
-    num_all = sum(1 for _ in reader)
     num_requests = num_blocks = num_tokens = 0
     first = last = 0.0
-    for request in _chosen(reader, asked.span, num_all):
+    for request in reader:
         first = request.at if not num_requests else first
         last = request.at
         num_requests += 1
@@ -450,7 +428,6 @@ def count(asked: Simulation) -> Counted:
     return Counted(
         reader.format,
         reader.block_tokens,
-        num_all,
         num_requests,
         num_blocks,
         num_tokens,
@@ -463,20 +440,20 @@ def count(asked: Simulation) -> Counted:
 
 def foretell(asked: Simulation, counted: Counted) -> Foretold:
     """Hints for a random share of the conversations."""
-    future = Future.of(_chosen(_reader(asked), asked.span, counted.num_all))
+    future = Future.of(_reader(asked))
     conversation, next_request = future.continuations()
     within = (future.times[next_request] - future.times).astype(np.float32)
     told: Foretold = [
         Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
         for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
     ]
-    is_hinted = [_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()]
+    is_hinted = [_drawn(each) < asked.hints for each in conversation.tolist()]
     return [each if hinted else None for each, hinted in zip(told, is_hinted, strict=True)]
 
 
-def _drawn(seed: int, conversation: int) -> float:
+def _drawn(conversation: int) -> float:
     """A number from 0 to 1, the same for the same conversation in every process."""
-    digest = blake2b(b"%d/%d" % (seed, conversation), digest_size=8).digest()
+    digest = blake2b(b"0/%d" % conversation, digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
@@ -504,7 +481,7 @@ def run_trials(
     replays = [_replay(trial, counted.block_tokens) for trial in trials]
     scores = [Score.of(trial, asked) for trial in trials]
     at = -1
-    for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
+    for at, request in enumerate(_reader(asked)):
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
         evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
@@ -527,7 +504,7 @@ def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> l
     sizes: list[tuple[int, int]] = []
 
     def noted() -> Iterator[TraceRequest]:
-        for request in _chosen(_reader(asked), asked.span, counted.num_all):
+        for request in _reader(asked):
             sizes.append((len(request.numbers), request.input_tokens))
             yield request
 

@@ -230,13 +230,11 @@ class TraceReader:
         paths: Sequence[Path],
         *,
         block_tokens: int | None = None,
-        strict: bool = False,
     ) -> None:
-        """``block_tokens`` for formats that do not say it; ``strict`` raises at a bad line."""
+        """``block_tokens`` for formats that do not say it."""
         if not paths:
             raise InputError("no trace was named")
         self.paths = tuple(paths)
-        self.strict = strict
         self.complaints: list[str] = []
         self.num_bad = 0
         self.num_late = 0
@@ -322,8 +320,6 @@ class TraceReader:
                     yield number, line
 
     def _complain(self, words: str) -> None:
-        if self.strict:
-            raise InputError(words)
         self.num_bad += 1
         if len(self.complaints) < _MOST_NAMED:
             self.complaints.append(words)

@@ -16,7 +16,7 @@ from kvferry.config import Config
 from kvferry.core.quantities import rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.tiers.disk.quota import StoreFolder, purge_store, stores_under
-from kvferry.tools.cli.output import as_json_option, grid, unbroken
+from kvferry.tools.cli.output import as_json_option, table, unbroken
 from kvferry.tools.words import clean, counted
 
 NOT_RIGHT = 1
@@ -161,11 +161,7 @@ def _show(found: Sequence[StoreFolder]) -> None:
     left = [name for name in names if name not in ("Size", "Places")]
     for root, here in groupby(found, lambda folder: folder.path.parent):
         console.print(Text(clean(root), style="bold"))
-        table = grid(*names, left=left, style="bold dim", no_wrap=False)
-        for folder in here:
-            style = "yellow" if folder.trouble else None
-            table.add_row(*(Text(clean(cell)) for cell in _cells(folder)), style=style)
-        console.print(table)
+        console.print(table(names, map(_cells, here), left=left, style="bold dim"))
     size = sum(folder.num_bytes for folder in found)
     console.print(f"{counted(len(found), 'store')}, {rounded_size(size)}")
 

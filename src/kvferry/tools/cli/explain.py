@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableError
 from kvferry.settings.kinds import read_secret
-from kvferry.tools.cli.output import Rows, as_json_option, found, unbroken, url_option
+from kvferry.tools.cli.output import as_json_option, found, table, unbroken, url_option
 from kvferry.tools.top import scrape
 from kvferry.tools.top.scrape import (
     AnswerExplanation,
@@ -97,7 +97,7 @@ def put_recent(recent: Recent, console: Console) -> None:
             ]
         )
     heads = ("Request", "Tokens", *(clip(tier, 40).capitalize() for tier in tiers), "Miss reason")
-    console.print(Rows(heads, rows, left=["Miss reason"]))
+    console.print(table(heads, rows, left=["Miss reason"]))
 
 
 def put_explained(explained: Explained, console: Console) -> None:
@@ -124,7 +124,7 @@ def put_explained(explained: Explained, console: Console) -> None:
         put("Nothing was copied for it yet.")
         return
     heads = ("Copy", "Blocks", "Bytes", "Time", "Speed", "Path")
-    console.print(Rows(heads, [_copy(copy) for copy in explained.copies], left=["Path"]))
+    console.print(table(heads, map(_copy, explained.copies), left=["Path"]))
 
 
 def _explanation(why: AnswerExplanation) -> Iterator[tuple[str, str]]:

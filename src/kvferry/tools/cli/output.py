@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
-from rich.padding import Padding
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.errors import UnreachableError
 from kvferry.tools.top.scrape import VLLM_PORT, base_url, find_endpoints
+from kvferry.tools.words import clean
 
-STDOUT = Path("-")
 _PIPE_WIDTH = 1000
-_LEAST_DRAWN = 6
-"""A narrower drawing shows nothing."""
-_WIDE = 150
-"""From this width on, drawings are twice as wide."""
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 url_option = click.option(
@@ -69,38 +60,6 @@ def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
     return add
 
 
-def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--json``: alone it prints only the figures, with FILE it writes them there."""
-    return click.option(
-        "--json",
-        "json_file",
-        is_flag=False,
-        flag_value=str(STDOUT),
-        default=None,
-        show_default=False,
-        metavar="[FILE]",
-        type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
-        help="Print all figures as JSON, and the tables on standard error. With FILE, write the "
-        "figures there instead.",
-    )(command)
-
-
-def is_stdout(json_file: Path | None) -> bool:
-    """Whether standard output carries the figures."""
-    return json_file == STDOUT
-
-
-def put(data: object, json_file: Path | None, *, indent: int = 2) -> None:
-    """Write the figures to the place that ``--json`` names, if it was given."""
-    if json_file is None:
-        return
-    text = json.dumps(data, indent=indent)
-    if is_stdout(json_file):
-        click.echo(text)
-    else:
-        json_file.write_text(f"{text}\n", encoding="utf-8")
-
-
 @contextmanager
 def progress(words: str, *, is_hidden: bool) -> Iterator[Callable[[int, int | None], None]]:
     """A bar on standard error, if that is a terminal. Tell it how much is done, and of how many."""
@@ -122,62 +81,21 @@ def unbroken(*, stderr: bool = False) -> Console:
     return console
 
 
-def grid(
-    first: str,
-    *others: str,
-    left: Iterable[str] = ("",),
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    left: Iterable[str] = (),
     style: str = "bold",
-    no_wrap: bool = True,
 ) -> Table:
-    """A table without lines. Its columns are right-aligned, except the first and ``left``."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style)
-    table.add_column(first, min_width=len(first), no_wrap=no_wrap)
-    for name in others:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=no_wrap)
-    return table
+    """A table without lines. Its columns are right-aligned, except the first and ``left``.
 
-
-Cell = str | Text | Callable[[int], Text]
-"""A text, or a function that draws so many columns."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A table where it fits, else each row as lines. A number is never cut.
-
-    ``heads`` name the columns. The first cell of a row is its name. At most one cell of a row is
-    drawn, as wide as the room allows and at most ``most`` columns.
+    A cell that is too wide for the terminal is folded: nothing is cut.
     """
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    left: Sequence[str] = ()
-    style: str = "bold"
-    most: int = 30
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterable[RenderableType]:
-        width = options.max_width
-        endless = options.update(width=10_000)
-        room = width - Measurement.get(console, endless, self._table(0)).maximum
-        has_drawing = any(callable(cell) for row in self.rows for cell in row)
-        if room >= (_LEAST_DRAWN if has_drawing else 0):
-            yield self._table(min(room, 2 * self.most if width >= _WIDE else self.most))
-            return
-        for row in self.rows:
-            yield Text.assemble(row[0], style=self.style)  # type: ignore[arg-type]
-            drawn = [cell(min(self.most, width - 2)) for cell in row if callable(cell)]
-            words = Text(", ").join(
-                Text.assemble(f"{head.lower()} " * bool(head), cell)
-                for head, cell in zip(self.heads[1:], row[1:], strict=True)
-                if not callable(cell) and cell not in ("", "–")
-            )
-            yield Padding(Group(*drawn, words), (0, 0, 0, 2))
-
-    def _table(self, width: int) -> Table:
-        table = grid(*self.heads, left=("", *self.left), style=self.style)
-        for row in self.rows:
-            cells = (cell(width) if callable(cell) else cell for cell in row)
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
-        return table
+    left = {heads[0], *left}
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style)
+    for name in heads:
+        made.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(clean(cell)) if isinstance(cell, str) else cell for cell in row))
+    return made

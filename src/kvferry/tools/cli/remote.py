@@ -12,15 +12,14 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.text import Text
 
 from kvferry.config import Config
 from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.remote.tier import require_packages
-from kvferry.tools.cli.output import as_json_option, grid, progress, unbroken
-from kvferry.tools.words import clean, counted
+from kvferry.tools.cli.output import as_json_option, progress, table, unbroken
+from kvferry.tools.words import counted
 
 _BATCH = 1000
 _SHOWN = 12
@@ -209,19 +208,18 @@ def _failing(where: RemoteAddress) -> Iterator[None]:
 def _show(found: list[NamespaceUse], console: Console) -> None:
     names = ("For", "Namespace", "Ranks", "Objects", "Size", "Oldest", "Newest")
     left = [name for name in names if name not in ("Objects", "Size")]
-    table = grid(*names, left=left, style="bold dim", no_wrap=False)
-    for each in found:
-        ranks = f"{len(each.ranks)} of {each.num_ranks}"
-        cells = (
+    rows = [
+        (
             each.label or "(no name)",
             each.namespace[:_SHOWN],
-            ranks,
+            f"{len(each.ranks)} of {each.num_ranks}",
             f"{len(each.paths):,}",
             rounded_size(each.num_bytes),
             f"{each.oldest:%Y-%m-%d %H:%M}",
             f"{each.newest:%Y-%m-%d %H:%M}",
         )
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    console.print(table)
+        for each in found
+    ]
+    console.print(table(names, rows, left=left, style="bold dim"))
     size = rounded_size(sum(each.num_bytes for each in found))
     console.print(f"{counted(sum(len(each.paths) for each in found), 'object')}, {size} (UTC)")

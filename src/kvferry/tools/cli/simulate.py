@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import json
 import time
 from datetime import timedelta
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from kvferry.cache.policies import policy_named
-from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
+from kvferry.core.quantities import parse_count, parse_size, quoted
 from kvferry.errors import ConfigError
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY, POLICIES, read_policy
 from kvferry.sim.simulation import (
@@ -22,28 +22,16 @@ from kvferry.sim.simulation import (
     PREFILL_SECONDS,
     Simulated,
     Simulation,
-    TracePart,
     Trial,
     simulate,
 )
 from kvferry.telemetry.traces import TraceReader
-from kvferry.tools import plots
-from kvferry.tools.cli.output import (
-    grid,
-    is_stdout,
-    json_option,
-    options,
-    progress,
-    put,
-    unbroken,
-)
-from kvferry.tools.words import clip
+from kvferry.tools.cli.output import as_json_option, options, progress, table, unbroken
 
 _MOST_BLOCKS = 1 << 30
 _MOST_TRIALS = 1000
 _INTERRUPTED = 130
 
-Rows = list[list[str]]
 Names = dict[tuple[int, ...], str]
 """The capacities in blocks, host first, each as the user wrote it."""
 
@@ -97,75 +85,8 @@ def _blocks(text: str, block_bytes: int | None) -> int:
     return blocks
 
 
-def read_point(name: str, text: str | None, share: float, seconds: float) -> tuple[float, float]:
-    """Read a point of a trace. Returns it as share of the requests and as seconds."""
-    if text is None:
-        return share, seconds
-    if text.strip().endswith("%"):
-        try:
-            percent = float(text.strip()[:-1])
-        except ValueError:
-            percent = -1.0
-        if not 0 <= percent <= 100:
-            raise ConfigError(f"{name}: expected 0% to 100%, got {quoted(text)}")
-        return percent / 100, seconds
-    if text.strip() in ("0", "0s"):
-        return share, 0.0
-    return share, parse_seconds(text, name=name)
-
-
-def _require_drawable(file: Path) -> None:
-    if file.suffix.lower() not in (".svg", ".html", ".htm"):
-        raise ConfigError(
-            f"--plot: {quoted(file.name)} must end in .svg, for a picture, or "
-            ".html, for a page with tables"
-        )
-
-
-def _draw(file: Path, data: dict[str, Any], rows: Rows) -> str:
-    """A picture, or a page with the picture and all figures."""
-    labels = {_place(score): score["capacity"] for score in data["scores"]}
-    series: dict[str, list[plots.Point]] = {}
-    for score in sorted([*data["bound"], *data["scores"]], key=_place):
-        series.setdefault(score["policy"], []).append((_place(score), score["hit_ratio"]))
-    bound = series.pop(ALL_KNOWING, None)
-    colours = cycle([colour for colour in plots.COLOURS if colour != "--grey"])
-    lines = [plots.Series(ALL_KNOWING, "--grey", bound, wide=True)] if bound else []
-    lines += [plots.Series(name, next(colours), points) for name, points in series.items()]
-    plot = plots.line_plot(
-        lines,
-        x_label="capacity in blocks, on a logarithmic scale",
-        y_label="hit ratio",
-        show_y="{:.2f}".format,
-        show_x=lambda x: clip(labels.get(x, ""), 12),
-        x_ticks=sorted(labels),
-    )
-    if file.suffix.lower() == ".svg":
-        return plots.picture(plot, lines)
-    title = f"kvferry simulate: {', '.join(path.rsplit('/', 1)[-1] for path in data['trace'])}"
-    words = (
-        f"{data['requests']:,} requests, {data['blocks']:,} blocks of {data['block_tokens']} "
-        f"tokens, {data['tokens']:,} prompt tokens. A block hits if it is cached, and all blocks "
-        "before it in its request. The all-knowing policy sees the whole trace."
-    )
-    if data["hints"]:
-        words += f" Hints for {data['hints']:.0%} of the conversations."
-    if data["keep_partial"]:
-        words += " Partial last blocks are stored, too."
-    legend = plots.legend([(line.name, line.colour) for line in lines])
-    return plots.page(
-        title, plots.figure("Hit ratio by capacity", words, plot, legend, plots.table(rows))
-    )
-
-
-def _place(score: dict[str, Any]) -> float:
-    return math.log2(sum(score["capacity_blocks"]))
-
-
 _COUNT = {"type": click.IntRange(min=1), "metavar": "N"}
-_WHEN = {"metavar": "WHEN", "default": None}
 _FLAG = {"is_flag": True}
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @click.command("simulate", context_settings={"show_default": True})
@@ -209,37 +130,23 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
         {"metavar": "NAME", "default": DEFAULT_TIER_POLICY},
         "The setting tier_policy: the policy of the tiers below host memory.",
     ),
-    ("--from start", _WHEN, "Leave out earlier requests."),
-    (
-        "--to end",
-        _WHEN,
-        "Leave out later requests. WHEN is a time from the start, such as 30min, or a share of "
-        "the requests, such as 50%.",
-    ),
     ("--halves", _FLAG, "Also count each half of the requests."),
     (
         "--hints",
         {"type": click.FloatRange(0, 1), "metavar": "SHARE", "default": 0.0},
         "Hint from the trace's future whether conversations continue, for this share of them.",
     ),
-    ("--seed", {"type": int, "default": 0}, "Seed of the hinted conversations."),
     ("--keep-partial", _FLAG, "Also store last blocks that are not full, as many papers do."),
     ("--bound/--no-bound", {"default": True}, "Also compute the all-knowing bound."),
-    ("--strict", _FLAG, "Stop at the first line that is no request."),
     (
         "--jobs",
         {"type": click.IntRange(min=0), "metavar": "N", "default": 0},
         "Number of processes; 0: one for each processor.",
     ),
-    (
-        "--plot plot_file",
-        {"type": _FILE, "default": None, "metavar": "FILE"},
-        "Draw hit ratios by capacity: a picture (.svg) or a page with tables (.html).",
-    ),
 )
-@json_option
+@as_json_option
 @click.pass_context
-def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any) -> None:
+def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     """Predict the hits of each policy and each size on TRACE, beside an all-knowing policy.
 
     The trace goes through the same pool and policies as in your engine, without bytes. TRACE is
@@ -249,25 +156,18 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
     A block hits if it is cached, and all blocks before it in its request. Lines that are no
     requests are left out, counted and named. The exit code is 1 if there is nothing to simulate.
     """
-    console = Console(stderr=True, highlight=False) if is_stdout(json_file) else unbroken()
-    plot_file = given["plot_file"]
     try:
-        if plot_file is not None:
-            _require_drawable(plot_file)
         asked, names = _asked(given)
         began = time.monotonic()
         with progress("Simulating", is_hidden=False) as follow:
             simulated = simulate(asked, lambda share: follow(round(100 * share), 100))
     except KeyboardInterrupt:
         ctx.exit(_INTERRUPTED)
-    seconds = time.monotonic() - began
-    data = as_data(asked, simulated, names, seconds)
-    rows = _rows(data)
-    put(data, json_file)
-    _put_figures(data, rows, console)
-    if plot_file is not None:
-        plot_file.write_text(_draw(plot_file, data, rows), encoding="utf-8")
-        console.print(f"Wrote {plot_file}", markup=False)
+    data = as_data(asked, simulated, names, time.monotonic() - began)
+    if as_json:
+        click.echo(json.dumps(data))
+    else:
+        _put_figures(data, unbroken())
 
 
 def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
@@ -278,8 +178,6 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
     block_tokens = TraceReader(given["traces"], block_tokens=given["block_tokens"]).block_tokens
     block_bytes = token_bytes * block_tokens if token_bytes is not None else None
     names = read_capacities(given["capacities"], block_bytes)
-    start_share, start_seconds = read_point("--from", given["start"], 0.0, 0.0)
-    end_share, end_seconds = read_point("--to", given["end"], 1.0, float("inf"))
     tier_policy = read_policy("--tier-policy", given["tier_policy"])
     policy_named(tier_policy)  # refuses a name that cannot be found
     trials = tuple(
@@ -287,11 +185,10 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
         for capacity in names
         for policy in read_policies(given["policies"])
     )
-    same = ("block_tokens", "strict", "keep_partial", "hints", "seed", "halves", "bound", "jobs")
+    same = ("block_tokens", "keep_partial", "hints", "halves", "bound", "jobs")
     asked = Simulation(
         paths=tuple(given["traces"]),
         trials=trials,
-        span=TracePart(start_share, end_share, start_seconds, end_seconds),
         **{name: given[name] for name in same},
     )
     return asked, names
@@ -328,7 +225,7 @@ def as_data(
     }
 
 
-def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
+def _put_figures(data: dict[str, Any], console: Console) -> None:
     console.print(
         f"{data['requests']:,} requests over {timedelta(seconds=round(data['trace_seconds']))}, "
         f"{data['blocks']:,} blocks of {data['block_tokens']} tokens, {data['tokens']:,} prompt "
@@ -341,10 +238,8 @@ def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
         console.print(f"{data['skipped_lines']:,} lines in all were left out.", style="yellow")
     if data["out_of_order"]:
         console.print(f"{data['out_of_order']:,} requests were not in the order of time.")
-    table = grid(*rows[0], left=["Policy"])
-    for row in rows[1:]:
-        table.add_row(*row, style="dim" if row[1] == ALL_KNOWING else None)
-    console.print(table)
+    heads, *rows = _rows(data)
+    console.print(table(heads, rows, left=["Policy"]))
     console.print(
         "Hit ratio: share of all looked up blocks that hit. Seconds saved: prefill at "
         f"{1 / PREFILL_SECONDS:,.0f} tokens a second, less loads at {1 / LOAD_SECONDS:,.0f}. "
@@ -353,7 +248,7 @@ def _put_figures(data: dict[str, Any], rows: Rows, console: Console) -> None:
     )
 
 
-def _rows(data: dict[str, Any]) -> Rows:
+def _rows(data: dict[str, Any]) -> list[list[str]]:
     """The table: its head, then for each capacity the bound and the policies."""
     scores = data["scores"]
     tiers = range(1, max(len(score["capacity_blocks"]) for score in scores))

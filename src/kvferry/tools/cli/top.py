@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvferry.errors import UnreachableError
 from kvferry.telemetry.http import LOOPBACK
-from kvferry.tools.cli.output import Cell, Rows, found, options
+from kvferry.tools.cli.output import found, options, table
 from kvferry.tools.top.view import DrivesView, PageServer, RouteView, TierView, View, Watch
 from kvferry.tools.words import (
     clean,
@@ -31,7 +31,8 @@ _MOST_WHY = 300
 _STATES = (("cached", "█", "blue"), ("leased", "▓", "yellow"), ("unready", "░", "magenta"))
 
 _name = partial(clip, most=40)
-_rows = partial(Rows, style="bold dim")
+_WIDTH = 30
+"""Columns of a bar."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Screen:
             yield Text(clean(self.error), style="bold red")
         if view.tiers:
             heads = ("Tier", "", "Full", "Slots", "Bytes", "Evicted")
-            yield _rows(heads, [_tier(tier) for tier in view.tiers])
+            yield table(heads, map(_tier, view.tiers), style="bold dim")
         yield from _notes(view)
         if view.routes:
             heads = ("Route", "Now", "", "Copy speed", "Total", "Paths")
-            yield _rows(heads, [_route(route) for route in view.routes], ("Paths",), most=24)
+            yield table(heads, map(_route, view.routes), left=["Paths"], style="bold dim")
         for title, counts in (
             ("Miss reasons", view.misses),
             ("Decisions", view.decisions),
@@ -102,9 +103,9 @@ def _head(view: View) -> Iterator[Text]:
     )
 
 
-def _tier(tier: TierView) -> Sequence[Cell]:
+def _tier(tier: TierView) -> Sequence[str | Text]:
     name = _name(tier.name)
-    title: Cell = Text(f"{name} (unavailable)", style="bold red") if tier.is_away else name
+    title = Text(f"{name} (unavailable)", style="bold red") if tier.is_away else name
     if tier.asked is not None:
         part, whole = tier.found or 0, tier.asked
         slots = f"{part:,} of {whole:,} found"
@@ -113,7 +114,7 @@ def _tier(tier: TierView) -> Sequence[Cell]:
         slots = f"{part:,} of {whole:,}"
     size = "–" if tier.slot_bytes is None else show_bytes(tier.used * tier.slot_bytes)
     share = show_share(part / whole if whole else None)
-    return title, partial(_bar, tier), share, slots, size, f"{tier.evicted:,}"
+    return title, _bar(tier, _WIDTH), share, slots, size, f"{tier.evicted:,}"
 
 
 def _bar(tier: TierView, width: int) -> Text:
@@ -167,13 +168,13 @@ def _drives(tier: TierView, drives: DrivesView) -> Iterator[Text]:
         yield Text("  " + ", ".join(problems), style="bold red")
 
 
-def _route(route: RouteView) -> Sequence[Cell]:
+def _route(route: RouteView) -> Sequence[str | Text]:
     named = {_name(path): count for path, count in route.paths.items() if path}
     paths = [path if len(named) == 1 else f"{path} {show_bytes(n)}" for path, n in named.items()]
     return (
         f"{_name(route.src)} → {_name(route.dst)}",
         f"{show_bytes(route.bytes_per_second)}/s",
-        lambda width: Text(sparkline(route.history, width), style="cyan"),
+        Text(sparkline(route.history, _WIDTH), style="cyan"),
         "–" if route.copy_speed is None else f"{show_bytes(route.copy_speed)}/s",
         show_bytes(route.total_bytes),
         ", ".join(paths),

@@ -7,16 +7,13 @@ batch, the chunks of a prompt, and whether earlier KV was computed or loaded can
 
 from __future__ import annotations
 
-import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from kvferry.cache import reach
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -32,11 +29,7 @@ _MOST_WEIGHT = np.float32(16)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that fixes the model: the sizes, the windows and the seed of its weights.
-
-    ``windows`` has one entry per layer: ``None`` for full attention, or how many tokens back
-    (itself included) a token may look.
-    """
+    """Everything that fixes the model: its sizes and the seed of its weights."""
 
     vocab: int = 1024
     width: int = 256
@@ -45,53 +38,33 @@ class ModelShape:
     num_kv_heads: int = 2
     head_dim: int = 32
     hidden: int = 512
-    windows: tuple[int | None, ...] = ()
     max_tokens: int = 4096
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.num_layers)
-
-    @property
-    def group_windows(self) -> tuple[int | None, ...]:
-        """The windows that occur, in order of their first layer: one group each."""
-        return tuple(dict.fromkeys(self.windows))
-
-    @property
-    def layer_groups(self) -> tuple[int, ...]:
-        """The group of each layer."""
-        return tuple(self.group_windows.index(window) for window in self.windows)
-
-    def groups(self, block_tokens: int) -> tuple[reach.Group, ...]:
-        """The KV groups for kvferry."""
-        return tuple(
-            reach.FullAttention(block_tokens)
-            if window is None
-            else reach.SlidingWindow(block_tokens, window=window)
-            for window in self.group_windows
-        )
-
-    def kv_shape(self, num_blocks: int, block_tokens: int) -> tuple[int, int, int, int, int]:
+    def kv_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
         """Shape of one layer's paged KV tensor."""
-        return (num_blocks, 2, block_tokens, self.num_kv_heads, self.head_dim)
+        return (num_blocks, 2, BLOCK_TOKENS, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return 4 * self.num_layers * math.prod(self.kv_shape(1))
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
     """Tokens of one request to compute now: positions ``start`` to ``start + len(tokens)``.
 
-    ``tables`` are the request's block tables, one per group; each covers all those positions and
-    what they look back at.
+    ``table`` is the request's block table. It covers all these positions and those before.
     """
 
     tokens: Ints
     start: int
-    tables: tuple[Ints, ...]
+    table: Ints
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
+    def positions(self) -> Ints:
+        return np.arange(self.start, self.start + len(self.tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +73,6 @@ class _Layer:
     output: Floats
     gate_up: Floats
     down: Floats
-    group: int
-    window: int | None
 
 
 class Decoder:
@@ -123,10 +94,8 @@ class Decoder:
                 output=weight(query, shape.width),
                 gate_up=weight(shape.width, 2 * shape.hidden),
                 down=weight(shape.hidden, shape.width),
-                group=group,
-                window=window,
             )
-            for group, window in zip(shape.layer_groups, shape.windows, strict=True)
+            for _ in range(shape.num_layers)
         )
         self.head = weight(shape.width, shape.vocab)
         half = shape.head_dim // 2
@@ -145,7 +114,7 @@ class Decoder:
         if not spans:
             return []
         ends = np.cumsum([len(span.tokens) for span in spans])
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        positions = np.concatenate([span.positions for span in spans])
         x = self.embedding[np.concatenate([span.tokens for span in spans])]
         for layer, cache in zip(self.layers, kv, strict=True):
             mixed = self._attend(layer, _norm(x), positions, spans, cache)
@@ -165,46 +134,31 @@ class Decoder:
         turned = _rotate(turned, self._cos[positions], self._sin[positions])
         query, key = turned[:, :heads], turned[:, heads:]
         # Every span's KV is written before any span reads: a span may attend to another's blocks.
-        block_tokens = cache.shape[2]
-        tables = [span.tables[layer.group] for span in spans]
-        blocks = np.concatenate(
-            [
-                table[np.arange(span.start, span.end) // block_tokens]
-                for span, table in zip(spans, tables, strict=True)
-            ]
-        )
-        cache[blocks, 0, positions % block_tokens] = key
-        cache[blocks, 1, positions % block_tokens] = value
-        mixed, row = [], 0
-        for span, table in zip(spans, tables, strict=True):
-            rows = query[row : row + len(span.tokens)]
-            mixed.append(paged_attention(rows, span.start, table, layer.window, cache))
-            row += len(span.tokens)
+        blocks = [span.table[span.positions // BLOCK_TOKENS] for span in spans]
+        places = np.concatenate(blocks), positions % BLOCK_TOKENS
+        cache[places[0], 0, places[1]] = key
+        cache[places[0], 1, places[1]] = value
+        rows = np.split(query, np.cumsum([len(span.tokens) for span in spans])[:-1])
+        mixed = [paged_attention(*each, cache) for each in zip(rows, spans, strict=True)]
         return np.concatenate(mixed)
 
 
-def paged_attention(
-    query: Floats, start: int, table: Ints, window: int | None, cache: Floats
-) -> Floats:
-    """Causal attention of rows from ``start`` on over a block table; rows of heads * head_dim.
+def paged_attention(query: Floats, span: Span, cache: Floats) -> Floats:
+    """Causal attention of a span over its block table; rows of heads * head_dim.
 
     A key's weight falls linearly with its distance from the best key, down to zero.
     """
-    _, _, block_tokens, kv_heads, head_dim = cache.shape
+    kv_heads, head_dim = cache.shape[3:]
     num_rows, num_heads, _ = query.shape
-    end = start + num_rows
-    first = 0 if window is None else max(0, start - window + 1)
-    first_block = first // block_tokens
-    blocks = cache[table[first_block : -(-end // block_tokens)]].swapaxes(0, 1)
-    # Exactly these tokens: beside them lie old bytes of other requests.
-    skipped = first - first_block * block_tokens
-    key, value = blocks.reshape(2, -1, kv_heads, head_dim)[:, skipped : skipped + end - first]
+    end = span.start + num_rows
+    blocks = cache[span.table[: -(-end // BLOCK_TOKENS)]].swapaxes(0, 1)
+    # Exactly these tokens: behind them lie old bytes of other requests.
+    key, value = blocks.reshape(2, -1, kv_heads, head_dim)[:, :end]
 
     by_head = query.reshape(num_rows, kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
     scores = by_head.reshape(kv_heads, -1, head_dim) @ key.transpose(1, 2, 0)
-    at, back = np.arange(start, end)[:, None], np.arange(first, end)
-    hidden = back > at if window is None else (back > at) | (back <= at - window)
-    np.copyto(scores.reshape(num_heads, num_rows, -1), np.float32(-np.inf), where=hidden)
+    is_later = np.arange(end) > span.positions[:, None]
+    np.copyto(scores.reshape(num_heads, num_rows, -1), np.float32(-np.inf), where=is_later)
     scores -= scores.max(axis=-1, keepdims=True)
     scores /= np.float32(128 * head_dim**0.5)
     weights = np.maximum(np.floor(scores) + _MOST_WEIGHT, 0)
@@ -229,17 +183,3 @@ def _norm(x: Floats) -> Floats:
 def _rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
     first, second = np.split(x, 2, axis=-1)
     return _round(np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1))
-
-
-def limit_matrix_threads(count: int) -> None:
-    """Let OpenBLAS use ``count`` threads from now on. One leaves the other cores to the copies."""
-    try:
-        module = import_module("numpy._core._multiarray_umath")
-    except ImportError:  # numpy 1
-        module = import_module("numpy.core._multiarray_umath")
-    library = ctypes.CDLL(str(module.__file__))  # finds symbols of what it is linked to as well
-    for prefix in ("scipy_openblas", "openblas"):  # the build of numpy decides the name
-        for suffix in ("64_", ""):
-            setter = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
-            if setter is not None:
-                setter(ctypes.c_int(count))

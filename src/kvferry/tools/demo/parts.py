@@ -11,21 +11,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from kvferry.core.quantities import MiB
 from kvferry.errors import InputError
-from kvferry.settings.tiers import TierSpec, show_tiers
-from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.model import BLOCK_TOKENS, ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster
 from kvferry.tools.demo.report import (
+    COMPUTED,
     FIRST_TOKEN,
-    PREFILL,
+    HITS,
     OnTurn,
     Part,
     Row,
@@ -51,41 +47,25 @@ class Scenario:
     shape: ModelShape
     device_blocks: int
     host_bytes: int
-    tiers: tuple[TierSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        longest = self.chat.longest
+        longest, working_set = self.chat.longest, self.chat.num_blocks(BLOCK_TOKENS)
         if longest > self.shape.max_tokens:
             raise InputError(
                 f"a conversation grows to {longest} tokens, the model ends at "
                 f"{self.shape.max_tokens}; make it shorter"
             )
-        needed = -(-longest // BLOCK_TOKENS)
-        if self.device_blocks < needed:
+        if not longest <= self.device_blocks * BLOCK_TOKENS < working_set * BLOCK_TOKENS:
             raise InputError(
-                f"a conversation grows to {longest} tokens, that is {needed} blocks; "
-                f"{self.device_blocks} device blocks cannot hold even one"
+                f"{self.device_blocks} device blocks do not fit: one conversation needs "
+                f"{-(-longest // BLOCK_TOKENS)}, and fewer than the {working_set} of all leave "
+                "something to offload"
             )
-        if self.device_blocks >= self.working_set:
-            raise InputError(
-                f"{self.device_blocks} device blocks hold the whole working set of "
-                f"{self.working_set}, so there is nothing to offload; give fewer"
-            )
-        if self.host_bytes < self.block_bytes:
+        if self.host_bytes < self.shape.block_bytes:
             raise InputError(
                 f"host memory of {self.host_bytes} bytes holds not even one block of "
-                f"{self.block_bytes} bytes"
+                f"{self.shape.block_bytes} bytes"
             )
-
-    @property
-    def working_set(self) -> int:
-        """Blocks of all conversations at their longest."""
-        return self.chat.num_blocks(BLOCK_TOKENS)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.shape.num_layers * int(np.prod(self.shape.kv_shape(1, BLOCK_TOKENS))) * 4
 
     @property
     def short_chat(self) -> Chat:
@@ -95,32 +75,27 @@ class Scenario:
         return replace(self.chat, num_conversations=conversations, num_turns=turns)
 
     def server(self, **settings: Any) -> ServerSetup:
-        """The setup of a server process of these sizes."""
-        return ServerSetup(self.shape, self.device_blocks, self.host_bytes, settings)
+        """The setup of a server process with kvferry."""
+        # This small model computes faster than a real one, so loads are not left to measurements.
+        kept = {"host": f"{self.host_bytes}B", "load_policy": "always", **settings}
+        return ServerSetup(self.shape, self.device_blocks, kept)
 
-    def describe(self, *, is_fleet: bool = False) -> str:
+    def describe(self, chat: Chat) -> str:
         """The setting in words."""
-        chat, shape = self.short_chat if is_fleet else self.chat, self.shape
-        device = "Each server's device" if is_fleet else "The small device"
-        windows = [window for window in shape.windows if window is not None]
-        layers = f"{shape.num_layers} layers"
-        if windows:
-            layers += f", {len(windows)} of them with a sliding window of {windows[0]} tokens"
         return (
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
             f"at a time. Each starts with about {chat.opening_tokens} tokens. Each turn adds about "
             f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. "
-            f"Together they need {chat.num_blocks(BLOCK_TOKENS):,} blocks of "
-            f"{BLOCK_TOKENS} tokens. {device} has {self.device_blocks:,}. The model is a "
-            f"numpy decoder ({layers}, width {shape.width}) with fixed random weights on this "
-            "machine's CPU."
+            f"Together they need {chat.num_blocks(BLOCK_TOKENS):,} KV blocks of {BLOCK_TOKENS} "
+            f"tokens. A small device has {self.device_blocks:,}. The model is a numpy decoder "
+            f"({self.shape.num_layers} layers, width {self.shape.width}) with fixed random weights "
+            "on this machine's CPU."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The setting as plain data."""
-        sizes = {"working_set_blocks": self.working_set, "block_bytes": self.block_bytes}
-        sizes["block_tokens"] = BLOCK_TOKENS
-        return asdict(self) | sizes | {"tiers": show_tiers(self.tiers)}
+        sizes = {"working_set_blocks": self.chat.num_blocks(BLOCK_TOKENS)}
+        return asdict(self) | sizes | {"block_tokens": BLOCK_TOKENS}
 
 
 WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big device"}
@@ -129,52 +104,42 @@ WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big dev
 
 def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     """Serve the workload each way."""
-    tiers = {"tiers": show_tiers(scenario.tiers)} if scenario.tiers else {}
     alone = replace(scenario.server(), settings=None)
-    roomy = replace(alone, device_blocks=scenario.working_set)
-    setups = {"roomy": roomy, "small": alone, "kvferry": scenario.server(**tiers)}
+    roomy = replace(alone, device_blocks=scenario.chat.num_blocks(BLOCK_TOKENS))
+    setups = {"roomy": roomy, "small": alone, "kvferry": scenario.server()}
     runs = {
         way: run_servers(WAYS[way], setup, Dialogue(scenario.chat), on_turn)
         for way, setup in setups.items()
     }
     runs = {way: runs[way] for way in WAYS}
     small, ferried = runs["small"], runs["kvferry"]
-    fewer = small.tokens("prefilled") / ferried.tokens("prefilled")
+    fewer = small.tokens("computed") / ferried.tokens("computed")
     sooner = small.first_token_seconds() / ferried.first_token_seconds()
-    moved = ferried.facts["bytes_moved"]
     gain = (
-        f"On the same small device kvferry computed {fewer:.1f}x fewer prefill tokens, and the "
+        f"On the same small device kvferry computed {fewer:.1f}x fewer prompt tokens, and the "
         f"median first token came {sooner:.1f}x sooner."
     )
-    if scenario.tiers:
-        gain += (
-            f" Between host memory and {show_tiers(scenario.tiers)}: "
-            f"{show_bytes(moved['host->tiers'])} written, {show_bytes(moved['tiers->host'])} read."
-        )
-    loaded, stored = show_bytes(moved["host->device"]), show_bytes(moved["device->host"])
     cards = (
-        (f"{fewer:.1f}×", "fewer prefill tokens", _change(PREFILL, small, ferried)),
+        (f"{fewer:.1f}×", "fewer prompt tokens computed", _change(COMPUTED, small, ferried)),
         _sooner(small, ferried),
         (
-            show_share(hit_rate(ferried.turns, "host")),
+            show_share(ferried.tokens("host") / ferried.tokens("prompt")),
             "of prompt tokens loaded from host memory",
-            f"{loaded} loaded, {stored} stored",
+            f"{show_bytes(ferried.bytes_moved['host->device'])} loaded",
         ),
     )
     rows = (
-        ("Device blocks", lambda run: f"{run.facts['device_blocks']:,}"),
+        ("Device blocks", lambda run: f"{run.device_blocks:,}"),
         FIRST_TOKEN,
         ("First token p95", lambda run: show_seconds(run.first_token_seconds(95))),
-        ("Tokens per second", lambda run: f"{run.generated_tokens / run.facts['seconds']:,.0f}"),
-        PREFILL,
-        ("Hit rate, device", lambda run: show_share(hit_rate(run.turns, "device"))),
-        ("Hit rate, host", lambda run: show_share(hit_rate(run.turns, "host"))),
-        ("Stored in host memory", lambda run: show_bytes(run.facts["bytes_moved"]["device->host"])),
-        ("Loaded from it", lambda run: show_bytes(run.facts["bytes_moved"]["host->device"])),
-        ("Run time", lambda run: f"{run.facts['seconds']:.1f} s"),
+        ("Tokens per second", lambda run: f"{run.generated_tokens / run.seconds:,.0f}"),
+        COMPUTED,
+        HITS,
+        ("Stored in host memory", lambda run: show_bytes(run.bytes_moved["device->host"])),
+        ("Loaded from it", lambda run: show_bytes(run.bytes_moved["host->device"])),
+        ("Run time", lambda run: f"{run.seconds:.1f} s"),
     )
-    facts = {"prefill_ratio": fewer, "ttft_p50_ratio": sooner}
-    return Part("Three ways", runs, "in the three runs", gain, cards, rows, facts)
+    return Part("Three ways", runs, "in the three runs", gain, cards, rows)
 
 
 def _change(row: Row, before: Run, after: Run) -> str:
@@ -186,13 +151,6 @@ def _sooner(before: Run, after: Run) -> tuple[str, str, str]:
     return f"{ratio:.1f}×", "sooner first token (median)", _change(FIRST_TOKEN, before, after)
 
 
-LIVES = {
-    "before": "Before the restart",
-    "warm": "Restarted, with disk",
-    "cold": "Restarted, no disk",
-}
-
-
 def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     """Serve, stop, and serve again. The disk is a temporary directory.
 
@@ -202,46 +160,32 @@ def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
     chat = scenario.short_chat
     first, last = range(chat.num_turns - 1), range(chat.num_turns - 1, chat.num_turns)
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
-        with_disk = scenario.server(
-            disk=folder,
-            disk_size=256 * MiB,
-            disk_keep_free=0,
-            tier_write="through",
-            # Copies may lag behind. A store without room would be lost, and with a window's
-            # last block all of its turn.
-            max_storing_blocks=scenario.device_blocks * len(scenario.shape.group_windows),
-            load_policy="always",  # this small model computes faster than a real one
-        )
+        with_disk = scenario.server(disk=folder, disk_size=256 * MiB, disk_keep_free=0)
         dialogue = Dialogue(chat, first)
-        before = run_servers(LIVES["before"], with_disk, dialogue, on_turn)
+        run_servers("Before the restart", with_disk, dialogue, on_turn)
         again = [Dialogue(chat, last, dialogue.histories) for _ in range(2)]
-        warm = run_servers(LIVES["warm"], with_disk, again[0], on_turn)
-        cold = run_servers(LIVES["cold"], scenario.server(), again[1], on_turn)
+        warm = run_servers("Restarted, with disk", with_disk, again[0], on_turn)
+        cold = run_servers("Restarted, no disk", scenario.server(), again[1], on_turn)
     found = warm.tokens("host") / warm.tokens("prompt")
     sooner = cold.first_token_seconds() / warm.first_token_seconds()
-    restored = f"{warm.facts['restored_blocks']:,}"
     gain = (
-        f"The server stopped, and a new process found {restored} blocks on disk. Its first turns "
-        f"found {found:.0%} of their prompts there. The median first token came {sooner:.1f}x "
-        "sooner than in a process without the disk."
+        f"The server stopped, and a new process found {warm.restored_blocks:,} blocks on disk. Its "
+        f"first turns found {found:.0%} of their prompts there. The median first token came "
+        f"{sooner:.1f}x sooner than in a process without the disk."
     )
     cards = (
-        (show_share(found), "hit rate of the first turns", f"{restored} blocks found on disk"),
+        (show_share(found), "hit rate of the first turns", f"{warm.restored_blocks:,} blocks"),
         _sooner(cold, warm),
     )
     rows = (
         FIRST_TOKEN,
-        PREFILL,
-        ("Blocks found at start", lambda run: f"{run.facts['restored_blocks']:,}"),
-        ("Read from disk", lambda run: show_bytes(run.facts["read_bytes"])),
+        COMPUTED,
+        HITS,
+        ("Blocks found at start", lambda run: f"{run.restored_blocks:,}"),
+        ("Read from disk", lambda run: show_bytes(run.bytes_moved["tiers->host"])),
     )
-    facts = {"hit_rate": found, "written_bytes": before.facts["written_bytes"]}
     where = "after the restart, with the disk and without"
-    runs = {"warm": warm, "cold": cold}
-    return Part("After a restart", runs, where, gain, cards, rows, facts)
-
-
-FLEETS = {"shared": "One store for all", "alone": "Each for itself"}
+    return Part("After a restart", {"warm": warm, "cold": cold}, where, gain, cards, rows)
 
 
 def run_fleet(
@@ -252,82 +196,60 @@ def run_fleet(
     With ``kill``, one server is killed at half of the turns of each run.
     """
     chat = scenario.short_chat
-    total = chat.num_blocks(BLOCK_TOKENS) * scenario.block_bytes
+    total = chat.num_blocks(BLOCK_TOKENS) * scenario.shape.block_bytes
     # Room for everything twice: objects lie on random segments, and one segment may be lost.
     segment = max(4, -(-2 * total // (num_servers * _SEGMENT_UNIT))) * _SEGMENT_UNIT
 
-    def run(name: str, setup: ServerSetup) -> Run:
+    def run(title: str, setup: ServerSetup) -> Run:
         return run_servers(
-            FLEETS[name], setup, Dialogue(chat), on_turn, num_servers=num_servers, kill=kill
+            title, setup, Dialogue(chat), on_turn, num_servers=num_servers, kill=kill
         )
 
     with MooncakeMaster() as master:
-        sharing = scenario.server(
-            remote=f"mooncake://{master.place}?segment={segment}",
-            tier_write="through",
-            load_policy="always",  # this small model computes faster than a real one
-        )
-        shared = run("shared", sharing)
-    return fleet_part(num_servers, shared, run("alone", scenario.server()))
+        address = f"mooncake://{master.place}?segment={segment}"
+        sharing = scenario.server(remote=address, tier_write="through")
+        shared = run("One store for all", sharing)
+    return fleet_part(num_servers, shared, run("Each for itself", scenario.server()))
 
 
 def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
     """The two runs beside each other, with the saving in words."""
-    saved = None
-    cards = [(show_share(_found(shared.turns)), "hit rate", f"{_hits(alone)} without the store")]
-    if shared.facts["read_bytes"]:  # else any difference is chance: turns met other turns
-        saved = 1 - shared.tokens("prefilled") / alone.tokens("prefilled")
-        prefill = _change(PREFILL, alone, shared)
-        words = [f"Sharing saved {saved:.0%} of the prefill tokens ({prefill})."]
-        cards.append((show_share(saved), "of prefill saved by sharing", prefill))
+    cards = [(HITS[1](shared), "hit rate", f"{HITS[1](alone)} without the store")]
+    if shared.bytes_moved["tiers->host"]:  # else any difference is chance: turns met other turns
+        saved = show_share(1 - shared.tokens("computed") / alone.tokens("computed"))
+        change = _change(COMPUTED, alone, shared)
+        words = [f"Sharing saved the computation of {saved} of these prompt tokens ({change})."]
+        cards.append((saved, "of the computation saved by sharing", change))
     else:
         words = ["Nothing was read from the store, so no saving can be shown."]
     rows = [
         FIRST_TOKEN,
-        PREFILL,
-        ("Hit rate", _hits),
-        ("Read from the store", lambda run: show_bytes(run.facts["read_bytes"])),
-        ("Turns by server", _turns_by_server),
+        COMPUTED,
+        HITS,
+        ("Read from the store", lambda run: show_bytes(run.bytes_moved["tiers->host"])),
+        ("Turns by server", lambda run: _turns_by_server(run, num_servers)),
     ]
-    killed = shared.facts["killed_server"]
-    if killed is not None:
+    if shared.killed_server is not None:
         rows[3:3] = [
-            ("Hit rate before the kill", lambda run: show_share(_found(_before_kill(run)))),
-            ("Hit rate after the kill", lambda run: show_share(_found(_after_kill(run)))),
+            ("Hit rate before the kill", lambda run: _rate(run.turns[: run.turns_before_kill])),
+            ("Hit rate after the kill", lambda run: _rate(run.turns[run.turns_before_kill :])),
         ]
-        rates = [show_share(_found(turns(shared))) for turns in (_before_kill, _after_kill)]
+        before, after = rows[3][1](shared), rows[4][1](shared)
         words.append(
-            f"Server {killed} (†) was killed at half of the turns. Other servers answered "
-            f"{counted(len(shared.facts['resent_turns']), 'turn')} that it had in progress. The "
-            f"hit rate was {rates[0]} before and {rates[1]} after."
+            f"Server {shared.killed_server} (†) was killed at half of the turns. Other servers "
+            f"answered {counted(len(shared.resent_turns), 'turn')} that it had in progress. The "
+            f"hit rate was {before} before and {after} after."
         )
-        cards.append((rates[1], "hit rate after the kill", f"{rates[0]} before"))
-    if shared.facts["store_ailment"]:
-        words.append(f"The store was unavailable for a while: {shared.facts['store_ailment']}.")
-    runs = {"shared": shared, "alone": alone}
-    facts = {"servers": num_servers, "prefill_saved_share": saved}
+        cards.append((after, "hit rate after the kill", f"{before} before"))
     where = f"on {num_servers} servers, with the store and without"
-    title = f"{num_servers} servers, one store"
-    return Part(title, runs, where, " ".join(words), cards, rows, facts)
+    runs = {"shared": shared, "alone": alone}
+    return Part(f"{num_servers} servers, one store", runs, where, " ".join(words), cards, rows)
 
 
-def _found(turns: Sequence[Turn]) -> float:
-    return hit_rate(turns, "device", "host")
+def _rate(turns: list[Any]) -> str:
+    return show_share(hit_rate(turns))
 
 
-def _hits(run: Run) -> str:
-    return show_share(_found(run.turns))
-
-
-def _before_kill(run: Run) -> Sequence[Turn]:
-    return run.turns[: run.facts["turns_before_kill"]]
-
-
-def _after_kill(run: Run) -> Sequence[Turn]:
-    return run.turns[run.facts["turns_before_kill"] :]
-
-
-def _turns_by_server(run: Run) -> str:
-    counts = enumerate(run.facts["turns_by_server"])
-    killed = run.facts["killed_server"]
-    return " + ".join(f"{n}†" if number == killed else f"{n}" for number, n in counts)
+def _turns_by_server(run: Run, num_servers: int) -> str:
+    marks = ("†" if number == run.killed_server else "" for number in range(num_servers))
+    return " + ".join(f"{run.turns_by_server[n]}{mark}" for n, mark in enumerate(marks))

@@ -5,17 +5,18 @@ The report is one HTML page that needs no other file and no network.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
 from kvferry.telemetry.catalog import installed_version
-from kvferry.tools.demo.blocks import Turn
-from kvferry.tools.plots import Series, bars, figure, legend, line_plot, page, table
-from kvferry.tools.words import show_seconds
+from kvferry.tools.demo.workload import Turn
+from kvferry.tools.words import show_seconds, show_share
 
 OnTurn = Callable[[str, int, Turn], None]
 """Called after every turn with the title of the run, its number of turns, and the turn."""
@@ -25,23 +26,31 @@ def ignore_turn(title: str, num_turns: int, turn: Turn) -> None:
     """Show no progress."""
 
 
-def hit_rate(turns: Sequence[Turn], *tiers: str) -> float:
-    """The share of prompt tokens found on these tiers. A preempted request counts again."""
-    found = sum(getattr(turn, f"{tier}_tokens") for turn in turns for tier in tiers)
-    everything = sum(t.device_tokens + t.host_tokens + t.prefilled_tokens for t in turns)
-    return found / max(1, everything)
+def hit_rate(turns: Sequence[Turn]) -> float:
+    """The share of prompt tokens that were not computed."""
+    prompts = sum(turn.prompt_tokens for turn in turns)
+    return 1 - sum(turn.computed_tokens for turn in turns) / max(1, prompts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """The turns of one run in the order they ended. ``facts`` are further figures for JSON."""
+    """The turns of one run in the order they ended, and what its servers did."""
 
     title: str
-    turns: Sequence[Turn]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    device_blocks: int
+    turns: list[Turn] = field(default_factory=list)
+    seconds: float = 0.0
+    bytes_moved: Counter[str] = field(default_factory=Counter)
+    """By route, as in ``host->device``."""
+
+    restored_blocks: int = 0
+    turns_by_server: Counter[int] = field(default_factory=Counter)
+    killed_server: int | None = None
+    turns_before_kill: int = 0
+    resent_turns: list[str] = field(default_factory=list)
 
     def tokens(self, kind: str) -> int:
-        """Sum of one kind of tokens: prompt, device, host or prefilled."""
+        """Sum of one kind of tokens: prompt, device, host or computed."""
         return sum(getattr(turn, f"{kind}_tokens") for turn in self.turns)
 
     @property
@@ -60,24 +69,22 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
-        tiers = ("device", "host")
         return {
+            **vars(self),
             "turns": len(self.turns),
             "ttft_p50_seconds": self.first_token_seconds(),
             "ttft_p95_seconds": self.first_token_seconds(95),
             "ttft_p50_seconds_by_turn": self.first_token_by_round(),
             "generated_tokens": self.generated_tokens,
-            "prompt_tokens": self.tokens("prompt"),
-            "prefill_tokens_computed": self.tokens("prefilled"),
-            "hit_rate": {tier: hit_rate(self.turns, tier) for tier in tiers},
-            "hit_tokens": {tier: self.tokens(tier) for tier in tiers},
-            **self.facts,
+            "hit_rate": hit_rate(self.turns),
+            **{f"{kind}_tokens": self.tokens(kind) for kind in ("prompt", *_SOURCES)},
         }
 
 
 Row = tuple[str, Callable[[Run], str]]
 FIRST_TOKEN: Row = ("First token p50", lambda run: show_seconds(run.first_token_seconds()))
-PREFILL: Row = ("Prefill tokens computed", lambda run: f"{run.tokens('prefilled'):,}")
+COMPUTED: Row = ("Prompt tokens computed", lambda run: f"{run.tokens('computed'):,}")
+HITS: Row = ("Hit rate", lambda run: show_share(hit_rate(run.turns)))
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,6 @@ class Part:
     gain: str
     cards: Sequence[tuple[str, str, str]]
     rows: Sequence[Row]
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_different_turns(self) -> int:
@@ -128,21 +134,31 @@ class Part:
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
         runs = {name: run.to_dict() for name, run in self.runs.items()}
-        return {"tokens_equal": self.tokens_equal, **self.facts, **runs}
+        return {"tokens_equal": self.tokens_equal, **runs}
 
 
-_COLOURS = ("--teal", "--orange", "--grey")
-_SOURCES = (("found on the device", "--grey"), ("loaded", "--teal"), ("computed", "--orange"))
+_COLOURS = ("teal", "orange", "grey")
+_SOURCES = {
+    "device": ("found on the device", "grey"),
+    "host": ("loaded", "teal"),
+    "computed": ("computed", "orange"),
+}
 
 
-def render(title: str, setting: str, parts: list[Part]) -> str:
+def render(title: str, setting: str, parts: Sequence[Part]) -> str:
     """The whole page: each part with its figures, the setting last."""
-    body = "".join(map(_part, parts))
+    style = (files("kvferry.tools.demo") / "report.css").read_text()
     footer = (
         f"{setting} kvferry {installed_version()}. Times are from this one run on this machine. On "
         "a shared machine they vary."
     )
-    return page(title, f"{body}<footer><p>{escape(footer)}</p></footer>")
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>"
+        f"<body><main><h1>{escape(title)}</h1>{''.join(map(_part, parts))}"
+        f"<footer><p>{escape(footer)}</p></footer></main></body></html>\n"
+    )
 
 
 def _part(part: Part) -> str:
@@ -151,40 +167,80 @@ def _part(part: Part) -> str:
         f"<small>{escape(detail)}</small></div>"
         for big, what, detail in part.cards
     )
-    kinds = ("device", "host", "prefilled")
-    sources = {run.title: [run.tokens(kind) for kind in kinds] for run in part.runs.values()}
-    words = "Loading a block is a copy. Computing it takes the whole model."
-    title = "Sources of the prompt tokens"
-    plots = [figure(title, words, bars(sources, _SOURCES), legend(_SOURCES))]
+    plots = _figure(
+        "Sources of the prompt tokens",
+        "Loading a block is a copy. Computing it takes the whole model.",
+        _bars(part.runs),
+        _SOURCES.values(),
+    )
     if len(part.runs) == len(_COLOURS):  # the three ways
-        plots.insert(0, _by_turn(part))
-    numbers = figure("All figures", "", table(part.table()))
+        colours = zip((run.title for run in part.runs.values()), _COLOURS, strict=True)
+        plots = (
+            _figure(
+                "Median time to first token by turn of the conversation",
+                "Without kvferry the small device computes whole conversations again.",
+                _columns([run.first_token_by_round() for run in part.runs.values()]),
+                tuple(colours),
+            )
+            + plots
+        )
     kind = "good" if part.tokens_equal else "bad"
     return (
         f"<section><h2>{escape(part.title)}</h2><p>{escape(part.gain)}</p>"
         f'<p class="verdict {kind}">{escape(part.verdict)}</p><div class="cards">{cards}</div>'
-        f'<div class="plots">{"".join(plots)}</div>{numbers}</section>'
+        f'<div class="plots">{plots}</div><figure>{_table(part.table())}</figure></section>'
     )
 
 
-def _by_turn(part: Part) -> str:
-    series = [
-        Series(
-            run.title,
-            colour,
-            [(n, seconds * 1000) for n, seconds in enumerate(run.first_token_by_round(), 1)],
-            wide=colour == _COLOURS[-1],
+def _figure(title: str, words: str, plot: str, names: Sequence[tuple[str, str]] | Any) -> str:
+    """A framed plot with its heading, its text, and the names of its colours."""
+    legend = "".join(
+        f'<li><span class="{colour}"></span>{escape(name)}</li>' for name, colour in names
+    )
+    return (
+        f"<figure><h3>{escape(title)}</h3><p>{escape(words)}</p>{plot}"
+        f'<ul class="legend">{legend}</ul></figure>'
+    )
+
+
+def _bars(runs: Mapping[str, Run]) -> str:
+    """A stacked bar for each run: the prompt tokens by source."""
+    most = max(run.tokens("prompt") for run in runs.values()) or 1
+    out = []
+    for run in runs.values():
+        parts = ""
+        for source, (name, colour) in _SOURCES.items():
+            count = run.tokens(source)
+            words = f"{count / 1000:,.1f}k" if count > most / 8 else ""
+            parts += (
+                f'<i class="{colour}" style="width:{100 * count / most:.2f}%" '
+                f'title="{name}: {count:,}">{words}</i>'
+            )
+        out.append(f'{escape(run.title)}<div class="bar">{parts}</div>')
+    return f'<div class="bars">{"".join(out)}</div>'
+
+
+def _columns(runs: Sequence[Sequence[float]]) -> str:
+    """Columns of seconds: for each turn one of every run."""
+    most = max(map(max, runs)) or 1.0
+    out = []
+    for turn, values in enumerate(zip(*runs, strict=True), 1):
+        columns = "".join(
+            f'<i class="{colour}" style="height:{100 * value / most:.1f}%"><b>{1000 * value:,.0f}'
+            "</b></i>"
+            for value, colour in zip(values, _COLOURS, strict=True)
         )
-        for run, colour in zip(part.runs.values(), _COLOURS, strict=True)
-    ]
-    return figure(
-        "Time to first token by turn",
-        "Without kvferry the small device computes whole conversations again.",
-        line_plot(
-            series,
-            x_label="turn of the conversation",
-            y_label="median time to first token",
-            show_y=lambda y: f"{y:,.10g} ms",
-        ),
-        legend([(line.name, line.colour) for line in series]),
+        out.append(f"<div><p>{columns}</p>{turn}</div>")
+    return f'<div class="columns">{"".join(out)}</div><p>Milliseconds.</p>'
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table. The first row and the first column are headings."""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, *cells in rows[1:]
     )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -69,6 +69,22 @@ class Chat:
         ]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One answered request: its answer, the sources of its prompt, its time to first token."""
+
+    id: str
+    answer: list[int]
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    first_token_seconds: float
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.device_tokens - self.host_tokens
+
+
 class TurnRequest(TypedDict):
     """A turn to serve, as arguments of a request."""
 
