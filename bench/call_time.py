@@ -119,7 +119,7 @@ class StandIn:
         from kvferry.config import Config
         from kvferry.core.identity import Namespace
         from kvferry.ferry import Ferry
-        from kvferry.rank import open_on_gpu
+        from kvferry.rank import RankMemory
         from kvferry.transfer.layout import describe
         from stand_in_card import stand_in
 
@@ -128,7 +128,7 @@ class StandIn:
         kv = {str(at): np.empty((num_blocks, page_bytes), np.uint8) for at in range(LAYERS)}
         layout = describe(kv, block_axis=0)
         config = Config.load(overrides={"host": HOST_BYTES, "load_policy": "always"})
-        rank = open_on_gpu([layout], config, driver=driver, compute_stream=lambda: 1)
+        rank = RankMemory.open([layout], config, driver=driver, compute_stream=lambda: 1)
         namespace = Namespace(
             model="m", dtype="u8", layout=layout.format, geometry="x", block_tokens=BLOCK_TOKENS
         )

@@ -149,7 +149,7 @@ class Engine:
             }
         )
         # The worker half, one for each rank: host memory, a copy engine, the tiers below.
-        self.rank = kf.open_on_cpu(layouts, config)
+        self.rank = kf.RankMemory.open(layouts, config)
         routes = {(kf.DEVICE, kf.HOST): self.rank.engine, (kf.HOST, kf.DEVICE): self.rank.engine}
         self.worker = LosingWorker(routes, tiers=self.rank.tiers)
         # The scheduler half, one for all ranks: which block is where. It touches no bytes.

@@ -24,7 +24,7 @@ from kvferry.config import Config, refuse_unknown_keywords
 from kvferry.core.identity import Described, Namespace
 from kvferry.errors import ConfigError, InputError, LayoutError
 from kvferry.ferry import Ferry
-from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu
+from kvferry.rank import Contents, RankMemory
 from kvferry.transfer.engine.cpu import Stream
 from kvferry.transfer.layout import GroupLayout, TensorView, describe, named_tensors
 
@@ -145,8 +145,10 @@ def attach(
             " and ".join(lasting),
             model,
         )
-    rank = _open_rank(attached, config, compute, Contents(namespace))
-    layouts = tuple(each.layout for each in attached)
+    layouts, gpu = tuple(each.layout for each in attached), attached[0].gpu
+    if gpu is not None and compute is not None:
+        raise InputError("compute is for tensors in ordinary memory; on a GPU it is torch's stream")
+    rank = RankMemory.open(layouts, config, gpu=gpu, compute=compute, contents=Contents(namespace))
     with ExitStack() as undo:
         undo.callback(rank.close)
         ferry = Ferry(layouts, kinds, namespace, config, rank, keep_alive=attached)
@@ -218,17 +220,3 @@ def _geometry(
     if not is_grouped:
         return parts[0]
     return [{"kind": repr(group), **part} for group, part in zip(groups, parts, strict=True)]
-
-
-def _open_rank(
-    attached: Sequence[AttachedTensors],
-    config: Config,
-    compute: Stream | None,
-    contents: Contents,
-) -> RankMemory:
-    layouts, gpu = [each.layout for each in attached], attached[0].gpu
-    if gpu is None:
-        return open_on_cpu(layouts, config, compute=compute, contents=contents)
-    if compute is not None:
-        raise InputError("compute is for tensors in ordinary memory; on a GPU it is torch's stream")
-    return open_on_gpu(layouts, config, device=gpu, contents=contents)

@@ -47,8 +47,6 @@ from kvferry.hostmem.memory import SlotLayout as SlotLayout
 from kvferry.hostmem.slots import HostTier as HostTier
 from kvferry.rank import Contents as Contents
 from kvferry.rank import RankMemory as RankMemory
-from kvferry.rank import open_on_cpu as open_on_cpu
-from kvferry.rank import open_on_gpu as open_on_gpu
 from kvferry.rank import slot_layout as slot_layout
 from kvferry.scheduler.control import Acted as Acted
 from kvferry.scheduler.journal import Explanation as Explanation

@@ -190,14 +190,10 @@ class Ferry(Closing):
         if match.state is not MatchState.HIT:
             promotion = request.promotion
             if promotion is not None and promotion.waits:
-                return self._keep_pending(request, on_device)
+                self._pending[request] = time.monotonic() + self._config.match_deadline
+                return Hit(request, 0, on_device, is_pending=True)
             request.end()
         return Hit(request, match.num_tokens // self.namespace.block_tokens - on_device, on_device)
-
-    def _keep_pending(self, request: Request, on_device: int) -> Hit:
-        """The hit of a request that waits for a tier; dropped, it leaves nothing behind."""
-        self._pending[request] = time.monotonic() + self._config.match_deadline
-        return Hit(request, 0, on_device, is_pending=True)
 
     def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
         """Return what became of a pending hit; after ``timeout`` seconds it may still be pending.
@@ -227,7 +223,8 @@ class Ferry(Closing):
             return Hit(request, 0, on_device)
         match = request.match(computed_tokens=on_device * tokens)
         if request.waits_below:
-            return self._keep_pending(request, on_device)
+            self._pending[request] = time.monotonic() + self._config.match_deadline
+            return Hit(request, 0, on_device, is_pending=True)
         self._pending.pop(request, None)
         if match.state is not MatchState.HIT:
             request.end()
@@ -255,7 +252,7 @@ class Ferry(Closing):
                 f"got {len(tables[0]) - hit.on_device}"
             )
         if self._is_growing:
-            self._rank.note_step()
+            self._rank.activity.note_step()
         ordered = request.load(tables) if request in self._scheduler else ()
         if ordered:
             self._send()
@@ -303,7 +300,7 @@ class Ferry(Closing):
                 f"{num_keys} keys; there must be one key per block, from the first block on"
             )
         if self._is_growing:
-            self._rank.note_step()
+            self._rank.activity.note_step()
             self._note_ready()  # what has grown since the last poll takes blocks too
         given = None if hints is None else _hints(hints)
         request = self._scheduler.open(f"store-{next(_request_numbers)}", keys, given)
@@ -447,7 +444,7 @@ class Ferry(Closing):
         if plan.transfers or plan:
             self._worker.execute(plan)
             if self._is_growing:
-                self._rank.note_plan(plan)
+                self._rank.activity.note_plan(plan)
 
     # -- actions on blocks by their keys --------------------------------------------------------
 

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvferry.config import Config
@@ -61,8 +61,8 @@ def tier_setup(
     num_ranks_here: int | None = None,
 ) -> TierSetup:
     """What all tiers of a rank are told; name and options are each tier's own."""
-    slot_bytes = max(layout.block_bytes for layout in layouts)
-    here = num_ranks_here or num_ranks
+    slot_bytes, here = _slot_bytes(layouts), num_ranks_here or num_ranks
+    setup = TierSetup(TierName(""), slot_bytes, rank, num_ranks, num_ranks_here=here, config=config)
     if contents is None:
         for setting, where in (("disk", config.disk), ("remote", config.remote)):
             if where:
@@ -70,29 +70,23 @@ def tier_setup(
                     f"{setting}: blocks there outlive this process, so say what they are: open the "
                     "rank with contents=Contents(namespace)"
                 )
-        return TierSetup(TierName(""), slot_bytes, rank, num_ranks, num_ranks_here=here)
+        return setup
     formats = [layout.format for layout in layouts]
-    server = (num_ranks, contents.engine)
-    first, count = contents.first_engine, contents.engines_here
+    space, engine, first = contents.namespace, contents.engine, contents.first_engine
+    count = contents.engines_here
     engines = range(first, first + count) if count > 1 else ()
-    return TierSetup(
-        TierName(""),
-        slot_bytes,
-        rank,
-        num_ranks,
-        num_ranks_here=here * contents.engines_here,
-        namespace=store_fingerprint(
-            contents.namespace, server, formats, slot_bytes, rank, contents.weights
-        ),
-        family=store_fingerprint(contents.namespace, server),
-        families=tuple(
-            store_fingerprint(contents.namespace, (num_ranks, engine)) for engine in engines
-        ),
-        label=contents.namespace.model,
-        shared_namespace=store_fingerprint(
-            contents.namespace, num_ranks, formats, slot_bytes, rank, contents.weights
-        ),
-        config=config,
+
+    def of_blocks(server: int | tuple[int, int]) -> bytes:
+        return store_fingerprint(space, server, formats, slot_bytes, rank, contents.weights)
+
+    return replace(
+        setup,
+        num_ranks_here=here * count,
+        namespace=of_blocks((num_ranks, engine)),
+        shared_namespace=of_blocks(num_ranks),
+        family=store_fingerprint(space, (num_ranks, engine)),
+        families=tuple(store_fingerprint(space, (num_ranks, each)) for each in engines),
+        label=space.model,
     )
 
 
@@ -119,12 +113,19 @@ class Activity:
         self.num_written: int | None = None
         """Host slots that were to be written so far: no more can be in use. None if unknown."""
 
-    def note(self) -> None:
+    def note_step(self) -> None:
+        """The model is given work: while it has some, host memory grows slowly."""
         self._is_starting = False
         self._last = self._clock()
 
     def note_started(self) -> None:
+        """The engine has captured its graphs: host memory may grow as fast as it can."""
         self._is_starting = False
+
+    def note_plan(self, plan: Plan) -> None:
+        """These orders are carried out: host memory grows ahead of what is written to it."""
+        written = [len(transfer) for transfer in plan.transfers if transfer.dst == HOST]
+        self.num_written = (self.num_written or 0) + sum(written)
 
     def slots_wanted(self) -> float:
         """No more host slots than this can be in use; any number while an engine starts."""
@@ -138,23 +139,101 @@ class Activity:
 
 
 class RankMemory:
-    """A rank's host memory, its copy engine, and the tiers below. Owns them, and its driver."""
+    """A rank's host memory, its copy engine, and the tiers below. Owns them, and its driver.
+
+    ``activity`` wants to know what the model does: host memory grows slowly beside it.
+    """
 
     def __init__(
         self,
         host: HostMemory,
         engine: CopyEngine,
         activity: Activity,
-        undo: ExitStack | None = None,
-        tiers: Mapping[TierName, TierMover] | None = None,
+        tiers: Mapping[TierName, TierMover],
+        undo: ExitStack,
     ) -> None:
         self.host = host
         self.engine = engine
-        self.tiers = dict(tiers or {})
-        self._activity = activity
-        self.note_step = activity.note
-        """Call it when the model is given work: while it has some, host memory grows slowly."""
-        self._undo = undo if undo is not None else ExitStack()
+        self.tiers = dict(tiers)
+        self.activity = activity
+        self._undo = undo
+
+    @classmethod
+    def open(
+        cls,
+        layouts: Sequence[GroupLayout],
+        config: Config,
+        *,
+        gpu: int | None = None,
+        rank: Rank = FIRST_RANK,
+        num_ranks: int = 1,
+        num_ranks_here: int | None = None,
+        contents: Contents | None = None,
+        shared: SharedMemory | None = None,
+        compute: Stream | None = None,
+        compute_stream: Callable[[], int] | None = None,
+        driver: Driver | None = None,
+        is_starting: bool = False,
+    ) -> RankMemory:
+        """For KV tensors in ordinary memory, or on a ``gpu``.
+
+        A disk or a shared store needs ``contents``: what it has outlives us. ``compute`` is the
+        stream of a model in ordinary memory, ``compute_stream`` gives the handle of one on a GPU,
+        where torch's current one is the default. Without ``driver``, this machine's is opened.
+
+        While an engine ``is_starting``, until ``activity.note_started``, host memory grows slowly:
+        pinning at full speed held one back from capturing its graphs for 7 s of 8 (one NVIDIA H200,
+        2026-11-15). Where the driver pins no host memory, copies go one by one through the driver:
+        slow and right.
+        """
+        activity = Activity(is_starting=is_starting)
+        with ExitStack() as undo:
+            if gpu is not None or driver is not None:
+                # Here: what they bring is needed with a GPU only.
+                from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
+                from kvferry.transfer.paths.opening import open_launcher, open_paths
+
+                if driver is None:
+                    driver = Driver.open(gpu or 0)
+                    undo.callback(driver.close)
+                launcher = open_launcher(driver)
+                if launcher is not None:
+                    undo.callback(launcher.close)
+            host = HostMemory(
+                config.host,
+                _slot_bytes(layouts),
+                registrar=driver,
+                pin=Pin(config.host_pin),
+                busy=activity.is_busy,
+                wanted=activity.slots_wanted,
+                pci_bus_id=driver.identity().pci_bus_id if driver is not None else None,
+                num_ranks=num_ranks_here,
+                shared=shared,
+            )
+            undo.callback(host.close)
+            whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
+            tiers = open_tiers(config.all_tiers, host.tier, whose)
+            for tier in tiers.values():
+                undo.callback(tier.close)
+            rows = host.tier.rows
+            if driver is None:
+                cpu = CpuEngine(layouts, rows, compute=compute, rank=rank)
+                return cls(host, cpu, activity, tiers, undo.pop_all())
+            engine = GpuEngine(
+                driver,
+                layouts,
+                host_base=int(rows.ctypes.data),
+                host_pitch=int(rows.strides[0]),
+                num_slots=len(rows),
+                compute_stream=compute_stream or torch_compute_stream(gpu or 0),
+                paths=open_paths(
+                    driver, launcher, ring_bytes=config.staging_ring, is_pinned=host.is_pinned
+                ),
+                rank=rank,
+                host_chunk=host.chunk_bytes,
+            )
+            engine.prepare()
+            return cls(host, engine, activity, tiers, undo.pop_all())
 
     @property
     def ready_slots(self) -> int:
@@ -165,15 +244,6 @@ class RankMemory:
         """What the drives below this rank's memory did so far, by tier."""
         found = {name: tier.figures() for name, tier in self.tiers.items()}
         return {name: figures for name, figures in found.items() if figures is not None}
-
-    def note_plan(self, plan: Plan) -> None:
-        """These orders are carried out: host memory grows ahead of what is written to it."""
-        written = [len(transfer) for transfer in plan.transfers if transfer.dst == HOST]
-        self._activity.num_written = (self._activity.num_written or 0) + sum(written)
-
-    def note_started(self) -> None:
-        """The engine has captured its graphs: host memory may grow as fast as it can."""
-        self._activity.note_started()
 
     def close(self) -> None:
         """Finish the copies, then give everything back. Safe to call twice.
@@ -187,117 +257,7 @@ class RankMemory:
         if any(getattr(part, "is_stuck", False) for part in (self.engine, *self.tiers.values())):
             log.error("a copy never ended; its host memory stays as it is")
             self._undo.pop_all()
-            return
-        self.host.close()
         self._undo.close()
-
-
-def open_on_cpu(
-    layouts: Sequence[GroupLayout],
-    config: Config,
-    *,
-    rank: Rank = FIRST_RANK,
-    compute: Stream | None = None,
-    num_ranks: int = 1,
-    num_ranks_here: int | None = None,
-    shared: SharedMemory | None = None,
-    contents: Contents | None = None,
-) -> RankMemory:
-    """For KV tensors in ordinary memory. A disk needs ``contents``: what it has outlives us."""
-    activity = Activity()
-    with ExitStack() as undo:
-        host = _open_host(layouts, config, activity, num_ranks_here, shared)
-        undo.callback(host.close)
-        whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
-        tiers = _open_tiers(config, host, whose, undo)
-        engine = CpuEngine(layouts, host.tier.rows, compute=compute, rank=rank)
-        undo.pop_all()
-        return RankMemory(host, engine, activity, tiers=tiers)
-
-
-def open_on_gpu(
-    layouts: Sequence[GroupLayout],
-    config: Config,
-    *,
-    rank: Rank = FIRST_RANK,
-    device: int = 0,
-    compute_stream: Callable[[], int] | None = None,
-    num_ranks: int = 1,
-    num_ranks_here: int | None = None,
-    shared: SharedMemory | None = None,
-    driver: Driver | None = None,
-    is_starting: bool = False,
-    contents: Contents | None = None,
-) -> RankMemory:
-    """For KV tensors on GPU ``device``. Without ``driver``, this machine's is opened.
-
-    While an engine ``is_starting``, until ``note_started``, host memory grows slowly: pinning at
-    full speed held one back from capturing its graphs for 7 s of 8 (one NVIDIA H200, 2026-11-15).
-    Where the driver pins no host memory, copies go one by one through the driver: slow and right.
-    """
-    # Here: what they bring is needed with a GPU only.
-    from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
-    from kvferry.transfer.paths.opening import open_launcher, open_paths
-
-    activity = Activity(is_starting=is_starting)
-    with ExitStack() as undo:
-        if driver is None:
-            driver = Driver.open(device)
-            undo.callback(driver.close)
-        launcher = open_launcher(driver)
-        if launcher is not None:
-            undo.callback(launcher.close)
-        host = _open_host(layouts, config, activity, num_ranks_here, shared, driver)
-        undo.callback(host.close)
-        whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
-        tiers = _open_tiers(config, host, whose, undo)
-        rows = host.tier.rows
-        engine = GpuEngine(
-            driver,
-            layouts,
-            host_base=int(rows.ctypes.data),
-            host_pitch=int(rows.strides[0]),
-            num_slots=len(rows),
-            compute_stream=compute_stream or torch_compute_stream(device),
-            paths=open_paths(
-                driver, launcher, ring_bytes=config.staging_ring, is_pinned=host.is_pinned
-            ),
-            rank=rank,
-            host_chunk=host.chunk_bytes,
-        )
-        engine.prepare()
-        return RankMemory(host, engine, activity, undo.pop_all(), tiers)
-
-
-def _open_host(
-    layouts: Sequence[GroupLayout],
-    config: Config,
-    activity: Activity,
-    num_ranks_here: int | None,
-    shared: SharedMemory | None,
-    driver: Driver | None = None,
-) -> HostMemory:
-    """Host slots for the blocks of these groups; a ``driver`` pins them for its card."""
-    return HostMemory(
-        config.host,
-        _slot_bytes(layouts),
-        registrar=driver,
-        pin=Pin(config.host_pin),
-        busy=activity.is_busy,
-        wanted=activity.slots_wanted,
-        pci_bus_id=driver.identity().pci_bus_id if driver is not None else None,
-        num_ranks=num_ranks_here,
-        shared=shared,
-    )
-
-
-def _open_tiers(
-    config: Config, host: HostMemory, whose: TierSetup, undo: ExitStack
-) -> dict[TierName, TierMover]:
-    tiers = open_tiers(config.all_tiers, host.tier, whose)
-    for tier in tiers.values():
-        undo.callback(tier.close)
-    return tiers
 
 
 def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:

@@ -16,6 +16,7 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, hashes_of, reque
 
 from kvferry.connectors.common import worker as worker_side
 from kvferry.connectors.common.messages import StepOrders, StepReceipts
+from kvferry.rank import Activity
 from kvferry.types import DEVICE, Receipt
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
@@ -261,7 +262,7 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
     """Seen red with ranks that had nothing to do in such steps before their memory was whole."""
     rank = make(["layer0"]).ranks[0]
     host = SimpleNamespace(num_slots=8, stats=lambda: SimpleNamespace(pinned_bytes=0))
-    memory: Any = SimpleNamespace(host=host, tiers=(), close=lambda: None, note_step=lambda: None)
+    memory: Any = SimpleNamespace(host=host, tiers=(), close=lambda: None, activity=Activity())
     rank._memory, rank._is_grown, rank._reported_ready = memory, False, 0
     told = []
     for memory.ready_slots in (3, 3, 8, 8):

@@ -15,7 +15,7 @@ from tests.fakes.kv import make_kv
 from kvferry.cache.slots import as_slots
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError
-from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
+from kvferry.rank import Activity, RankMemory
 from kvferry.transfer.paths import opening
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
 
@@ -54,12 +54,12 @@ def fake_driver() -> FakeDriver:
 
 def test_on_a_gpu_it_is_pinned_copies_and_gives_everything_back() -> None:
     driver = fake_driver()
-    rank = open_on_gpu([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
+    rank = RankMemory.open([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     assert rank.host.is_pinned
     assert rank.host.growth.wait(60)
     assert rank.ready_slots == rank.host.num_slots
     assert copies_right(rank) == 2 * ["dma"]
-    rank.note_step()
+    rank.activity.note_step()
     rank.close()
     rank.close()
     assert driver.leaks() == {}
@@ -70,7 +70,7 @@ def test_where_nothing_can_be_pinned_copies_go_through_the_driver_and_are_right(
 ) -> None:
     driver = fake_driver()
     driver.fail("register_host")
-    rank = open_on_gpu([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
+    rank = RankMemory.open([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     driver.adopt(rank.host.tier.bytes)  # a real driver copies from and to any memory
     assert not rank.host.is_pinned
     assert copies_right(rank) == 2 * ["dma"]
@@ -84,7 +84,7 @@ def test_a_refusal_while_opening_leaves_nothing_behind() -> None:
     driver = fake_driver()
     driver.fail("register_host")
     with pytest.raises(ConfigError, match="host_pin: required"):
-        open_on_gpu(
+        RankMemory.open(
             [KV.layout],
             settings(host_pin="required"),
             driver=driver,
@@ -97,7 +97,7 @@ def test_the_first_transfers_find_everything_made(monkeypatch: pytest.MonkeyPatc
     driver = fake_driver()
     launcher = HostLauncher(driver)
     monkeypatch.setattr(opening, "open_launcher", lambda _: launcher)
-    rank = open_on_gpu([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
+    rank = RankMemory.open([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     assert rank.host.growth.wait(60)
     driver.calls.clear()
     monkeypatch.setattr(launcher, "prepare", None)
@@ -114,9 +114,9 @@ def test_the_first_transfers_find_everything_made(monkeypatch: pytest.MonkeyPatc
 
 
 def test_on_a_cpu_the_same_calls_serve() -> None:
-    rank = open_on_cpu([KV.layout], settings())
+    rank = RankMemory.open([KV.layout], settings())
     assert copies_right(rank) == 2 * ["cpu"]
-    rank.note_step()
+    rank.activity.note_step()
     rank.close()
     rank.close()
 
@@ -131,9 +131,9 @@ def test_tiers_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool)
     driver = fake_driver()
     config = settings(tiers="memory:1MiB, memory-by-key:1MiB")
     if on_gpu:
-        rank = open_on_gpu([KV.layout], config, driver=driver, compute_stream=lambda: 0)
+        rank = RankMemory.open([KV.layout], config, driver=driver, compute_stream=lambda: 0)
     else:
-        rank = open_on_cpu([KV.layout], config)
+        rank = RankMemory.open([KV.layout], config)
     assert list(rank.tiers) == ["memory", "memory-by-key"]
     assert rank.host.growth.wait(60)
     rank.host.tier.rows[3] = 7
@@ -154,9 +154,11 @@ def test_a_tier_that_cannot_be_opened_takes_the_rank_back() -> None:
     driver = fake_driver()
     for tiers in ("memory:1B", "memory:1MiB, no_such_package.x:y"):
         with pytest.raises(ConfigError, match="tiers: "):
-            open_on_gpu([KV.layout], settings(tiers=tiers), driver=driver, compute_stream=lambda: 0)
+            RankMemory.open(
+                [KV.layout], settings(tiers=tiers), driver=driver, compute_stream=lambda: 0
+            )
         with pytest.raises(ConfigError, match="tiers: "):
-            open_on_cpu([KV.layout], settings(tiers=tiers))
+            RankMemory.open([KV.layout], settings(tiers=tiers))
     assert driver.leaks() == {}
 
 
@@ -164,7 +166,7 @@ def test_a_tier_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.tiers.movers._kept", [])
-    rank = open_on_cpu([KV.layout], settings(tiers="memory:1MiB"))
+    rank = RankMemory.open([KV.layout], settings(tiers="memory:1MiB"))
     name, hung = TierName("memory"), threading.Event()
     mover = rank.tiers[name]
     mover._close_seconds = 0.05
@@ -182,7 +184,7 @@ def test_a_tier_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
 
 
 def test_an_engine_that_is_stuck_keeps_its_memory(caplog: pytest.LogCaptureFixture) -> None:
-    rank = open_on_cpu([KV.layout], settings())
+    rank = RankMemory.open([KV.layout], settings())
 
     class Stuck:
         is_stuck = True
@@ -201,7 +203,7 @@ def test_a_model_is_busy_for_a_while_after_it_was_given_work() -> None:
     now = 100.0
     activity = Activity(lambda: now)
     assert not activity.is_busy()
-    activity.note()
+    activity.note_step()
     assert activity.is_busy()
     now += 1.0
     assert not activity.is_busy()
@@ -216,7 +218,7 @@ def test_an_engine_that_starts_is_busy_until_it_says_that_it_has_started() -> No
     starting.note_started()
     assert not starting.is_busy()
     stepping = Activity(lambda: now, is_starting=True)
-    stepping.note()  # a vLLM that asks for no handshake still steps
+    stepping.note_step()  # a vLLM that asks for no handshake still steps
     now += 1.0
     assert not stepping.is_busy()
 
@@ -224,16 +226,16 @@ def test_an_engine_that_starts_is_busy_until_it_says_that_it_has_started() -> No
 def test_as_many_slots_are_wanted_as_were_to_be_written() -> None:
     """Loads want none. Seen red with every transfer counted, and with none."""
     activity = Activity(is_starting=True)
-    rank = open_on_cpu([KV.layout], settings())
-    rank._activity = activity
+    rank = RankMemory.open([KV.layout], settings())
+    rank.activity = activity
     store = Transfer(TransferId(1), DEVICE, HOST, as_slots([4, 5]), as_slots([2, 3]))
     load = Transfer(TransferId(2), HOST, DEVICE, as_slots([2]), as_slots([4]))
     up = Transfer(TransferId(3), TierName("disk"), HOST, as_slots([0]), as_slots([1]))
     assert activity.slots_wanted() == float("inf"), "nobody waits for an engine that starts"
-    rank.note_started()
+    rank.activity.note_started()
     assert activity.slots_wanted() == float("inf"), "nobody has said what is written"
-    rank.note_plan(Plan(1, (load,)))
+    rank.activity.note_plan(Plan(1, (load,)))
     assert activity.slots_wanted() == 0
-    rank.note_plan(Plan(2, (store, load, up)))
+    rank.activity.note_plan(Plan(2, (store, load, up)))
     assert activity.slots_wanted() == 3
     rank.close()

@@ -19,7 +19,7 @@ from kvferry.connectors.common.ranks import (
     shape_of,
     tiers_of_ranks,
 )
-from kvferry.rank import RankMemory, open_on_cpu
+from kvferry.rank import RankMemory
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId
 
@@ -64,7 +64,7 @@ def two() -> Iterator[list[RankMemory]]:
     """Ranks that would share one host memory; here each has a copy of the same bytes."""
     config = Config.from_dict({"host": "1MiB", "tiers": "near=memory:1MiB, far=memory-by-key:1MiB"})
     with ExitStack() as closing:
-        ranks = [open_on_cpu([KV.layout], config, rank=Rank(number)) for number in range(2)]
+        ranks = [RankMemory.open([KV.layout], config, rank=Rank(number)) for number in range(2)]
         for each in ranks:
             closing.callback(each.close)
             assert each.host.growth.wait(60)

@@ -14,7 +14,7 @@ from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
-from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
+from kvferry.rank import Contents, RankMemory, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
 from kvferry.tiers.disk.state import find_apart, reset_apart
 from kvferry.tiers.disk.superblock import StoreAt
@@ -60,19 +60,20 @@ def open_rank(
     if place.replicates:
         assert broadcast is not None, "ranks with the same KV need a way to share host memory"
         shared = _share_host(config, slot_layout(layouts), place, broadcast)
-    facts: dict[str, Any] = {
-        "rank": place.rank,
-        "num_ranks": place.num_ranks,
-        "num_ranks_here": place.num_ranks_here,
-        "shared": shared,
-        "contents": contents,
-    }
-    if device.type == "cpu":  # there the model computes in the thread that calls us
-        return open_on_cpu(layouts, config, **facts)
-    if device.type == "cuda":
-        device_index = device.index or 0
-        return open_on_gpu(layouts, config, device=device_index, is_starting=True, **facts)
-    raise ConfigError(f"kvferry has no copy engine for KV tensors on {device}")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"kvferry has no copy engine for KV tensors on {device}")
+    is_gpu = device.type == "cuda"  # on a CPU the model computes in the thread that calls us
+    return RankMemory.open(
+        layouts,
+        config,
+        gpu=device.index or 0 if is_gpu else None,
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        num_ranks_here=place.num_ranks_here,
+        contents=contents,
+        shared=shared,
+        is_starting=is_gpu,
+    )
 
 
 def _share_host(

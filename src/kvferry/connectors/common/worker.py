@@ -241,7 +241,7 @@ class WorkerSession:
     def note_started(self) -> None:
         """The engine has started: host memory grows more slowly from now on."""
         if self._memory is not None:
-            self._memory.note_started()
+            self._memory.activity.note_started()
 
     def introduce(self) -> RankShape:
         """This rank's shape; else it goes with the first step's receipts. Asked once, at start."""
@@ -303,7 +303,7 @@ class WorkerSession:
             self._carry_out(orders)
         if orders.computes:
             if self._memory is not None and not self._is_grown:
-                self._memory.note_step()
+                self._memory.activity.note_step()
             if self._fence is not None and self._fence.is_due():
                 self._check_fence()
         else:
@@ -370,7 +370,7 @@ class WorkerSession:
             return
         self._num_awaited += len(orders)
         if self._memory is not None and not self._is_grown:
-            self._memory.note_plan(plan)
+            self._memory.activity.note_plan(plan)
         try:
             self._worker.execute(plan)
         except Exception as error:
