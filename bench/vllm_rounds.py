@@ -8,8 +8,9 @@ memory, side by side on the card, round by round in turn:
   first   60 conversations of 4 turns, 24 requests at a time, pages of 8 KiB: the round right after
           the start, while host memory still grows, and the rounds after it; every round has
           conversations of its own
-  bound   28 prompts of 16,000 tokens that live in host memory, answers of 4 tokens, 4 at a time, 3
-          GiB on the device, pages of 32 KiB: loads are what everybody waits for
+  bound   prompts of 16,000 tokens that live in host memory (28 in 32 GiB), answers of 4 tokens,
+          4 at a time, 3 GiB on the device, pages of 32 KiB: loads are what everybody waits for;
+          and the same prompts one at a time, right after the start and later
 
 --other adds the kvferry of another checkout (one from before a change, say). --cpu does it with a
 tiny model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
@@ -42,6 +43,8 @@ MiB = 1 << 20
 SECTIONS = ("first", "bound")
 NUM_CLIENTS = 4
 """Of ``bound``."""
+ALONE_ROUNDS = 3
+"""Of ``bound``, with one request at a time."""
 
 OTHER = "kvferry (other)"
 
@@ -56,6 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the tables here")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
     parser.add_argument("--rounds", type=int, default=3, help="of each section (3)")
+    parser.add_argument("--pool", type=int, default=32, metavar="GIB", help="host memory each (32)")
+    parser.add_argument("--conversations", type=int, default=60, help="of each first round (60)")
     parser.add_argument("--alone", action="store_true", help="kvferry without its peers")
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
     parser.add_argument("--lmcache", action="store_true", help="LMCacheConnectorV1 as a peer, too")
@@ -157,12 +162,17 @@ def bound_rounds(
 ) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for name, child in children.items():
-        found[name] = {"start_s": child.ask("start"), "rounds": []}
+        found[name] = {"start_s": child.ask("start"), "rounds": [], "alone": []}
         child.ask("fill")
+        found[name]["first"] = child.ask("bound", 1)
         child.ask("bound", NUM_CLIENTS)  # what is done once is done
     for number in range(rounds):
         for name in in_turn(children, number):
             found[name]["rounds"].append(children[name].ask("bound", NUM_CLIENTS))
+            said(found)
+    for number in range(ALONE_ROUNDS):
+        for name in in_turn(children, number):
+            found[name]["alone"].append(children[name].ask("bound", 1))
             said(found)
     return found
 
@@ -178,11 +188,11 @@ def cases(args: argparse.Namespace, section: str) -> dict[str, RoundsCase]:
         connector="kvferry",
         shape="qwen7b-1kv" if first else "qwen7b",
         is_cpu=args.cpu,
-        pool_bytes=32 * GiB,
+        pool_bytes=args.pool * GiB,
         device_bytes=int(1.4 * GiB) if first else 3 * GiB,
-        load=Load(60, 4, 24, first_tokens=4000, turn_tokens=400, answer_tokens=32),
+        load=Load(args.conversations, 4, 24, first_tokens=4000, turn_tokens=400, answer_tokens=32),
         prompt_tokens=16000,
-        num_prompts=28,
+        num_prompts=28 * args.pool // 32,
     )
     if args.cpu:
         load = Load(6, 3, 3, first_tokens=300, turn_tokens=40, answer_tokens=8)
@@ -237,17 +247,35 @@ def bound_table(found: dict[str, Result]) -> str:
     rows = []
     for name, engine in found.items():
         rounds = engine["rounds"]
+        alone = sorted(ms for one in engine["alone"] for ms in one["all_ttft_ms"])
+        first = engine["first"]["all_ttft_ms"][0]
         rows.append(
             (
                 name,
+                f"{engine['start_s']:.1f}",
                 ", ".join(f"{one['requests_per_s']:.1f}" for one in rounds),
-                f"{statistics.median(one['gb_per_s'] for one in rounds):.1f}",
-                f"{statistics.median(one['cached'] for one in rounds):.0%}",
-                f"{statistics.median(one['ttft_ms'] for one in rounds):.0f}",
-                f"{sum(one['wrong_answers'] for one in rounds)}",
+                f"{statistics.median(one['gb_per_s'] for one in rounds or [engine['first']]):.1f}",
+                f"{statistics.median(one['cached'] for one in rounds or [engine['first']]):.0%}",
+                f"{first:.1f}",
+                *(
+                    (f"{statistics.median(alone):.1f}", f"{alone[9 * len(alone) // 10]:.1f}")
+                    if alone
+                    else ("", "")
+                ),
+                f"{sum(one['wrong_answers'] for one in (*rounds, *engine['alone']))}",
             )
         )
-    heads = ("", "requests/s", "GB/s loaded", "cached", "median first token ms", "wrong answers")
+    heads = (
+        "",
+        "start s",
+        "requests/s",
+        "GB/s loaded",
+        "cached",
+        "first hit ms",
+        "alone: median first token ms",
+        "p90",
+        "wrong answers",
+    )
     return table(heads, rows)
 
 

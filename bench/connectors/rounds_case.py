@@ -102,10 +102,12 @@ class RoundsMeasurer(Measuring):
                 served.append(one)
         seconds = time.perf_counter() - began
         cached = sum(one.cached_tokens for one in served)
+        waits = [1e3 * (one.first - one.added) for one in served]
         return {
             "requests_per_s": len(served) / seconds,
             "gb_per_s": cached * self.engine.shape.token_bytes / seconds / 1e9,
             "cached": cached / sum(len(one.prompt) for one in served),
-            "ttft_ms": statistics.median(1e3 * (one.first - one.added) for one in served),
+            "ttft_ms": statistics.median(waits),
+            "all_ttft_ms": waits,
             "wrong_answers": wrong,
         }
