@@ -305,7 +305,7 @@ class Config:
     """Write requests to this file as a trace for kvferry simulate, without their tokens; none: do
     not."""
     record_size: int = setting(256 * MiB, SIZE)
-    """Bytes of that file and the older ones beside it; the oldest goes first."""
+    """Bytes of that file and the one before it."""
     log_level: str = setting("warning", LOG_LEVEL, basic=True)
     """The least severe messages to log."""
 

@@ -32,12 +32,11 @@ class EventKind(IntEnum):
     RETURN = 4  # blocks may be evicted again, without having been used: slots
     HINT = 5  # a hint was given for a request's blocks: keys, detail (an Evidence)
     EVICT = 6  # blocks cannot be matched any more: keys, slots (unknown to the policy so far)
-    END = 7  # a request is over: request
-    FOUND = 8  # a lower tier has these blocks: keys
-    LOST = 9  # a lower tier does not have these blocks any more: keys, or None for all
-    PROMOTED = 10  # blocks were copied from a lower tier to the host: keys
-    RESULT = 11  # something else became known of a request: request, detail
-    PROMOTE = 12  # blocks are on their way up from a lower tier: keys, detail (its name)
+    FOUND = 7  # a lower tier has these blocks: keys
+    LOST = 8  # a lower tier does not have these blocks any more: keys, or None for all
+    PROMOTED = 9  # blocks were copied from a lower tier to the host: keys
+    RESULT = 10  # something else became known of a request: request, detail
+    PROMOTE = 11  # blocks are on their way up from a lower tier: keys, detail (its name)
 
 
 ALL_KINDS = tuple(EventKind)

@@ -233,8 +233,6 @@ class Bookkeeper:
         self._brought: dict[int, str] = {}
         """By part of their key, the tier of blocks that came up and no request has found yet."""
         self._recorder: Recorder | None = None
-        self._open: dict[Any, RecordedRequest] = {}  # recorded, and not over
-        self._log = log
         self._reader = log.reader(_KINDS)
         self.events = self._reader.events
         """Records that wait to be read."""
@@ -243,7 +241,6 @@ class Bookkeeper:
             EventKind.RESULT: self._noted,
             EventKind.LOAD: self._loaded,
             EventKind.EVICT: self._evicted,
-            EventKind.END: self._ended,
             EventKind.PROMOTE: self._promoted,
         }
 
@@ -259,10 +256,6 @@ class Bookkeeper:
 
     def record(self, path: Path, most_bytes: int, now: float) -> None:
         """Write requests to this file from now on. ConfigError where it cannot be opened."""
-        self.drain()
-        self._reader.close()
-        self._reader = self._log.reader((*_KINDS, EventKind.END))  # few need to be told of ends
-        self.events = self._reader.events
         tokens = self._matcher.hash_tokens
         self._recorder = Recorder(path, block_tokens=tokens, most_bytes=most_bytes, now=now)
 
@@ -319,12 +312,9 @@ class Bookkeeper:
         self.counts.missed[explanation.reason.value] += 1
         self.counts.tier_hit_tokens[DEVICE] += explanation.device_tokens
         if self._recorder is not None:
-            found = explanation.device_tokens + explanation.host_tokens
-            tokens, keys = answer.max_tokens, request.chain.keys()
-            num_keys = tokens // self._matcher.hash_tokens
-            seen = RecordedRequest(event.at, keys, num_keys, tokens, found, request.hints)
-            self._open[request] = seen
-            self._recorder.see(seen)
+            tokens = answer.max_tokens
+            keys = request.chain.keys()[: tokens // self._matcher.hash_tokens]
+            self._recorder.see(RecordedRequest(event.at, keys, tokens, request.hints))
 
     def _noted(self, event: PoolEvent) -> None:
         detail = event.detail
@@ -381,17 +371,6 @@ class Bookkeeper:
             found += [self._brought.pop(word, None) for word in keys.array[:, 1].tolist()]
         for tier, count in Counter(filter(None, found)).items():
             yield tier, (stop - start) * count // len(found)
-
-    def _ended(self, event: PoolEvent) -> None:
-        """A request is over: what its chain has grown by is its answer.
-
-        A chain that has not grown says nothing of it: the library's are those of prompts alone.
-        """
-        request: Any = event.detail
-        seen = self._open.pop(request, None)
-        if seen is not None:
-            grown = len(request.chain) * self._matcher.hash_tokens - seen.tokens
-            seen.end(grown if grown > 0 else None)
 
     # -- explaining -----------------------------------------------------------------------------
 

@@ -609,8 +609,6 @@ class Request:
         self.state = State.ENDED
         del requests.live[self]
         requests.answered.pop(self, None)
-        if self.is_answered:
-            requests.log.append(EventKind.END, request=self.id, detail=self)
 
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.

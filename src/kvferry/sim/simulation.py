@@ -395,7 +395,6 @@ class Score:
 class Counted:
     """The size of a trace, and the complaints about its lines."""
 
-    format: str
     block_tokens: int
     num_requests: int
     num_blocks: int
@@ -426,7 +425,6 @@ def count(asked: Simulation) -> Counted:
         num_blocks += len(request.numbers)
         num_tokens += request.input_tokens
     return Counted(
-        reader.format,
         reader.block_tokens,
         num_requests,
         num_blocks,

@@ -1,16 +1,13 @@
 """Traces: what requests asked for and when, without their tokens. Read and checked.
 
-One request on each line, plain or gzipped::
+One request on each line, plain or gzipped, as Mooncake publishes them. Recordings of ours say how
+many tokens a block has, and may have hints::
 
-    Mooncake   {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
-    ours       {"kvferry_trace": 1, "block_tokens": 128}                      the first line
-               {"time": 27.482, "keys": "AQAAAAAAAAA=", "input": 200, "output": 52}
+    {"timestamp": 27482, "input_length": 6955, "hash_ids": [46, 47], "block_tokens": 128}
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import gzip
 import json
 import math
@@ -18,7 +15,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -51,19 +47,16 @@ def keys_of_numbers(numbers: Numbers) -> Keys:
 
 @dataclass(frozen=True, eq=False)
 class TraceRequest:
-    """Owns plain facts: seconds from the trace's start, a number for each block, lengths in tokens.
+    """Owns plain facts: seconds from the trace's start, a number for each block, its length.
 
     Equal numbers are equal blocks behind equal beginnings. ``numbers`` may end with a block that
-    the prompt only begins: ``num_full`` of them are whole. ``hit_tokens`` is what the server that
-    was recorded found, None where that was not recorded.
+    the prompt only begins: ``num_full`` of them are whole.
     """
 
     at: float
     numbers: Numbers
     num_full: int
     input_tokens: int
-    output_tokens: int = 0
-    hit_tokens: int | None = None
     hints: Hints | None = None
 
     def keys(self) -> Keys:
@@ -71,37 +64,17 @@ class TraceRequest:
 
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""What one of its hash ids covers."""
+"""What a hash id covers where no line says it."""
 
-VERSION = 1
-MARK = "kvferry_trace"
-NUMBER_BYTES = 8
 RECORDED_HINTS = ("ended", "continues", "pin_seconds")
 _HINTS = (*RECORDED_HINTS, "tenant")
 _MOST_TOKENS = 1 << 40
-_MOST_SECONDS = 1e10
+_MOST_MILLISECONDS = 1e13
 _MOST_NUMBER = (1 << 64) - 1
 
 
 class BadLineError(InputError):
     """A line that is no request; the message says what is wrong with it."""
-
-
-class TraceFormat(Enum):
-    """The program that writes such lines."""
-
-    MOONCAKE = "mooncake"
-    OURS = "kvferry"
-
-
-@dataclass(frozen=True)
-class TraceHeader:
-    """What a trace says of itself in its first line, or what is known of its format."""
-
-    format: TraceFormat
-    block_tokens: int
-    recording: str = ""
-    part: int = 0
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -115,42 +88,17 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return found
 
 
-def read_header(first: dict[str, Any], block_tokens: int | None) -> TraceHeader:
-    """What the first object of a trace makes of the rest; BadLineError where it is no trace's."""
-    if MARK in first:
-        if first[MARK] != VERSION:
-            raise BadLineError(
-                f"{MARK} is {quoted(first[MARK])}; this kvferry reads version {VERSION}"
-            )
-        own = _count(first, "block_tokens", least=1)
-        if block_tokens is not None and block_tokens != own:
-            raise BadLineError(f"its blocks have {own} tokens, not the {block_tokens} you say")
-        recording = first.get("recording")
-        name = recording if isinstance(recording, str) else ""
-        return TraceHeader(TraceFormat.OURS, own, name, _count(first, "part", default=0))
-    if "hash_ids" in first:
-        return TraceHeader(TraceFormat.MOONCAKE, block_tokens or MOONCAKE_BLOCK_TOKENS)
-    raise BadLineError(
-        f"neither {MARK} nor hash_ids: this is no trace that kvferry knows (docs/traces.md)"
-    )
-
-
-def read_request(found: dict[str, Any], header: TraceHeader) -> TraceRequest:
-    """The request on one line."""
-    block_tokens, hit, hints = header.block_tokens, None, None
-    if header.format is TraceFormat.MOONCAKE:
-        ids = found.get("hash_ids")
-        if not isinstance(ids, list):
-            raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
-        at, numbers = _seconds(found, "timestamp") / 1000, _numbers(ids)
-        # Where the length is missing, all blocks are full.
-        asked = _count(found, "input_length", default=len(ids) * block_tokens)
-        answered = _count(found, "output_length", default=0)
-    else:
-        at, numbers = _seconds(found, "time"), _decoded(found.get("keys"))
-        asked, answered = _count(found, "input"), _count(found, "output", default=0)
-        hit = _count(found, "hit") if "hit" in found else None
-        hints = _hints(found)
+def read_request(found: dict[str, Any], block_tokens: int) -> TraceRequest:
+    """The request on one line, of a trace with such blocks."""
+    own = _count(found, "block_tokens", default=block_tokens, least=1)
+    if own != block_tokens:
+        raise BadLineError(f"its blocks have {own} tokens, not {block_tokens}")
+    ids = found.get("hash_ids")
+    if not isinstance(ids, list):
+        raise BadLineError(f"hash_ids must be a list of numbers, got {quoted(ids)}")
+    at, numbers = _seconds(found), _numbers(ids)
+    # Where the length is missing, all blocks are full.
+    asked = _count(found, "input_length", default=len(ids) * block_tokens)
     # The last block, where the prompt only begins it, may be named or not; none else may be left
     # out: tokens that no block has would count among those that are asked for.
     num_full, most = asked // block_tokens, -(-asked // block_tokens)
@@ -161,19 +109,7 @@ def read_request(found: dict[str, Any], header: TraceHeader) -> TraceRequest:
         )
     if len(np.unique(numbers)) < len(numbers):
         raise BadLineError("it names a block twice; a chain never repeats")
-    return TraceRequest(at, numbers, num_full, asked, answered, hit, hints)
-
-
-def _decoded(text: object) -> Numbers:
-    if not isinstance(text, str):
-        raise BadLineError(f"keys must be base64 of 8 bytes for each block, got {quoted(text)}")
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadLineError(f"keys is no base64: {str(error)[:100]}") from None
-    if len(raw) % NUMBER_BYTES:
-        raise BadLineError(f"keys has {len(raw)} bytes, which are no blocks of {NUMBER_BYTES}")
-    return np.frombuffer(raw, dtype="<u8").astype(np.uint64, copy=False)
+    return TraceRequest(at, numbers, num_full, asked, _hints(found))
 
 
 def _numbers(ids: list[Any]) -> Numbers:
@@ -186,13 +122,13 @@ def _numbers(ids: list[Any]) -> Numbers:
     return numbers
 
 
-def _seconds(found: dict[str, Any], name: str) -> float:
-    value = found.get(name)
+def _seconds(found: dict[str, Any]) -> float:
+    value = found.get("timestamp")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadLineError(f"{name} must be a number, got {quoted(value)}")
-    if not (math.isfinite(value) and -_MOST_SECONDS * 1000 <= value <= _MOST_SECONDS * 1000):
-        raise BadLineError(f"{name} must be a time, got {quoted(value)}")
-    return float(value)
+        raise BadLineError(f"timestamp must be a number, got {quoted(value)}")
+    if not (math.isfinite(value) and -_MOST_MILLISECONDS <= value <= _MOST_MILLISECONDS):
+        raise BadLineError(f"timestamp must be a time, got {quoted(value)}")
+    return value / 1000
 
 
 def _count(found: dict[str, Any], name: str, *, default: int | None = None, least: int = 0) -> int:
@@ -218,11 +154,10 @@ _GZIP = b"\x1f\x8b"
 class TraceReader:
     """The requests of one trace, in as many files as it has; read as often as you like.
 
-    Files are read in the order given, those of one recording in the order they were written. Owns
-    what was found wrong: ``num_bad`` lines that are no requests were left out, the first few
-    of them are in ``complaints``, each with its file and line. Time never goes back: a request that
-    says it came before the one above it came with it (``num_late``). One line is in memory at a
-    time.
+    Files are read in the order of their first requests. Owns what was found wrong: ``num_bad``
+    lines that are no requests were left out, the first few of them are in ``complaints``, each with
+    its file and line. Time never goes back: a request that says it came before the one above it
+    came with it (``num_late``). One line is in memory at a time.
     """
 
     def __init__(
@@ -231,33 +166,22 @@ class TraceReader:
         *,
         block_tokens: int | None = None,
     ) -> None:
-        """``block_tokens`` for formats that do not say it."""
+        """``block_tokens`` where the lines do not say it."""
         if not paths:
             raise InputError("no trace was named")
         self.paths = tuple(paths)
         self.complaints: list[str] = []
         self.num_bad = 0
         self.num_late = 0
-        self._block_tokens = block_tokens
-        self._headers = [self._header(path) for path in self.paths]
-        if self._headers[0].recording and len({each.recording for each in self._headers}) == 1:
-            by_part = sorted(range(len(paths)), key=lambda at: self._headers[at].part)
-            self.paths = tuple(paths[at] for at in by_part)
-            self._headers = [self._headers[at] for at in by_part]
-        sizes = {header.block_tokens for header in self._headers}
+        firsts = [self._first(path, block_tokens) for path in paths]
+        sizes = {size for size, _ in firsts}
         if len(sizes) > 1:
             raise InputError(
                 f"the files have blocks of {' and '.join(map(str, sorted(sizes)))} tokens; "
                 "read those of one size together"
             )
-
-    @property
-    def block_tokens(self) -> int:
-        return self._headers[0].block_tokens
-
-    @property
-    def format(self) -> str:
-        return " and ".join(sorted({header.format.value for header in self._headers}))
+        self.block_tokens = sizes.pop()
+        self.paths = tuple(paths[at] for at in sorted(range(len(paths)), key=lambda at: firsts[at]))
 
     @property
     def num_bytes(self) -> int:
@@ -268,13 +192,10 @@ class TraceReader:
         self.complaints, self.num_bad, self.num_late = [], 0, 0
         start: float | None = None
         latest = 0.0
-        for path, header in zip(self.paths, self._headers, strict=True):
+        for path in self.paths:
             for number, line in self._lines(path):
                 try:
-                    found = parse_object(line)
-                    if number == 1 and "kvferry_trace" in found:
-                        continue
-                    request = read_request(found, header)
+                    request = read_request(parse_object(line), self.block_tokens)
                 except BadLineError as error:
                     self._complain(f"{path.name}, line {number}: {error}")
                     continue
@@ -287,10 +208,20 @@ class TraceReader:
                 latest = at
                 yield request if at == request.at else replace(request, at=at)
 
-    def _header(self, path: Path) -> TraceHeader:
+    def _first(self, path: Path, told: int | None) -> tuple[int, float]:
+        """The size of a file's blocks, and when its first request came."""
         for number, line in self._lines(path):
             try:
-                return read_header(parse_object(line), self._block_tokens)
+                found = parse_object(line)
+                if "hash_ids" not in found:
+                    raise BadLineError(
+                        "no hash_ids: this is no trace that kvferry knows (docs/traces.md)"
+                    )
+                usual = told or MOONCAKE_BLOCK_TOKENS
+                size = _count(found, "block_tokens", default=usual, least=1)
+                if told not in (None, size):
+                    raise BadLineError(f"its blocks have {size} tokens, not the {told} you say")
+                return size, _seconds(found)
             except BadLineError as error:
                 raise InputError(f"{path}, line {number}: {error}") from None
         raise InputError(f"{path} is empty: there is no request in it")

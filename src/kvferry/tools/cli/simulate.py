@@ -208,7 +208,6 @@ def as_data(
         scores.append({**name, **score.as_data(), "bound_hit_ratio": ratio})
     return {
         "trace": [str(path) for path in asked.paths],
-        "format": trace.format,
         "block_tokens": trace.block_tokens,
         "requests": trace.num_requests,
         "blocks": trace.num_blocks,
