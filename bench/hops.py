@@ -37,7 +37,7 @@ NUM_BLOCKS = 64
 BLOCKS = 8
 LIVES = 32
 
-FINDS = ("cache/index.py:find", "cache/index.py:find_leading", "cache/index.py:find_few")
+FINDS = ("cache/slots.py:find", "cache/slots.py:find_leading", "cache/slots.py:find_few")
 """Lookups of keys in the index of a pool."""
 
 

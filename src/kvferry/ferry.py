@@ -420,8 +420,6 @@ class Ferry(Closing):
             num_bytes = scheduler.transfers.num_bytes
             if not num_bytes or num_bytes >= _LONG_BYTES:
                 scheduler.drain_events()
-        elif not scheduler.transfers.in_flight:  # counters of an idle ferry
-            scheduler.book.drain()
 
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""

@@ -113,7 +113,7 @@ class Life:
         """Whether any tier has any of these blocks, or is getting it."""
         matcher = self.desk.scheduler.matcher
         pools = (self.desk.pool, *(tier.pool for tier in self.tiers))
-        blocks = [matcher.all_keys(g, keys) for g in range(len(matcher.groups))]
+        blocks = [matcher.names[g].all(keys) for g in range(len(matcher.groups))]
         return any(pool.known(each).any() for pool in pools for each in blocks)
 
     def ask(self) -> None:

@@ -28,9 +28,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, key
 
-from kvferry.cache import index as index_module
-from kvferry.cache.index import Index
-from kvferry.cache.slots import as_slots
+from kvferry.cache import slots as index_module
+from kvferry.cache.slots import Index, as_slots
 from kvferry.core.keys import KEY_WORDS, Key, Keys
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOT

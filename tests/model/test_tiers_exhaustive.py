@@ -91,7 +91,7 @@ def live(
     """One life; returns how many blocks the request was given."""
     desk = Desk(group, tiers=[tier], ranks=2, slots=16)
     told = story(1, NUM_BLOCKS)
-    keys = desk.scheduler.matcher.slot_keys(0, told, range(NUM_BLOCKS))
+    keys = desk.scheduler.matcher.names[0].of(told, range(NUM_BLOCKS))
     held: list[Receipt] = []
     for _ in range(6):
         match = desk.match("b", told)
@@ -147,7 +147,7 @@ def test_the_same_where_places_are_ours() -> None:
         tier = SlotTier(NAME, Pool(8), WriteMode.THROUGH)
         desk = Desk(tiers=[tier], ranks=2, slots=16)
         told = story(1, NUM_BLOCKS)
-        keys = desk.scheduler.matcher.slot_keys(0, told, range(NUM_BLOCKS))
+        keys = desk.scheduler.matcher.names[0].of(told, range(NUM_BLOCKS))
         desk.keep("a", told, 4 * NUM_BLOCKS)
         desk.run()
         assert evict(desk.pool, 16) == NUM_BLOCKS

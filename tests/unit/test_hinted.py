@@ -142,7 +142,7 @@ def test_of_one_that_is_not_here_only_the_first_block_is_named(below):
 def test_of_several_groups_each_is_looked_for():
     desk = Desk(reach.FullAttention(4), reach.FullAttention(4))
     keys = story(1, 4)
-    lease = desk.pool.reserve(desk.scheduler.matcher.all_keys(1, keys))
+    lease = desk.pool.reserve(desk.scheduler.matcher.names[1].all(keys))
     assert lease is not None
     lease.commit()
     desk.scheduler.open("it", keys, Hints(pin_seconds=60)).end()

@@ -22,7 +22,7 @@ def keyed(
 
 
 def slot_keys(desk: Desk, told: Keys) -> Keys:
-    return desk.scheduler.matcher.slot_keys(0, told, range(len(told)))
+    return desk.scheduler.matcher.names[0].of(told, range(len(told)))
 
 
 def test_an_answer_believed_for_no_time_is_not_asked_for_for_ever() -> None:

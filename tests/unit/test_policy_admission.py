@@ -107,6 +107,6 @@ def test_the_threshold_holds_for_lower_tiers_too() -> None:
         desk.match(request, asked)
         desk.keep(request, asked, 16)
         desk.run()
-        assert below.pool.cached(desk.scheduler.matcher.slot_keys(0, asked, range(4))).all() == (
+        assert below.pool.cached(desk.scheduler.matcher.names[0].of(asked, range(4))).all() == (
             request == "b"
         )

@@ -90,8 +90,8 @@ def test_what_nobody_came_for_goes_first() -> None:
     assert not ahead(desk).has_prefetches
     desk.keep("c", story(8, 28), 4 * 28)
     matcher = desk.scheduler.matcher
-    assert not desk.pool.cached(matcher.slot_keys(0, story(1, 8), range(8))).any()
-    assert desk.pool.cached(matcher.slot_keys(0, story(9, 100), range(100))).all()
+    assert not desk.pool.cached(matcher.names[0].of(story(1, 8), range(8))).any()
+    assert desk.pool.cached(matcher.names[0].of(story(9, 100), range(100))).all()
 
 
 def test_who_is_gone_is_fetched_for_no_more() -> None:

@@ -29,7 +29,7 @@ def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
     request.chain = story(2, 2)
     assert request.match().num_tokens == 8
     (ordered,) = request.load([[8, 9]])
-    wanted = desk.scheduler.matcher.all_keys(0, story(2, 2))
+    wanted = desk.scheduler.matcher.names[0].all(story(2, 2))
     (load,) = desk.plan()
     assert load.src_slots.tolist() == cached_slots(desk.pool, wanted).tolist()
     assert ordered.keys == wanted

@@ -30,7 +30,7 @@ def live(desk: Desk, *numbers: int) -> set[int]:
     pool = desk.scheduler.lower.tiers[0].pool
     assert pool is not None
     matcher = desk.scheduler.matcher
-    chains = {n: matcher.slot_keys(0, story(n, 8), range(8)) for n in numbers}
+    chains = {n: matcher.names[0].of(story(n, 8), range(8)) for n in numbers}
     return {number for number, chain in chains.items() if pool.cached(chain).all()}
 
 
@@ -71,8 +71,8 @@ def written(desk: Desk, *numbers: int) -> set[int]:
                     sent |= set(Keys(move.keys))
             desk.land()
     desk.check_empty()
-    chain = desk.scheduler.matcher.slot_keys
-    whole = {number: set(chain(0, story(number, 8), range(8))) for number in numbers}
+    names = desk.scheduler.matcher.names[0]
+    whole = {number: set(names.all(story(number, 8))) for number in numbers}
     assert not any(0 < len(keys & sent) < len(keys) for keys in whole.values()), "a part is no use"
     return {number for number, keys in whole.items() if keys <= sent}
 

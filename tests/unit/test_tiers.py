@@ -66,7 +66,7 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     below = below_pool(desk)
     assert below.counts.cached == 12
     below.check_integrity()
-    chain = desk.scheduler.matcher.slot_keys(0, keys, range(12))
+    chain = desk.scheduler.matcher.names[0].of(keys, range(12))
     slots = cached_slots(below, chain)
     assert [below.table.chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
     assert not desk.scheduler.writeback._early
@@ -110,7 +110,7 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     for _ in range(20):
         desk.run()
     assert below.counts.cached == spilled
-    keys = desk.scheduler.matcher.slot_keys(0, story(1, 16), range(16))
+    keys = desk.scheduler.matcher.names[0].of(story(1, 16), range(16))
     assert below.cached(keys)[-2:].all()  # the end of a conversation goes first
     assert not below.cached(keys)[0]
 

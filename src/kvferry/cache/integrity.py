@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.index import Index
 from kvferry.cache.policies.contract import EvictionPolicy
-from kvferry.cache.slots import CACHED, DOOMED, FREE, UNREADY, WRITING, PoolCounts, SlotTable
+from kvferry.cache.slots import CACHED, DOOMED, FREE, UNREADY, WRITING, Index, PoolCounts, SlotTable
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOTS, SlotArray
 

@@ -133,6 +133,49 @@ class Keys:
         return f"Keys({len(self)})"
 
 
+class BlockNames:
+    """How the blocks of one group are named in a pool in one epoch: cut from a request's chain.
+
+    ::
+
+        chain    k0 k1 k2 k3 k4 k5 k6 k7      one key per hash block, each covers all before it
+        blocks   [    k3    ][    k7    ]     a block of four hash blocks has the last one's key
+
+    The ``mask`` keeps the blocks apart from those of other groups and epochs.
+    """
+
+    __slots__ = ("_words", "mask", "ratio")
+
+    def __init__(self, ratio: int, mask: bytes) -> None:
+        self.ratio = ratio
+        self.mask = mask
+        self._words = np.frombuffer(mask, dtype=_WORD) if any(mask) else None
+
+    def of(self, keys: Keys, blocks: range) -> Keys:
+        """The names of these blocks of a request."""
+        ratio, words = self.ratio, self._words
+        if words is None and ratio == 1 and blocks == range(len(keys.array)):
+            return keys
+        return keys.part(slice((blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio), words)
+
+    def all(self, keys: Keys) -> Keys:
+        """The names of every whole block of a request."""
+        return self.of(keys, range(len(keys.array) // self.ratio))
+
+    def leading(self, chain: KeyChain, num_keys: int | None) -> Keys:
+        """The names of the whole blocks in the first ``num_keys`` of a chain, or in all."""
+        keys = chain.keys()
+        if num_keys is not None and num_keys < len(keys.array):
+            keys = keys[:num_keys]
+        if self.ratio == 1 and self._words is None:
+            return keys
+        return self.of(keys, range(len(keys.array) // self.ratio))
+
+    def before(self, keys: Keys, first: int) -> Key | None:
+        """The name of the block before this one, None at the start of the request."""
+        return masked_key(keys[first * self.ratio - 1], self.mask) if first else None
+
+
 Recovered = tuple[Keys, npt.NDArray[np.int64]]
 """Blocks that a tier still has from an earlier life: their keys and their places, as written.
 

@@ -301,7 +301,7 @@ class Control:
         """No request came for these blocks: evict them before others."""
         for g, group in enumerate(self._matcher.groups):
             if isinstance(group, reach.FullAttention):
-                slots = self._pool.lookup(self._matcher.all_keys(g, prefetch.keys))
+                slots = self._pool.lookup(self._matcher.names[g].all(prefetch.keys))
                 came = slots[-prefetch.num_slots :]
                 if len(came):
                     self._pool.eviction.evict_first(came, _LOWEST)

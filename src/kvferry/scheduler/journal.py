@@ -297,7 +297,7 @@ class Bookkeeper:
             each.asked_tokens += max(0, num_tokens)
         if self._counts_keys:
             for g in range(len(self._matcher.groups)):
-                slot_keys = self._matcher.asked_keys(g, request.chain, num_keys)
+                slot_keys = self._matcher.names[g].leading(request.chain, num_keys)
                 self._admission.see(slot_keys)
                 self._writeback.requested(slot_keys)
 
@@ -367,7 +367,7 @@ class Bookkeeper:
         found: list[str | None] = []
         for g in range(len(matcher.groups) if stop > start else 0):
             blocks = matcher.needed(g, stop, start)
-            keys = matcher.slot_keys(g, answer.request.chain.keys(), blocks)
+            keys = matcher.names[g].of(answer.request.chain.keys(), blocks)
             found += [self._brought.pop(word, None) for word in keys.array[:, 1].tolist()]
         for tier, count in Counter(filter(None, found)).items():
             yield tier, (stop - start) * count // len(found)

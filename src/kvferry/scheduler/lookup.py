@@ -23,7 +23,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease, SlotState
 from kvferry.config import Config
 from kvferry.core.identity import scope
-from kvferry.core.keys import Key, KeyArray, KeyChain, Keys, masked_key
+from kvferry.core.keys import BlockNames, Key, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
 from kvferry.scheduler.tiering import GroupLookup, LowerTiers
 from kvferry.scheduler.transfers import (
@@ -77,13 +77,7 @@ class Lookup:
 
 
 class Matcher:
-    """Finds the longest hit that all groups can serve. Changes nothing.
-
-    Owns the cutting of a request's chain into block keys, in the current epoch::
-
-        chain    k0 k1 k2 k3 k4 k5 k6 k7      one key per hash block, each covers all before it
-        blocks   [    k3    ][    k7    ]     a block of four hash blocks has the last one's key
-    """
+    """Finds the longest hit that all groups can serve. Changes nothing. Owns the epoch."""
 
     def __init__(
         self, groups: Sequence[reach.Group], host: Pool, lower: LowerTiers, hash_tokens: int
@@ -103,11 +97,11 @@ class Matcher:
         self._has_states = any(isinstance(group, reach.RecurrentState) for group in self.groups)
         self._host = host
         self._lower = lower
-        self._ratios = [group.block_tokens // hash_tokens for group in self.groups]
         self.alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
         self._step = math.lcm(self.alignment, *(group.stop_tokens for group in self.groups))
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
-        self._masks: list[KeyArray | None] = []
+        self.names: list[BlockNames] = []
+        """How the blocks of each group are named in the present epoch."""
         self.begin_epoch(0)
         self.lookup = self._follow if self.is_full and not lower.tiers else self._survey
         """Find what is there, without claiming any of it: hits end ``spare_tokens`` early."""
@@ -116,41 +110,10 @@ class Matcher:
         """From now on the same blocks have other keys in the pool."""
         if epoch != self.epoch:
             self.epoch_before, self.epoch = self.epoch, epoch
-        scopes = [scope(epoch, g) for g in range(len(self.groups))]
-        self._masks = [np.frombuffer(mask, dtype="<u8") if any(mask) else None for mask in scopes]
-
-    # -- keys -----------------------------------------------------------------------------------
-
-    def slot_keys(self, group: int, keys: Keys, blocks: range) -> Keys:
-        """The pool keys of these blocks of a request."""
-        ratio, mask = self._ratios[group], self._masks[group]
-        if mask is None and ratio == 1 and blocks == range(len(keys.array)):
-            return keys
-        cut = slice((blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio)
-        return keys.part(cut, mask)
-
-    def all_keys(self, group: int, keys: Keys) -> Keys:
-        """The pool keys of every whole block of a request."""
-        return self.slot_keys(group, keys, range(len(keys.array) // self._ratios[group]))
-
-    def asked_keys(self, group: int, chain: KeyChain, num_keys: int | None) -> Keys:
-        """The pool keys of the whole blocks in the first ``num_keys`` of a chain, or in all."""
-        keys = chain.keys()
-        if num_keys is not None and num_keys < len(keys.array):
-            keys = keys[:num_keys]
-        if self._ratios[group] == 1 and self._masks[group] is None:
-            return keys
-        return self.slot_keys(group, keys, range(len(keys.array) // self._ratios[group]))
-
-    def scoped(self, group: int, keys: Keys) -> Keys:
-        """Chain keys, each at the end of one block, as the pool knows them in this epoch."""
-        return keys.masked(scope(self.epoch, group))
-
-    def key_before(self, group: int, keys: Keys, first: int) -> Key | None:
-        """The pool key of the block before this one, None at the start of the request."""
-        if not first:
-            return None
-        return masked_key(keys[first * self._ratios[group] - 1], scope(self.epoch, group))
+        self.names = [
+            BlockNames(group.block_tokens // self.hash_tokens, scope(epoch, g))
+            for g, group in enumerate(self.groups)
+        ]
 
     def has(self, key: Key) -> bool:
         """Whether this block is in the host, on its way there, or below it."""
@@ -175,11 +138,11 @@ class Matcher:
             return None
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens
-            at = (block + 1) * self._ratios[g] - 1
+            at = (block + 1) * self.names[g].ratio - 1
             if at < num_keys:
                 key = chain[at]
                 if g or self.epoch:  # else the mask is all zeros
-                    key = masked_key(key, scope(self.epoch, g))
+                    key = masked_key(key, self.names[g].mask)
                 state = self._host.state_of(key)
                 if state is not SlotState.CACHED:
                     is_coming = state is not SlotState.FREE
@@ -197,7 +160,7 @@ class Matcher:
         for g, group in enumerate(self.groups):
             size = group.block_tokens
             blocks = range(computed_tokens // size, -(-most // size))
-            asked.append(self.slot_keys(g, keys, blocks))
+            asked.append(self.names[g].of(keys, blocks))
             slots = self._host.lookup(asked[g]) if blocks else NO_SLOTS
             found.append(slots)
             longest = min(longest, (blocks.start + len(slots)) * size)
@@ -241,9 +204,9 @@ class Matcher:
         groups: list[GroupLookup] = []
         host: Present = []
         for g, group in enumerate(self.groups):
-            count = len(keys.array) // self._ratios[g]
+            count = len(keys.array) // self.names[g].ratio
             first = min(computed_tokens // group.block_tokens, count)
-            asked = self.slot_keys(g, keys, range(first, count))
+            asked = self.names[g].of(keys, range(first, count))
             here, cached = self._host.locate(asked)
             each = GroupLookup(first, asked, here, cached)
             groups.append(each)
@@ -336,7 +299,7 @@ class Matcher:
 
     def missing_at(self, g: int, keys: Keys, block: int) -> Missing:
         """A block of a request that is not here."""
-        key = self.slot_keys(g, keys, range(block, block + 1))[0]
+        key = self.names[g].of(keys, range(block, block + 1))[0]
         is_coming = self._host.state_of(key) is not SlotState.FREE
         return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
 
@@ -412,7 +375,7 @@ class Matcher:
         for g, group in enumerate(self.groups):
             end = -(-hoped.all_tokens // group.block_tokens)
             lacking = np.flatnonzero((unknown[g] & ~found.everywhere[g])[:end])
-            wanted.append(self.all_keys(g, found.keys).take(lacking).array)
+            wanted.append(self.names[g].all(found.keys).take(lacking).array)
         return Keys(np.concatenate(wanted))
 
     def to_promote(self, found: Lookup) -> list[GroupLookup]:
@@ -424,7 +387,7 @@ class Matcher:
             lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
-                before = self.key_before(g, found.keys, run.start) if run.start else None
+                before = self.names[g].before(found.keys, run.start) if run.start else None
                 runs.append(group.run(run, before, self._chained[g]))
         return runs
 

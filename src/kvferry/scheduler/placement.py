@@ -127,7 +127,7 @@ def placements(
     pools = [(HOST, pool)]
     pools += [(tier.name, tier.pool) for tier in lower.tiers if tier.pool is not None]
     for g, group in enumerate(matcher.groups):
-        chain = matcher.all_keys(g, keys)
+        chain = matcher.names[g].all(keys)
         places = tuple(TierBlocks.find(name, pool, chain) for name, pool in pools)
         is_chained = isinstance(group, reach.FullAttention)
         reached = _reached(chain, places, lower) if is_chained else len(chain)

@@ -123,7 +123,7 @@ class Requests:
 
     def leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
         """The leading slots of a request, as far as its hit goes: what is behind is not there."""
-        keys = self.matcher.all_keys(g, chain.keys())[:num_blocks]
+        keys = self.matcher.names[g].all(chain.keys())[:num_blocks]
         return self.pool.lookup(keys) if len(keys) else NO_SLOTS
 
 
@@ -281,7 +281,7 @@ class Request:
         num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
         evidence = evidence_of(self.hints) if self.hints is not None else None
         for g in range(len(sizes)):
-            keys = partial(matcher.asked_keys, g, self.chain, num_keys)
+            keys = partial(matcher.names[g].leading, self.chain, num_keys)
             found: SlotArray | Callable[[], SlotArray] | None = slots if not g else None
             if found is None and hit:
                 found = partial(requests.leading, g, self.chain, hit // sizes[g])

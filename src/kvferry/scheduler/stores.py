@@ -139,7 +139,7 @@ class Stores:
             return ()
         ordered = []
         for g, todo, blocks in parts:
-            slot_keys = self._matcher.slot_keys(g, keys, todo)
+            slot_keys = self._matcher.names[g].of(keys, todo)
             count = len(todo)
             if len(stored) == 1 and count > self._room(g):
                 count = self._fitting(g, slot_keys)
@@ -163,7 +163,7 @@ class Stores:
         for g, group in enumerate(self._matcher.groups):
             count = num_tokens // group.block_tokens
             if count > stored[g] and isinstance(group, reach.FullAttention):
-                slot_keys = self._matcher.slot_keys(g, keys, range(count))
+                slot_keys = self._matcher.names[g].of(keys, range(count))
                 if self._pool.known(slot_keys[-1:])[0]:
                     self._pool.touch(slot_keys)  # they are in use: keep them longer
                     stored[g] = count
@@ -193,7 +193,7 @@ class Stores:
             chosen = np.flatnonzero(wanted)
             asked = slot_keys.take(chosen)
             found = None if found is None else found[chosen]
-        parent = matcher.key_before(g, keys, todo.start) if chained and todo.start else None
+        parent = matcher.names[g].before(keys, todo.start) if chained and todo.start else None
         if parent is not None and not matcher.has(parent):
             return None  # the same, and it would push out what can be reached
         lease = self._pool.reserve(

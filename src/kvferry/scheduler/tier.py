@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.events import EventKind, EventLog
-from kvferry.cache.index import Index
 from kvferry.cache.policies.contract import EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import Lease
+from kvferry.cache.slots import Index, Lease
 from kvferry.core.keys import Key, Keys, Recovered
 from kvferry.errors import InputError
 from kvferry.scheduler.recovery import agreed, united, within

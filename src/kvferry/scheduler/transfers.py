@@ -262,8 +262,8 @@ class Transfers:
             keys=keys.array,
             within=config.promote_deadline if dst == HOST else config.store_deadline,
         )
-        leases = tuple([lease for lease in (reading, writing) if lease is not None])
-        self._moves.append(InFlight(transfer, leases))
+        leases = () if reading is None else (reading,)
+        self._moves.append(InFlight(transfer, leases if writing is None else (*leases, writing)))
         return transfer.id
 
     def ask(self, tier: TierName, keys: Keys) -> TransferId:
