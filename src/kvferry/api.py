@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache.reach import FullAttention, Group
-from kvferry.config import Config, refuse_unknown_keywords
+from kvferry.config import Config
 from kvferry.core.identity import Described, Namespace
 from kvferry.errors import ConfigError, InputError, LayoutError
 from kvferry.ferry import Ferry
@@ -93,7 +93,6 @@ Tensors = Mapping[str, Any] | Sequence[Any]
 """KV tensors of one group, in layer order, by name or not."""
 
 
-@refuse_unknown_keywords
 def attach(
     kv: Tensors | Sequence[Tensors],
     *,

@@ -13,13 +13,12 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, partial, wraps
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvferry.core.quantities import GiB, MiB, nearest, quoted, shown
 from kvferry.errors import ConfigError, UnknownSettingError
@@ -88,13 +87,13 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     """The file's name for messages, and its names and values: its table ``kvferry`` if it has one.
 
-    ConfigError where it cannot be read, is too large, is not of its kind, or says a name twice.
+    ConfigError where it cannot be read, is too large, or is not of its kind.
     """
     path = Path(path)
     where, suffix = _plain(str(path), _LONGEST_PATH), path.suffix.lower()
     parsers: dict[str, Callable[[str], object]] = {
         ".toml": tomllib.loads,
-        ".json": partial(json.loads, object_pairs_hook=_once_each),
+        ".json": json.loads,
     }
     if suffix not in parsers:
         raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
@@ -117,31 +116,13 @@ def _plain(name: str, most: int) -> str:
     return name if name.isprintable() and len(name) <= most else quoted(name)
 
 
-def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """As TOML does it: a name that is there twice is an error, not the last one's."""
-    names = Counter(name for name, _ in pairs)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(f"{quoted(name)} is there twice")
-    return dict(pairs)
-
-
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment variable that sets each setting, by the setting's name.
-
-    ConfigError where two spellings name one setting.
-    """
-    found: dict[str, str] = {}
-    for variable, value in env.items():
-        if _is_setting(variable, value):
-            name = variable.removeprefix(ENV_PREFIX).lower()
-            if name in found:
-                raise ConfigError(
-                    f"environment: {quoted(found[name])} and {quoted(variable)} are one setting "
-                    "spelt in two ways; unset one of them"
-                )
-            found[name] = variable
-    return found
+    """The environment variable that sets each setting, by the setting's name."""
+    return {
+        variable.removeprefix(ENV_PREFIX).lower(): variable
+        for variable, value in env.items()
+        if _is_setting(variable, value)
+    }
 
 
 def _is_setting(name: str, value: str) -> bool:
@@ -182,7 +163,6 @@ REMOVED = {
 }
 """Settings that are gone, and what replaced them."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -333,16 +313,6 @@ class Config:
         return cls(**_read(settings, "settings"))
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> Config:
-        """From a ``.toml`` or ``.json`` file: its table ``kvferry`` if it has one."""
-        return cls(**_read_file(path))
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
-        """From ``KVFERRY_HOST`` and its like; an empty variable counts as not set."""
-        return cls(**_read_env(os.environ if env is None else env))
-
-    @classmethod
     def load(
         cls,
         path: str | os.PathLike[str] | None = None,
@@ -409,26 +379,6 @@ def show(name: str, value: object) -> str:
     return _kind(name).show(value)
 
 
-def refuse_unknown_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """For a function that takes settings besides its own keywords: refuse other keywords by name.
-
-    They are checked before the call: Python would complain of a missing ``model``, not of
-    ``modle``.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    known += [f.name for f in fields(Config)]
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in known:
-                raise _unknown(function.__name__, "keyword", name, known)
-        return function(*args, **kwargs)
-
-    return call
-
-
 def _kind(name: str) -> Kind[Any]:
     return cast("Kind[Any]", Config.__dataclass_fields__[name].metadata["kind"])
 
@@ -439,7 +389,7 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
     read = {}
     for name, value in settings.items():
         if name not in known:
-            raise _unknown(source, "setting", name, known)
+            raise _unknown(source, name, known)
         try:
             read[name] = _kind(name).read(name, value)
         except ConfigError as error:
@@ -447,14 +397,14 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
     return read
 
 
-def _unknown(source: str, what: str, name: object, known: Sequence[str]) -> UnknownSettingError:
+def _unknown(source: str, name: object, known: Sequence[str]) -> UnknownSettingError:
     """The error for a name that does not exist, with the present or the nearest name."""
     if name in RENAMED:
         return UnknownSettingError(f"{source}: {name} is now called {RENAMED[str(name)]}")
     if name in REMOVED:
         return UnknownSettingError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
     return UnknownSettingError(
-        f"{source}: there is no {what} {quoted(name)}"
+        f"{source}: there is no setting {quoted(name)}"
         f"{nearest(str(name), known) or '; kvferry config --all lists the settings'}"
     )
 

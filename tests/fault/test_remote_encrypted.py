@@ -197,7 +197,7 @@ def test_the_key_comes_from_a_file_or_the_environment_and_is_shown_nowhere(tmp_p
     config = Config.from_dict({"remote": "s3://bucket", "remote_key_file": str(file)})
     assert config.remote_key({}) == secret
     env = {"KVFERRY_REMOTE": "s3://bucket", REMOTE_KEY_ENV: base64.b64encode(secret).decode()}
-    config = Config.from_env(env)
+    config = Config.load(None, env)
     assert config.remote_key(env) == secret
     assert env[REMOTE_KEY_ENV] not in repr(config)
 

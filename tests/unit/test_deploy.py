@@ -187,7 +187,7 @@ def config_of(container: dict[str, Any]) -> Config:
     assert env.pop(DISK_KEY_ENV, None) is None
     ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
     assert set(ours) <= {setting.env for setting in describe()}
-    return Config.from_env(ours)
+    return Config.load(None, ours)
 
 
 def check_memory(pod: dict[str, Any], container: dict[str, Any], more: int = 0) -> None:
@@ -290,7 +290,7 @@ def test_the_line_that_runs_the_container_is_whole_and_the_same_everywhere():
     words = docker_run((DEPLOY / "docker" / "Dockerfile").read_text())
     assert words == docker_run((ROOT / "docs" / "operations.md").read_text())
     (given,) = [word for word in words if word.startswith("KVFERRY_HOST=")]
-    config = Config.from_env(dict([given.split("=")]))
+    config = Config.load(None, dict([given.split("=")]))
     assert isinstance(config.host, int)
     assert config.host < parse_size(words[words.index("--memory") + 1].upper() + "iB")
     assert json.loads(words[-1])["kv_connector"] == "kvferry"

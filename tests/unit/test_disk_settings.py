@@ -66,8 +66,8 @@ def test_directories_are_read_from_a_text_or_a_list(value: object, paths: tuple[
         ({"disk_write_per_day": 0}, "disk_write_per_day: must be at least 1"),
         ({"disk_key_file": "key"}, "disk_key_file: expected a whole path"),
         ({"disk_key": "x"}, "there is no setting 'disk_key'; did you mean 'disk_key_file'?"),
-        ({"tiers": "disk:/mnt/a"}, "a disk has a setting of its own, disk = PATH"),
-        ({"disk": "/a", "tiers": "disk=memory:1GiB"}, "tiers: one is called disk"),
+        ({"tiers": "disk:/mnt/a"}, "a disk and a shared store have settings of their own"),
+        ({"disk": "/a", "tiers": "disk=memory:1GiB"}, "tiers: 2 tiers are called disk"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(settings: dict[str, Any], words: str) -> None:

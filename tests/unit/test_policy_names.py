@@ -34,7 +34,7 @@ def test_every_name_makes_its_policy() -> None:
 
 @pytest.mark.parametrize(("given", "read"), [(" LRU ", "lru"), ("lru", "lru"), (MINE, MINE)])
 def test_a_policy_is_read(given: str, read: str) -> None:
-    config = Config.from_env({"KVFERRY_POLICY": given})
+    config = Config.load(None, {"KVFERRY_POLICY": given})
     assert config.policy == read
     assert show("policy", config.policy) == read
     (setting,) = [each for each in describe() if each.name == "policy"]

@@ -73,8 +73,7 @@ def test_what_is_shown_reads_back(text):
     [
         (3, "expected tiers such as memory:2GiB"),
         ([3], "expected a tier such as memory:2GiB"),
-        ("memory", "memory needs SIZE: memory:SIZE"),
-        ("memory:", "memory needs SIZE"),
+        ("memory", "tiers: memory: expected a size"),
         ("memory:2G", "write GiB or GB"),
         ("memory:none", "expected a size"),
         ("memory:0", "at least 1 bytes"),

@@ -214,6 +214,18 @@ def one_of(*choices: str) -> Kind[str]:
     return Kind("|".join(choices), read)
 
 
+def matching(pattern: str, expected: str) -> Kind[str]:
+    """Text of this pattern; ``expected`` describes it."""
+
+    def read(name: str, value: object) -> str:
+        text = value.strip() if isinstance(value, str) else ""
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise ConfigError(f"{name}: expected {expected}, got {shown(value)}")
+        return text
+
+    return Kind(expected, read)
+
+
 def optional(kind: Kind[T]) -> Kind[T | None]:
     """The same kind, or None; files and the environment write None as "none"."""
     return _or(kind, None, "none")

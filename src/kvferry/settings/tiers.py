@@ -17,11 +17,20 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from kvferry.core.quantities import FACTORY, format_size, nearest, parse_size, quoted, shown
+from kvferry.core.quantities import FACTORY, nearest, quoted, shown
 from kvferry.errors import ConfigError
-from kvferry.settings.kinds import read_file_name, split_list
+from kvferry.settings.kinds import (
+    SIZE,
+    SIZE_OR_ZERO,
+    Kind,
+    matching,
+    one_of,
+    read_file_name,
+    split_list,
+)
 from kvferry.types import DEVICE, HOST, TierName
 
 _MOST_DIRECTORIES = 16
@@ -45,12 +54,31 @@ def read_directories(name: str, value: object) -> tuple[str, ...]:
 S3, GOOGLE, AZURE, FILES, MOONCAKE = "s3", "gs", "az", "file", "mooncake"
 STORE_KINDS = (S3, GOOGLE, AZURE, FILES, MOONCAKE)
 
-_OPTIONS = {
-    S3: ("endpoint", "region"),
-    GOOGLE: ("endpoint",),
-    AZURE: ("account", "endpoint"),
-    FILES: (),
-    MOONCAKE: ("metadata", "protocol", "device", "segment", "host"),
+P2P = "P2PHANDSHAKE"
+"""Mooncake's word for no metadata server: clients ask each other."""
+
+_URL = r"https?://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+)(:[1-9][0-9]{0,4})?(/\S*)?"
+_ANY = matching(r".+", "text")
+_ENDPOINT = matching(_URL, "http://HOST:PORT or https://HOST:PORT")
+_METADATA = matching(
+    rf"{P2P}|(https?|etcd|redis)://[^/\s]+\S*",
+    f"{P2P}, or the address of a metadata server such as http://MASTER:8080/metadata",
+)
+_OPTIONS: dict[str, dict[str, Kind[Any]]] = {
+    S3: {"endpoint": _ENDPOINT, "region": _ANY},
+    GOOGLE: {"endpoint": _ENDPOINT},
+    AZURE: {
+        "account": matching("[a-z0-9]{3,24}", "3 to 24 small letters and digits"),
+        "endpoint": _ENDPOINT,
+    },
+    FILES: {},
+    MOONCAKE: {
+        "metadata": _METADATA,
+        "protocol": one_of("tcp", "rdma"),
+        "device": _ANY,
+        "segment": SIZE_OR_ZERO,
+        "host": _ANY,
+    },
 }
 _EXAMPLES = (
     "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///DIRECTORY or "
@@ -62,13 +90,8 @@ _NO_SECRETS = (
     "Mooncake's Redis its password in MC_REDIS_PASSWORD"
 )
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", re.ASCII)
-_ACCOUNT = re.compile(r"[a-z0-9]{3,24}", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
 _MOST_PREFIX = 512
-
-P2P = "P2PHANDSHAKE"
-"""Mooncake's word for no metadata server: clients ask each other."""
-_METADATA = re.compile(r"(https?|etcd|redis)://[^/\s]+\S*")
 
 
 @dataclass(frozen=True)
@@ -105,82 +128,41 @@ def read_remote(name: str, value: object) -> RemoteAddress:
         raise ConfigError(f"{name}: {quoted(value)} is no address ({error})") from error
     if parts.scheme not in _OPTIONS:
         raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
-    options = dict(pairs)
+    kind, path, options = parts.scheme, unquote(parts.path).strip("/"), dict(pairs)
     if len(options) < len(pairs):
         raise ConfigError(f"{name}: every option may be given once, got {quoted(parts.query)}")
-    for option in options:
+    for option, text in options.items():
         if option == "pack":
             raise ConfigError(
                 f"{name}: the option pack was removed: every block is an object; where blocks are "
                 "small, a larger block size of the engine makes fewer objects"
             )
-        if option not in _OPTIONS[parts.scheme]:
+        takes = _OPTIONS[kind].get(option)
+        if takes is None:
             raise ConfigError(
-                f"{name}: {parts.scheme}:// has no option {quoted(option)}; options: "
-                f"{', '.join(_OPTIONS[parts.scheme]) or 'none'}"
+                f"{name}: {kind}:// has no option {quoted(option)}; options: "
+                f"{', '.join(_OPTIONS[kind]) or 'none'}"
             )
-    path = unquote(parts.path).strip("/")
-    if parts.scheme == MOONCAKE:
-        return _mooncake(name, parts.hostname or "", port, path, options)
-    return _bucket(name, parts.scheme, parts.netloc, path, options)
-
-
-def _bucket(
-    name: str, kind: str, bucket: str, prefix: str, options: Mapping[str, str]
-) -> RemoteAddress:
-    if kind == FILES and (bucket or not prefix):
+        options[option] = takes.show(takes.read(f"{name}: {option}", text))
+    if kind == MOONCAKE:
+        if not parts.hostname or not port or path:
+            raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got {quoted(value)}")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return RemoteAddress(kind, f"{host}:{port}", "", options)
+    if kind == FILES and (parts.netloc or not path):
         raise ConfigError(f"{name}: expected file:///DIRECTORY with its whole path")
-    if kind != FILES and not _BUCKET.fullmatch(bucket):
+    if kind != FILES and not _BUCKET.fullmatch(parts.netloc):
         raise ConfigError(
-            f"{name}: {quoted(bucket)} cannot be a bucket; names are 3 to 63 small letters, "
+            f"{name}: {quoted(parts.netloc)} cannot be a bucket; names are 3 to 63 small letters, "
             "digits, dots and hyphens"
         )
-    account = options.get("account")
-    if account is not None and not _ACCOUNT.fullmatch(account):
-        expected = "3 to 24 small letters and digits"
-        raise ConfigError(f"{name}: account: expected {expected}, got {shown(account)}")
-    is_path = _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/"))
-    if prefix and (len(prefix) > _MOST_PREFIX or not is_path):
+    is_path = _PREFIX.fullmatch(path) and not {".", ".."} & set(path.split("/"))
+    if path and (len(path) > _MOST_PREFIX or not is_path):
         raise ConfigError(
-            f"{name}: {quoted(prefix)} cannot be a prefix here; use letters, digits, . _ = - "
+            f"{name}: {quoted(path)} cannot be a prefix here; use letters, digits, . _ = - "
             f"and single slashes between them, at most {_MOST_PREFIX}"
         )
-    endpoint = options.get("endpoint")
-    if endpoint is not None and not _is_endpoint(endpoint):
-        expected = "http://HOST:PORT or https://HOST:PORT"
-        raise ConfigError(f"{name}: endpoint: expected {expected}, got {shown(endpoint)}")
-    return RemoteAddress(kind, bucket, prefix, options)
-
-
-def _is_endpoint(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that is not closed, an invalid port
-        return False
-
-
-def _mooncake(
-    name: str, host: str, port: int | None, path: str, options: dict[str, str]
-) -> RemoteAddress:
-    if not host or not port:
-        raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got no host or no port")
-    if path:
-        raise ConfigError(f"{name}: mooncake:// has no path, got {quoted(path)}")
-    protocol = options.get("protocol", "tcp")
-    if protocol not in ("tcp", "rdma"):
-        raise ConfigError(f"{name}: protocol: expected tcp or rdma, got {shown(protocol)}")
-    metadata = options.get("metadata", P2P)
-    if metadata != P2P and not _METADATA.fullmatch(metadata):
-        raise ConfigError(
-            f"{name}: metadata: expected {P2P}, or the address of a metadata server such as "
-            f"http://MASTER:8080/metadata, got {shown(metadata)}"
-        )
-    if "segment" in options:
-        size = parse_size(options["segment"], name=f"{name}: segment", minimum=0, needs_unit=True)
-        options["segment"] = format_size(size)
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return RemoteAddress(MOONCAKE, place, "", options)
+    return RemoteAddress(kind, parts.netloc, path, options)
 
 
 _MOST_TIERS = 8
@@ -239,12 +221,11 @@ def join_tiers(
     if remote is not None:
         factory = "kvferry.tiers.remote.tier:open_remote"
         joined.append(TierSpec(REMOTE, REMOTE, str(remote), factory))
-    own = [tier.name for tier in joined if tier.kind in (DISK, REMOTE)]
-    for tier in tiers:
-        if tier.name in own:
+    for name, count in Counter(tier.name for tier in joined).items():
+        if count > 1:
             raise ConfigError(
-                f"tiers: one is called {tier.name}, like the tier that the setting {tier.name} "
-                f"makes; give it another name, such as far={tier.name}..."
+                f"tiers: {count} tiers are called {name}; give them names of their own, such as "
+                f"far={name}..."
             )
     return tuple(joined)
 
@@ -252,14 +233,7 @@ def join_tiers(
 def read_tiers(name: str, value: object) -> tuple[TierSpec, ...]:
     """Tiers, nearest first, from one text with commas or from a list of texts."""
     parts = split_list(name, value, f"tiers such as {_EXAMPLE}", _MOST_TIERS)
-    tiers = tuple(_read_tier(name, part) for part in parts)
-    for taken, count in Counter(tier.name for tier in tiers).items():
-        if count > 1:
-            raise ConfigError(
-                f"{name}: {count} tiers are called {taken}; give them names of their own, such as "
-                f"far={next(tier for tier in tiers if tier.name == taken).kind}:..."
-            )
-    return tiers
+    return tuple(_read_tier(name, part) for part in parts)
 
 
 def show_tiers(tiers: tuple[TierSpec, ...]) -> str:
@@ -275,15 +249,22 @@ def _read_tier(setting: str, value: object) -> TierSpec:
     named = _NAMED.fullmatch(value.strip())
     own_name, told = (named[1].strip(), named[2].strip()) if named else ("", value.strip())
     word, _, options = told.partition(":")
-    kind = word.strip().lower()
-    if kind not in _KINDS:
-        spec = _read_own(setting, told, own_name)
-    else:
-        what = f"{setting}: {kind}"
-        if not options.strip():
-            raise ConfigError(f"{what} needs SIZE: {kind}:SIZE")
-        size = format_size(parse_size(options.strip(), name=what, needs_unit=True))
+    kind, own = word.strip().lower(), _OWN.fullmatch(told)
+    if kind in _KINDS:
+        size = SIZE.show(SIZE.read(f"{setting}: {kind}", options))
         spec = TierSpec(TierName(own_name or kind), kind, size, _KINDS[kind])
+    elif own is not None:  # a user's factory; it is looked up when the tier is opened
+        factory, options = own[1], (own[2] or "").strip()
+        spec = TierSpec(TierName(own_name or _default_name(factory)), factory, options, factory)
+    else:
+        hint = nearest(kind, tuple(_KINDS))
+        if kind in (DISK, REMOTE, *STORE_KINDS):
+            hint = "; a disk and a shared store have settings of their own, disk and remote"
+        raise ConfigError(
+            f"{setting}: there is no kind of tier {quoted(told)}{hint}; kinds: "
+            f"{', '.join(f'{name}:SIZE' for name in _KINDS)}; or a factory of your own: "
+            "package.module:function"
+        )
     if not _NAME.fullmatch(spec.name) or spec.name in _TAKEN:
         raise ConfigError(
             f"{setting}: a tier cannot be called {quoted(spec.name)}; names are small letters, "
@@ -291,22 +272,3 @@ def _read_tier(setting: str, value: object) -> TierSpec:
             f"NAME={quoted(told)[1:-1]}"
         )
     return spec
-
-
-def _read_own(setting: str, told: str, own_name: str) -> TierSpec:
-    """A user's factory; it is looked up when the tier is opened."""
-    own = _OWN.fullmatch(told)
-    if own is None:
-        word = told.partition(":")[0].strip().lower()
-        hint = nearest(word, tuple(_KINDS))
-        if word == DISK:
-            hint = "; a disk has a setting of its own, disk = PATH"
-        if word == REMOTE or word in STORE_KINDS:
-            hint = "; a shared store has a setting of its own, remote = URL"
-        raise ConfigError(
-            f"{setting}: there is no kind of tier {quoted(told)}{hint}; kinds: "
-            f"{', '.join(f'{name}:SIZE' for name in _KINDS)}; or a factory of your own: "
-            "package.module:function"
-        )
-    factory, options = own[1], (own[2] or "").strip()
-    return TierSpec(TierName(own_name or _default_name(factory)), factory, options, factory)

@@ -64,7 +64,7 @@ def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
 def _rows(file: Path | None) -> list[dict[str, Any]]:
     loaded = Config.load(file, os.environ)
     path = str(file) if file is not None else os.environ.get(CONFIG_FILE_ENV, "")
-    in_file = Config.from_file(path) if path else Config()
+    in_file = Config.load(path, {}) if path else Config()
     in_env, defaults = variables(os.environ), Config()
     keys = ("name", "default", "accepts", "env", "help", "basic")
     rows = []
