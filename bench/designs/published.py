@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.transfer.driver import Driver
+from kvferry.transfer.driver import IN_STREAM_ORDER, Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, descriptors
@@ -54,7 +54,10 @@ class PublishedPath(Path):
         count = len(job.device_blocks) * job.layout.num_segments
         small = segment < MAX_KERNEL_SEGMENT and count >= MIN_DESCRIPTORS
         if job.direction is not Direction.LOAD or not small:
+            # It lets a load's source be read at any time: CU_MEMCPY_SRC_ACCESS_ORDER_ANY.
+            IN_STREAM_ORDER.source_order = 3 if job.direction is Direction.LOAD else 1
             self._dma.enqueue(job, stream, ready)
+            IN_STREAM_ORDER.source_order = 1
             return
         external: Any = torch.cuda.ExternalStream(stream)
         with torch.cuda.stream(external):

@@ -17,7 +17,7 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry.transfer.driver import Addresses, Driver, SourceOrder
+from kvferry.transfer.driver import Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.direct import DmaPath
 
@@ -43,7 +43,6 @@ class Mutant(FakeDriver):
     """Streams that do not wait for what was recorded on the ``ignored`` ones; all, if empty."""
     ignored: frozenset[int] = frozenset()
     hasty = False
-    order_of: dict[SourceOrder, SourceOrder] | None = None
 
     def record_event(self, event: int, stream: int) -> None:
         super().record_event(event, stream)
@@ -64,12 +63,6 @@ class Mutant(FakeDriver):
 
     def event_is_done(self, event: int) -> bool:
         return self.hasty or super().event_is_done(event)
-
-    def copy_batch_async(
-        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
-    ) -> None:
-        order = (self.order_of or {}).get(order, order)
-        super().copy_batch_async(dsts, srcs, sizes, order, stream)
 
 
 def right(rig: Rig, driver: Mutant) -> None:
@@ -116,15 +109,8 @@ def receipts_do_not_wait(rig: Rig, driver: Mutant) -> None:
     driver.hasty = True
 
 
-def orders_are_swapped(rig: Rig, driver: Mutant) -> None:
-    driver.order_of = {
-        SourceOrder.STREAM: SourceOrder.ANY,
-        SourceOrder.ANY: SourceOrder.STREAM,
-    }
-
-
-def stores_read_in_any_order(rig: Rig, driver: Mutant) -> None:
-    driver.order_of = {SourceOrder.STREAM: SourceOrder.ANY}
+def batches_read_early(rig: Rig, driver: Mutant) -> None:
+    driver.reads_early = True
 
 
 def store_after_compute_wrote(rig: Rig) -> bool:
@@ -249,7 +235,6 @@ def stores_whose_ids_are_late(rig: Rig) -> bool:
 Scenario = Callable[[Rig], bool]
 AROUND: tuple[Scenario, ...] = (load_of_all, store_around_the_ring, stores_whose_ids_are_late)
 """Those whose jobs are larger than the ring."""
-BATCHED = ("dma", "kernels")
 SCENARIOS: list[Scenario] = [
     store_after_compute_wrote,
     load_after_compute_read,
@@ -265,8 +250,7 @@ CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = 
     (load_does_not_wait, load_after_compute_read, tuple(PATHS)),
     (compute_does_not_wait, compute_after_load, tuple(PATHS)),
     (receipts_do_not_wait, receipt_after_bytes, tuple(PATHS)),
-    (orders_are_swapped, store_after_compute_wrote, ("dma",)),
-    (stores_read_in_any_order, store_after_compute_wrote, BATCHED),
+    (batches_read_early, store_after_compute_wrote, ("dma", "kernels")),
     (kernels_do_not_wait_for_compute, stores_behind_each_other, KERNELS),
     (nobody_waits_for_kernels, store_from_an_idle_card, KERNELS),
     (nobody_waits_for_a_free_slot, store_around_the_ring, KERNELS),
@@ -309,15 +293,6 @@ def test_dropping_one_promise_corrupts_and_is_seen(
     mutate: Callable[[Rig, Mutant], None], scenario: Scenario, path: str
 ) -> None:
     assert not all(outcome(scenario, mutate, path, seed) for seed in SEEDS)
-
-
-def test_only_loads_are_read_in_any_order() -> None:
-    rig = Rig(path="dma")
-    rig.store([0], [0])
-    rig.drain_ok()
-    rig.load([0], [1])
-    rig.drain_ok()
-    assert rig.driver.orders == [SourceOrder.STREAM, SourceOrder.ANY]
 
 
 def test_a_copy_does_not_wait_for_compute_queued_after_it() -> None:

@@ -11,7 +11,7 @@ from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig, both
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver import Addresses, BatchForm, SourceOrder
+from kvferry.transfer.driver import Addresses, BatchForm
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.direct import DmaPath
 from kvferry.types import Outcome
@@ -78,10 +78,10 @@ class Spiteful(FakeDriver):
         super().copy_async(dst, src, num_bytes, stream)
 
     def copy_batch_async(
-        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
+        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, stream: int
     ) -> None:
         self._count_down()
-        super().copy_batch_async(dsts, srcs, sizes, order, stream)
+        super().copy_batch_async(dsts, srcs, sizes, stream)
 
     def _count_down(self) -> None:
         if self.copies_until_refusal:

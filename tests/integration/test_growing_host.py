@@ -13,7 +13,6 @@ from kvferry.cache.reach import FullAttention
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError, InputError
 from kvferry.ferry import Ferry
-from kvferry.hostmem.growth import GrowthState
 from kvferry.types import Rank
 
 BLOCKS, BLOCK_TOKENS = 64, 16
@@ -41,7 +40,7 @@ def test_copies_during_growth_are_bit_exact() -> None:
         assert ferry._rank.host.growth.wait(60)
         ferry.poll()
         assert ferry.stats().pool.unready == 0
-        assert ferry.host_stats().progress is GrowthState.DONE
+        assert ferry.host_stats().is_whole
         assert ferry.host_stats().ready_slots == ferry.stats().pool.total
 
 

@@ -16,7 +16,6 @@ from kvferry.transfer.driver import (
     BatchForm,
     Driver,
     Priority,
-    SourceOrder,
 )
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 801: b"CUDA_ERROR_NOT_SUPPORTED"}
@@ -138,15 +137,13 @@ def test_the_form_follows_the_driver_not_a_header(
     assert driver.batch_form is form
     if logged is None:
         with pytest.raises(DriverError) as caught:
-            driver.copy_batch_async(*ARRAYS, SourceOrder.STREAM, 0x500)
+            driver.copy_batch_async(*ARRAYS, 0x500)
         assert caught.value.unsupported
         return
-    driver.copy_batch_async(*ARRAYS, SourceOrder.STREAM, 0x500)
-    driver.copy_batch_async(*ARRAYS, SourceOrder.ANY, 0x500)
+    driver.copy_batch_async(*ARRAYS, 0x500)
     dsts, srcs, sizes = (array.ctypes.data for array in ARRAYS)
     assert library.called(logged) == [
         (dsts, srcs, sizes, 2, 1, 1, 0x500),
-        (dsts, srcs, sizes, 2, 3, 1, 0x500),
     ]
 
 
@@ -166,7 +163,7 @@ def test_the_fail_index_is_read_where_there_is_one() -> None:
     driver = Driver(library)
     library.codes["batch"] = 1
     with pytest.raises(DriverError, match="copy 1: 16 bytes from 0x200 to 0x80"):
-        driver.copy_batch_async(*ARRAYS, SourceOrder.STREAM, 0x500)
+        driver.copy_batch_async(*ARRAYS, 0x500)
 
 
 def test_streams_are_non_blocking_and_urgent_in_the_drivers_own_range() -> None:
@@ -240,7 +237,7 @@ def test_read_only_arrays_are_passed_without_a_copy() -> None:
     a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
     for array in fixed:
         array.flags.writeable = False
-    Driver(library).copy_batch_async(a, b, c, SourceOrder.STREAM, 0x500)
+    Driver(library).copy_batch_async(a, b, c, 0x500)
     ((dsts, srcs, sizes, *_),) = library.called("batch 13000")
     assert [dsts, srcs, sizes] == [array.ctypes.data for array in fixed]
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer.driver import SourceOrder
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths import direct
@@ -30,9 +29,7 @@ class Recorder:
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         self.copies.append((dst, src, num_bytes))
 
-    def copy_batch_async(
-        self, dsts: Any, srcs: Any, sizes: Any, order: SourceOrder, stream: int
-    ) -> None:
+    def copy_batch_async(self, dsts: Any, srcs: Any, sizes: Any, stream: int) -> None:
         self.copies += zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True)
 
 

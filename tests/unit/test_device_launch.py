@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_uint, c_void_p
@@ -16,7 +15,9 @@ from kvferry.errors import DriverError
 from kvferry.transfer.kernels import launch
 from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, CudaLauncher, Variant
 from kvferry.transfer.paths import opening
-from kvferry.transfer.paths.opening import COMMON, open_launcher, open_paths
+from kvferry.transfer.paths.kernel import KernelPath
+from kvferry.transfer.paths.opening import open_launcher, open_paths
+from kvferry.transfer.paths.staged import StagedPath
 
 
 class Library:
@@ -49,34 +50,23 @@ class Library:
         return 0
 
 
-@pytest.mark.parametrize("broken", [None, COMMON[1]])
-def test_kernels_are_compiled_once_side_by_side_and_unloaded(
-    broken: Variant | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_once_and_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Variant] = []
-    together = threading.Barrier(len(COMMON) - 1)  # none of them ends before the others have begun
 
     def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
         compiled.append(variant)
-        if len(compiled) > 1:
-            together.wait(60.0)
-        if variant == broken:
-            raise DriverError("no compiler for this card", unsupported=True)
         return repr(variant).encode(), b"copy_rows"
 
     monkeypatch.setattr(launch, "compile_for", compile_for)
     library: Any = Library()
     launcher = CudaLauncher(library)
-    if broken is None:
-        launcher.prepare_all(COMMON)
-        launches = {launcher.prepare(variant) for variant in COMMON}
-        assert len(launches) == len(compiled) == len(COMMON)
-        assert sorted(library.loaded) == sorted(repr(variant).encode() for variant in COMMON)
-    else:
-        with pytest.raises(DriverError, match="no compiler"):
-            launcher.prepare_all(COMMON)
+    common = [KernelPath.COMMON, StagedPath.COMMON]
+    launches = {launcher.prepare(variant) for variant in 2 * common}
+    assert compiled == common
+    assert len(launches) == 2
+    assert library.loaded == [repr(variant).encode() for variant in common]
     launcher.close()
-    assert sorted(library.unloaded) == list(range(1, len(library.loaded) + 1))
+    assert sorted(library.unloaded) == [1, 2]
 
 
 LAUNCH_KERNEL = CFUNCTYPE(
@@ -119,8 +109,8 @@ def test_a_launch_passes_every_address_whole(monkeypatch: pytest.MonkeyPatch) ->
     }
     arguments = CopyArguments(**values)
     stream = 0x5555_0123_4560
-    launcher.prepare(COMMON[0])(66, arguments, stream)
-    threads = 32 * COMMON[0].warps
+    launcher.prepare(KernelPath.COMMON)(66, arguments, stream)
+    threads = 32 * KernelPath.COMMON.warps
     grid = [66, 1, 1, threads, 1, 1, 0]
     assert library.seen == [0x7F00_1234_5678, grid, stream, list(values.values()), False]
     launcher.close()
@@ -134,7 +124,7 @@ def test_the_driver_copies_where_kernels_cannot_be_compiled(
         def __init__(self, driver: object) -> None:
             pass
 
-        def prepare_all(self, variants: object) -> None:
+        def prepare(self, variant: object) -> None:
             if not can_compile:
                 raise DriverError("no compiler for this card", unsupported=True)
 

@@ -58,9 +58,9 @@ FAST = DriveFacts("", True, 3.5 * GiB, 3.0 * GiB)
 KEY = base64.b64encode(bytes(32)).decode()
 
 
-def machine(files: Mapping[str, str] | None = None, memlock: int | None = None, **env: Any):
+def machine(files: Mapping[str, str] | None = None, **env: Any):
     said = {name: value for name, value in {"PYTHONHASHSEED": "0", **env}.items() if value}
-    return Machine(read={**FILES, **(files or {})}.get, memlock=lambda: memlock, env=said)
+    return Machine(read={**FILES, **(files or {})}.get, env=said)
 
 
 def keyed(key: str) -> Machine:
@@ -123,7 +123,7 @@ def test_a_fit_machine_is_ok_in_every_line():
     findings = json.loads(result.output)["findings"]
     assert [finding["name"] for finding in findings] == [
         *("python", "settings", "gpu", "driver", "batch copy", "link", "numa", "torch", "triton"),
-        *("host memory", "container", "locked memory", "/dev/shm", "huge pages"),
+        *("host memory", "container", "/dev/shm", "huge pages"),
         *("disk /", "disk /: space", "disk /: drive", "disk encryption", "disk checksums"),
         *("vllm", "connector", "hash seed"),
     ]
@@ -131,7 +131,7 @@ def test_a_fit_machine_is_ok_in_every_line():
     assert words["disk /: drive"] == "3.5GiB/s read, 3GiB/s written"
     assert words["disk /: space"] == "100GiB free of 200GiB; up to 64GiB will be used"
     assert words["driver"] == "580.95.05, for CUDA up to 13.0"
-    assert "17 ok, 0 warn, 0 fail" in CliRunner().invoke(kvferry, ["doctor"], obj=FIT).output
+    assert "16 ok, 0 warn, 0 fail" in CliRunner().invoke(kvferry, ["doctor"], obj=FIT).output
 
 
 def test_tiers_are_opened_and_closed_again(monkeypatch):
@@ -147,7 +147,6 @@ def test_tiers_are_opened_and_closed_again(monkeypatch):
 W, F = Grade.WARN, Grade.FAIL
 THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 UNKNOWN = Machine(read=lambda path: None, env={})
-LOW = {"machine": machine(memlock=8 * MiB)}
 SICK = (
     ("tier store", F, "correct the setting tiers", on({"tiers": "no_such_package.store:open_it"})),
     ("python", F, "3.10 to 3.14", on(python=(3, 9))),
@@ -173,8 +172,6 @@ SICK = (
     ),
     ("host memory", F, "8GiB", on({"host": "auto"}, machine=UNKNOWN)),
     ("host memory", W, "check it yourself", on({"host": "100TiB"}, machine=UNKNOWN)),
-    ("locked memory", W, "ulimit -l unlimited", on(**LOW)),
-    ("locked memory", W, "ulimit -l unlimited", on({"host_pin": "required"}, **LOW)),
     ("/dev/shm", W, "--shm-size", on(room=lambda path: (64 * MiB, 64 * MiB))),
     ("/dev/shm", F, "medium: Memory", on(room=lambda path: None)),
     ("huge pages", W, "echo madvise", on(machine=machine({THP: "always madvise [never]"}))),

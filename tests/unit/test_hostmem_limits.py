@@ -1,4 +1,4 @@
-"""What a machine can give, on machines of our own making: RAM, cgroups, locked memory, nodes."""
+"""What a machine can give, on machines of our own making: RAM, cgroups, nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvferry.hostmem.limits import (
     Placement,
     find_placement,
     parse_list,
-    pin_advice,
     run_near,
     shortage,
     size_for,
@@ -30,7 +29,6 @@ def machine(
     left: int = 48 * GiB,
     files: dict[str, str] | None = None,
     cgroup: str = "",
-    memlock: int | None = None,
     env: dict[str, str] | None = None,
 ) -> Machine:
     texts = {
@@ -38,7 +36,7 @@ def machine(
         "/proc/self/cgroup": cgroup,
         **(files or {}),
     }
-    return Machine(read=texts.get, memlock=lambda: memlock, env=env or {})
+    return Machine(read=texts.get, env=env or {})
 
 
 def v2(path: str, limit: str, used: int, cache: int = 0, high: str = "max") -> dict[str, str]:
@@ -125,7 +123,7 @@ def test_auto_leaves_a_margin_and_shares_with_the_other_ranks() -> None:
 
 
 def test_auto_on_a_machine_that_says_nothing_is_refused() -> None:
-    dumb = Machine(read=lambda path: None, memlock=lambda: None, env={})
+    dumb = Machine(read=lambda path: None, env={})
     with pytest.raises(ConfigError, match="give a size such as 8GiB"):
         size_for(AUTO, dumb)
     assert size_for(GiB, dumb) == GiB
@@ -141,13 +139,6 @@ def test_growth_may_use_half_the_margin_but_not_more() -> None:
     assert shortage(machine(left=margin), margin // 2 - MiB) == ""
     words = shortage(machine(left=margin), margin // 2 + MiB)
     assert "the machine's memory has only 3.2 GiB left of 64.0 GiB" in words
-
-
-def test_a_low_limit_on_locked_memory_is_named_with_its_remedy() -> None:
-    words = pin_advice(machine(memlock=8 * MiB), 32 * GiB)
-    assert "may lock 8MiB of memory (RLIMIT_MEMLOCK), 32.0 GiB were asked for" in words
-    assert "ulimit -l unlimited" in words
-    assert "not the cause" in pin_advice(machine(memlock=None), 32 * GiB)
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("", 1), ("4", 4), ("0", 1), ("many", 1)])

@@ -24,13 +24,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
-from kvferry.hostmem.limits import Machine, Placement, pin_advice, run_near, shortage
+from kvferry.hostmem.limits import Machine, Placement, run_near, shortage
 from kvferry.hostmem.slots import HUGE_PAGE, HostTier, populate
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ _BUSY_BATCH = 4
 _LOOK_AGAIN_SECONDS = 0.005
 _FAR_AHEAD_SECONDS = 0.05  # rarely: such a rest may last for hours, on the engine's interpreter
 _CLOSE_SECONDS = 30.0
-_NUM_REPORTS = 4  # lines of progress in the log
 
 
 class Registrar(Protocol):
@@ -82,44 +81,39 @@ class Pin(Enum):
     NEVER = "never"  # do not try
 
 
-class GrowthState(Enum):
-    """How far a growth is."""
-
-    GROWING = "growing"
-    DONE = "done"
-    STOPPED = "stopped"  # before its end: by a fault, a shortage or close
-
-
 @dataclass(frozen=True)
 class GrowthStats:
     """A snapshot of one rank's host memory.
 
-    ``rest_seconds`` is the time for which growth paused for a busy model; ``reason`` says why the
-    growth stopped or why the memory is not pinned.
+    ``reason`` says why the growth stopped or why the memory is not pinned.
     """
 
-    progress: GrowthState
     asked_bytes: int
     ready_bytes: int
-    pinned_bytes: int
     num_slots: int
     ready_slots: int
+    is_pinned: bool
+    is_growing: bool
     seconds: float
-    rest_seconds: float
     placement: str
     reason: str = ""
 
     @property
-    def is_pinned(self) -> bool:
-        return self.pinned_bytes > 0
+    def is_whole(self) -> bool:
+        return self.ready_slots == self.num_slots
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.ready_bytes if self.is_pinned else 0
 
     def __str__(self) -> str:
         rate = self.ready_bytes / max(self.seconds, 1e-9) / 1e9
         ready, asked = self.ready_bytes / GiB, self.asked_bytes / GiB
         pinned = "pinned" if self.is_pinned else "not pinned"
+        state = "growing" if self.is_growing else "done" if self.is_whole else "stopped"
         line = (
             f"{ready:.2f} of {asked:.2f} GiB ready after {self.seconds:.2f} s ({rate:.1f} GB/s), "
-            f"{pinned}, {self.placement}, {self.progress.value}"
+            f"{pinned}, {self.placement}, {state}"
         )
         return f"{line}: {self.reason}" if self.reason else line
 
@@ -166,11 +160,9 @@ class Growth:
         self._closing = False
         self._done = bytearray(len(self._chunks))
         self._num_prefix = 0  # chunks from the first on that are ready
-        self._registered: dict[int, int] = {}  # address: bytes
-        self._progress = GrowthState.GROWING
+        self._registered: set[int] = set()  # by address
         self._reason = ""
         self._seconds = 0.0
-        self._rest_seconds = 0.0
         self._rest_until = 0.0
         self._began = time.monotonic()
         self._make_first_ready()
@@ -195,19 +187,17 @@ class Growth:
         return self._registrar is not None
 
     def stats(self) -> GrowthStats:
-        with self._lock:
-            return GrowthStats(
-                progress=self._progress,
-                asked_bytes=self._chunks.num_bytes,
-                ready_bytes=self._ready_bytes,
-                pinned_bytes=sum(self._registered.values()),
-                num_slots=self._chunks.num_slots,
-                ready_slots=self.ready_slots,
-                seconds=self._seconds or time.monotonic() - self._began,
-                rest_seconds=self._rest_seconds,
-                placement=self._placement.words,
-                reason=self._reason,
-            )
+        return GrowthStats(
+            asked_bytes=self._chunks.num_bytes,
+            ready_bytes=self._ready_bytes,
+            num_slots=self._chunks.num_slots,
+            ready_slots=self.ready_slots,
+            is_pinned=self.is_pinned and bool(self._num_prefix),
+            is_growing=not self._finished.is_set(),
+            seconds=self._seconds or time.monotonic() - self._began,
+            placement=self._placement.words,
+            reason=self._reason,
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until growth has ended; False if ``timeout`` seconds passed before."""
@@ -254,8 +244,7 @@ class Growth:
         try:
             self._register(0)
         except Exception as error:
-            advice = pin_advice(self._machine or Machine(), self._chunks.num_bytes)
-            words = f"host memory cannot be pinned ({error}): {advice}"
+            words = f"host memory cannot be pinned: {error}"
             if self._pin is Pin.REQUIRED:
                 raise ConfigError(f"host_pin: required, but {words}") from error
             self._reason, self._registrar = words, None
@@ -304,7 +293,6 @@ class Growth:
 
     def _rest(self) -> None:
         """Return when the rest is over and more memory is needed, or the model is idle."""
-        began = time.monotonic()
         while self._busy() and not self._stop.is_set():
             left = self._rest_until - time.monotonic()
             if left > 0:
@@ -313,8 +301,6 @@ class Growth:
                 self._stop.wait(_FAR_AHEAD_SECONDS)
             else:
                 break
-        with self._lock:
-            self._rest_seconds += time.monotonic() - began
 
     def _is_far_ahead(self) -> bool:
         if self._wanted is None or self._registrar is None:
@@ -385,17 +371,13 @@ class Growth:
         address = int(self._bytes.ctypes.data) + chunk.start
         self._registrar.register_host(address, chunk.num_bytes)
         with self._lock:
-            self._registered[address] = chunk.num_bytes
+            self._registered.add(address)
 
     def _mark_ready(self, index: int) -> None:
         with self._lock:
-            before = self._num_prefix
             self._done[index] = True
             while self._num_prefix < len(self._done) and self._done[self._num_prefix]:
                 self._num_prefix += 1
-            parts = [n * _NUM_REPORTS // len(self._done) for n in (before, self._num_prefix)]
-        if parts[0] < parts[1] < _NUM_REPORTS:
-            log.info("host memory: %s", self.stats())
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -410,10 +392,9 @@ class Growth:
         end = int(self._bytes.ctypes.data) + self._ready_bytes
         self._unregister([address for address in self._registered if address >= end])
         self._seconds = time.monotonic() - self._began
-        whole = self._num_prefix == len(self._chunks)
-        self._progress = GrowthState.DONE if whole else GrowthState.STOPPED
         if not self._closing:
-            log.log(logging.INFO if whole else logging.WARNING, "host memory: %s", self.stats())
+            stats = replace(self.stats(), is_growing=False)
+            log.log(logging.INFO if stats.is_whole else logging.WARNING, "host memory: %s", stats)
         self._finished.set()
 
     def _unregister(self, addresses: list[int]) -> None:
@@ -424,4 +405,4 @@ class Growth:
             except Exception as error:  # the others must still be given back
                 log.warning("host memory stays registered: %s", error)
             with self._lock:
-                self._registered.pop(address, None)
+                self._registered.discard(address)

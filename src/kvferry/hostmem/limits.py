@@ -1,4 +1,4 @@
-"""What this machine can give: memory, its container's limits, pinning, pages near the GPU.
+"""What this machine can give: memory, its container's limits, pages near the GPU.
 
 All of it is read through :class:`Machine`, so that a test can be any machine. The kernel does not
 refuse memory that is not there: it lets a process touch it and then kills one. So the limits are
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -40,12 +39,6 @@ def read_text(path: str) -> str | None:
         return None
 
 
-def read_memlock() -> int | None:
-    """Most bytes this process may lock; None: no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 @dataclass(frozen=True)
 class Limit:
     """One bound on memory: its name, total and free bytes, and the remedy that lifts it."""
@@ -70,7 +63,6 @@ class Machine:
     """Reads the machine's limits. Owns nothing; every answer is read anew."""
 
     read: ReadText = read_text
-    memlock: Callable[[], int | None] = read_memlock
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def limits(self) -> list[Limit]:
@@ -170,18 +162,6 @@ def shortage(machine: Machine, num_bytes: int) -> str:
                 f"{_shown(limit.margin // 2)} must stay free. Remedy: {limit.remedy}"
             )
     return ""
-
-
-def pin_advice(machine: Machine, asked: int) -> str:
-    """What may have kept the driver from pinning ``asked`` bytes, and the remedy."""
-    memlock = machine.memlock()
-    if memlock is not None and memlock < asked:
-        return (
-            f"this process may lock {_shown(memlock)} of memory (RLIMIT_MEMLOCK), "
-            f"{_shown(asked)} were asked for. Remedy: raise it (ulimit -l unlimited, docker run "
-            "--ulimit memlock=-1, systemd LimitMEMLOCK=infinity)"
-        )
-    return "the limit on locked memory (RLIMIT_MEMLOCK) is not the cause"
 
 
 def _shown(num_bytes: int) -> str:

@@ -26,7 +26,6 @@ from kvferry.hostmem.slots import (
     map_memory,
 )
 from kvferry.settings.kinds import Auto
-from kvferry.types import HOST, TierName
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Without the seals a process that opens the file can truncate it: a SIGBUS in every rank."""
@@ -182,7 +181,6 @@ class HostMemory(Closing):
         num_ranks: int | None = None,
         machine: Machine | None = None,
         shared: SharedMemory | None = None,
-        name: TierName = HOST,
         chunk_bytes: int = CHUNK_BYTES,
         num_threads: int | None = None,
     ) -> None:
@@ -215,7 +213,7 @@ class HostMemory(Closing):
                 f"{slot_bytes} bytes every {chunks.pitch}. All ranks must share one layout"
             )
         memory = shared if shared is not None else PrivateMemory(chunks.num_bytes)
-        self.tier = HostTier(chunks.num_slots, slot_bytes, name=name, chunks=chunks, memory=memory)
+        self.tier = HostTier(chunks.num_slots, slot_bytes, chunks=chunks, memory=memory)
         self._shared = shared
         self.growth = Growth(
             self.tier,

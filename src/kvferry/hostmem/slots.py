@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import ClosedError, ConfigError, InputError
-from kvferry.types import HOST, TierName
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -183,12 +182,10 @@ class HostTier:
         num_slots: int,
         slot_bytes: int,
         *,
-        name: TierName = HOST,
         chunks: Chunks | None = None,
         memory: Memory | None = None,
     ) -> None:
         """``memory`` (default: private) holds the slots as ``chunks`` lays them out."""
-        self.name = name
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.chunks = chunks if chunks is not None else Chunks.lay_out(num_slots, slot_bytes)
@@ -212,14 +209,14 @@ class HostTier:
     def rows(self) -> Bytes:
         """All slots, one row each; writing to a row writes the slot."""
         if self._rows is None:
-            raise ClosedError(f"tier {self.name} is closed")
+            raise ClosedError("the host memory is closed")
         return self._rows
 
     @property
     def bytes(self) -> Bytes:
         """All of the memory, also the bytes between slots."""
         if self._bytes is None:
-            raise ClosedError(f"tier {self.name} is closed")
+            raise ClosedError("the host memory is closed")
         return self._bytes
 
     @property

@@ -353,7 +353,7 @@ class TierMover:
             raise ClosedError(f"the mover for tier {self._tier.name} is closed")
 
     def _batch(self, transfer: Transfer) -> Batch:
-        host, lower = self._host.name, self._tier.name
+        host, lower = HOST, self._tier.name
         if (transfer.src, transfer.dst) == (host, lower):
             way, slots, places = Way.WRITE, transfer.src_slots, transfer.dst_slots
         elif (transfer.src, transfer.dst) == (lower, host):

@@ -71,17 +71,6 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 """Entry points and their signatures. Without them ctypes cuts addresses to 32 bits."""
 
 
-class SourceOrder(Enum):
-    """When a batch copy may read its source. The write always lands in stream order.
-
-    ANY allows the read before earlier waits on the stream, even at call time: only for a source
-    that is not being written.
-    """
-
-    STREAM = 1
-    ANY = 3
-
-
 class Priority(Enum):
     """How urgent a stream's work is beside the model's."""
 
@@ -132,6 +121,10 @@ _BATCH_ARGUMENTS = (
     POINTER(c_size_t),  # index of the first copy each attribute holds for
     c_size_t,  # number of attributes
 )
+IN_STREAM_ORDER = MemcpyAttributes(source_order=1)
+"""The source is read behind the stream's waits. Orders that allow an earlier read are for sources
+that do not change: a store under one of them would read half-written blocks."""
+
 BATCH_WITH_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, POINTER(c_size_t), c_void_p)
 BATCH_WITHOUT_FAIL_INDEX = ctypes.CFUNCTYPE(c_int, *_BATCH_ARGUMENTS, c_void_p)
 
@@ -343,18 +336,17 @@ class Driver:
             self.check(code, f"cuMemcpyAsync({num_bytes} bytes from {src:#x} to {dst:#x})")
 
     def copy_batch_async(
-        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
+        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, stream: int
     ) -> None:
         """Queue many copies in one call; the arrays are read during the call only."""
         if self._batch is None:
             raise DriverError("this driver has no cuMemcpyBatchAsync", code=500, unsupported=True)
-        attributes = MemcpyAttributes(source_order=order.value)
         arguments: list[Any] = [
             _address(dsts),
             _address(srcs),
             _address(sizes),
             len(sizes),
-            byref(attributes),
+            byref(IN_STREAM_ORDER),
             byref(c_size_t(0)),
             1,
         ]
@@ -363,7 +355,7 @@ class Driver:
             arguments.append(byref(failed))
         code = self._batch(*arguments, stream)
         if code:
-            asked = f"{len(sizes)} copies, {order.name}, stream {stream:#x}"
+            asked = f"{len(sizes)} copies, stream {stream:#x}"
             if failed.value < len(sizes):
                 i = failed.value
                 asked += f"; copy {i}: {sizes[i]} bytes from {srcs[i]:#x} to {dsts[i]:#x}"

@@ -395,12 +395,6 @@ class LayerParts:
     def __len__(self) -> int:
         return len(self.parts)
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The share of a block that has landed with no part, with the first, and so on."""
-        sizes = [0, *(part.layout.block_bytes for part in self.parts)]
-        return tuple((np.cumsum(sizes) / sum(sizes)).tolist())
-
     def last_of(self, layout: GroupLayout, tensors: Sequence[str]) -> int:
         """The part with which these tensors of ``layout`` have landed whole."""
         ends = [end for name, _, end in layout.spans if name in tensors]

@@ -389,7 +389,6 @@ def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
             yield warn("host memory", words, remedy)
     for limit in [limit for limit in limits if limit.name.startswith("the container")][:1]:
         yield ok("container", f"{rounded_size(limit.left)} left of {rounded_size(limit.total)}")
-    yield _memlock(env, config, config.host if isinstance(config.host, int) else size)
     yield _shm(env)
     huge = env.machine.read(_THP)
     if huge is None:
@@ -399,24 +398,6 @@ def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
         yield warn("huge pages", words, f"echo madvise > {_THP}")
     else:
         yield ok("huge pages", huge[huge.find("[") + 1 : huge.find("]")])
-
-
-def _memlock(env: Environment, config: Config, needed: int | None) -> Finding:
-    """Check the limit of locked memory. ``needed`` is None if the size is unknown."""
-    limit = env.machine.memlock()
-    if limit is None:
-        return ok("locked memory", "no limit")
-    if config.host_pin == "never" or (needed is not None and limit >= needed):
-        return ok("locked memory", f"at most {rounded_size(limit)}, which is enough")
-    size = "an unknown size" if needed is None else rounded_size(needed)
-    # Not a failure even if pinning is required: CUDA does not count pinned memory.
-    return warn(
-        "locked memory",
-        f"at most {rounded_size(limit)}, and {size} is needed; CUDA's pinned memory does not "
-        "count, that of other drivers may",
-        "if pinning fails: ulimit -l unlimited; docker run --ulimit memlock=-1; systemd "
-        "LimitMEMLOCK=infinity; in Kubernetes add the capability IPC_LOCK",
-    )
 
 
 def _shm(env: Environment) -> Finding:

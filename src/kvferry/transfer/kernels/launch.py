@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -291,17 +290,6 @@ class CudaLauncher:
             if variant not in self._launches:
                 self._load(variant, *compile_for(variant, self._capability()))
             return self._launches[variant]
-
-    def prepare_all(self, variants: Sequence[Variant]) -> None:
-        """The same for several at once: most of a compiler's time is not the interpreter's."""
-        with self._lock:
-            capability = self._capability()
-            first, *others = variants  # alone, because it imports and hashes what all of them use
-            self._load(first, *compile_for(first, capability))
-            with ThreadPoolExecutor(len(others)) as pool:
-                compiled = pool.map(lambda variant: compile_for(variant, capability), others)
-                for variant, (image, name) in zip(others, compiled, strict=True):
-                    self._load(variant, image, name)
 
     def close(self) -> None:
         with self._lock, self._driver.current():

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver import Addresses, BatchForm, Driver, SourceOrder
+from kvferry.transfer.driver import Addresses, BatchForm, Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import Path
 
@@ -21,13 +21,12 @@ def copy_batch(
     dsts: Addresses,
     srcs: Addresses,
     sizes: Addresses,
-    order: SourceOrder,
     stream: int,
 ) -> None:
     """Many copies, as few calls as the driver has: the one place that falls back to a loop."""
     if driver.batch_form is not BatchForm.ABSENT:
         try:
-            driver.copy_batch_async(dsts, srcs, sizes, order, stream)
+            driver.copy_batch_async(dsts, srcs, sizes, stream)
             return
         except DriverError as error:
             # Only "not supported" leaves nothing queued for certain; any other refusal is news.
@@ -74,13 +73,8 @@ class DmaPath(Path):
             log.warning(NO_BATCH, "this driver does not have it")
 
     def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
-        if not self._is_pinned:
-            copy_each(self._driver, *descriptors(job), stream)
-            return
-        # A store reads live KV: only STREAM keeps the read behind the stream's wait for compute.
-        # A load reads a committed host slot, which does not change while it is leased.
-        order = SourceOrder.ANY if job.direction is Direction.LOAD else SourceOrder.STREAM
-        copy_batch(self._driver, *descriptors(job), order, stream)
+        copy = copy_batch if self._is_pinned else copy_each
+        copy(self._driver, *descriptors(job), stream)
 
 
 MAX_CALL = 16
@@ -110,6 +104,4 @@ class HostRuns:
         dsts, srcs, sizes = (array.view(np.uint64) for array in (host, packed, sizes))
         for first in range(0, len(sizes), MAX_CALL):
             part = slice(first, first + MAX_CALL)
-            # The ring is filled by the kernel before: only STREAM keeps the read behind it.
-            order = SourceOrder.STREAM
-            copy_batch(driver, dsts[part], srcs[part], sizes[part], order, stream)
+            copy_batch(driver, dsts[part], srcs[part], sizes[part], stream)

@@ -22,8 +22,8 @@ class KernelPath(Path):
     """
 
     name = "kernel"
-    COMMON = (widest(to_packed=False, warps=GRID.warps),)
-    """The kernels most engines need."""
+    COMMON = widest(to_packed=False, warps=GRID.warps)
+    """The kernel most engines need."""
 
     def __init__(self, driver: Driver, launcher: Launcher) -> None:
         super().__init__(driver)

@@ -16,9 +16,6 @@ from kvferry.transfer.paths.staged import StagedPath
 
 log = logging.getLogger(__name__)
 
-COMMON = (*KernelPath.COMMON, *StagedPath.COMMON)
-"""The kernels most engines need: compiled at the start, they delay no transfer."""
-
 
 def open_launcher(driver: Driver) -> CudaLauncher | None:
     """A launcher whose kernels compile and load; None where every transfer by one would fail."""
@@ -28,7 +25,8 @@ def open_launcher(driver: Driver) -> CudaLauncher | None:
     launcher = CudaLauncher(driver)
     try:
         with driver.current():
-            launcher.prepare_all(COMMON)
+            for variant in (KernelPath.COMMON, StagedPath.COMMON):  # later they would delay copies
+                launcher.prepare(variant)
     except DriverError as error:
         log.warning("copy kernels cannot be used here, the driver copies, slowly: %s", error)
         launcher.close()

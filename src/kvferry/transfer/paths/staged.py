@@ -120,8 +120,8 @@ class StagedPath(Path):
     """
 
     name = "staged"
-    COMMON = (widest(to_packed=True, warps=GRID.warps),)
-    """The kernels most engines need."""
+    COMMON = widest(to_packed=True, warps=GRID.warps)
+    """The kernel most engines need."""
 
     def __init__(self, driver: Driver, launcher: Launcher, *, ring_bytes: int) -> None:
         super().__init__(driver)
