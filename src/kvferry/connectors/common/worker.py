@@ -436,6 +436,18 @@ class WorkerSession:
             self.guard.trip("poll", error)
             self._give_up(StepOrders())
 
+    def _report_ended(self) -> None:
+        """Tell the engine of loads that the scheduler side has ended."""
+        for request_id, ended in self._ended.items():
+            lost = ended.lost
+            if len(lost) < len(ended.blocks) and self._freshness.is_stale(ended.epoch):
+                lost = ended.blocks  # some came before the weights changed
+            if lost:
+                self.finished.fail(request_id, lost)
+            else:
+                self.finished.arrived.add(request_id)
+        self._ended.clear()
+
     def _tell_early(self, layerwise: LayerwiseLoads) -> None:
         """Let a request run whose load cannot fail any more, though it has not landed yet."""
         load, freshness = next(iter(self._loads.values())), self._freshness
