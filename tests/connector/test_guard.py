@@ -97,7 +97,7 @@ def assert_all_is_given_back(sides: Sides, *, waiting: dict[str, list[int]]) -> 
     blocks = side.former.engine  # type: ignore[union-attr]
     assert side.has_work, "vLLM must step for those who wait"
     orders = sides.orders()
-    assert {name: list(lost) for name, lost in orders.ended.items()} == waiting
+    assert {name: list(load.lost) for name, load in orders.ended.items()} == waiting
     assert orders.drain
     assert not orders.plan.transfers
     num_held = blocks.num_held

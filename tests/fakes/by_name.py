@@ -35,6 +35,7 @@ class SettledByName:
     released: tuple[DeviceBlocks, ...]
     landed: tuple[Landing, ...]
     expired: tuple[str, ...]
+    ordered: tuple[DeviceBlocks, ...] = ()
 
 
 class ByName(Scheduler):
@@ -97,6 +98,7 @@ class ByName(Scheduler):
             settled.released,
             settled.landed,
             tuple(request.id for request in settled.expired),
+            blocks_of(settled.ordered),
         )
 
 

@@ -89,9 +89,10 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
     if state is State.MATCHED:
         assert request._hit is not None
         assert request._hit.leases
+    is_pipelined = request in scheduler._requests.promoter.loads
     if state is State.LOADING:
-        assert request.loading, "loading, and nothing is on its way"
-    assert (request._promised is not None) == bool(request.loading)
+        assert request.loading or is_pipelined, "loading, and nothing is on its way"
+    assert (request._promised is not None) == (bool(request.loading) and not is_pipelined)
     if request.loading:
         assert state in (State.LOADING, State.RUNNING)
         assert request.loading <= {t for t, owner in _loads(scheduler) if owner is request}
@@ -139,7 +140,9 @@ def _check_transit(scheduler: Scheduler) -> None:
     loads += [(transfer, lease) for transfer, lease in flying if transfer.dst == DEVICE]
     stores = sum(len(o.device_blocks) for o in outbox.store_orders())
     stores += sum(len(transfer) for transfer, _ in flying if transfer.src == DEVICE)
-    assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads)
+    pipelined = scheduler._requests.promoter.loads.values()
+    kept = sum(load.last - load.sent for load in pipelined)
+    assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads) + kept
     assert transit.blocks_from_device == stores
     hits = scheduler.hits
     joined = loads if hits.joins_loads else []

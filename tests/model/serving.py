@@ -111,6 +111,8 @@ class Serving:
         self.num_finished = 0
         self.num_loads = 0
         self.num_failed = 0
+        self.num_pieces = 0
+        self.num_parts = 0
         self.num_left = self.num_late = self.num_continued = 0
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         for story, keys in enumerate(self.stories.keys):
@@ -159,11 +161,13 @@ class Serving:
                 block_bytes=[VALUE_BYTES] * len(setup.groups),
                 tiers=self.tiers,
                 joins_loads=setup.joins_loads,
+                loads_early=setup.piece_slots > 0,
                 engine=self if setup.stores_late else None,
                 clock=lambda: self.now,
             )
         if setup.piece_slots:
             self.scheduler.lower.piece_slots = setup.piece_slots
+            self.scheduler._requests.promoter._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
@@ -540,8 +544,15 @@ class Serving:
         for receipt in receipts:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
+        coming = self.scheduler._requests.promoter
+        for load in coming.loads.values():
+            assert not load.is_open or self.now < load.since + coming._patience, (
+                "a load waits for a tier that says nothing"
+            )
 
     def _act(self, settled: SettledByName) -> None:
+        self._hold(settled.ordered)
+        self.num_pieces += len(settled.ordered)
         for request_id in settled.loaded:
             request = self.requests[request_id]
             self._loaded(request, request.loading[1])
@@ -551,10 +562,13 @@ class Serving:
             assert request.state == "loading"
             first, last, _ = request.loading
             assert failed.first_token + failed.num_tokens == last
-            assert first == failed.first_token < last
+            if not self.setup.piece_slots:
+                assert first == failed.first_token
+            assert first <= failed.first_token < last
             self.num_failed += 1
             self._cut(request, failed.first_token)
             self._loaded(request, failed.first_token)  # what came before that is there
+            self.num_parts += failed.first_token > first
         for g, blocks in settled.released:
             self.devices[g].release(blocks.tolist())
             self.num_held -= len(blocks)
@@ -611,6 +625,17 @@ class Serving:
         request_laws.check(self.scheduler, [*self.scheduler.named.values(), *self.left])
         self._check_device()
         self._check_promises()
+        self._check_pipelined()
+
+    def _check_pipelined(self) -> None:
+        loads = self.scheduler._requests.promoter.loads
+        held = sum(load.end - load.first for load in loads.values() if load.is_open)
+        assert not self.setup.bounded or held <= self.setup.num_blocks // 2
+        for request, load in loads.items():
+            assert request.state is State.LOADING
+            assert load.first <= load.good <= load.end
+            assert load.first < load.sent <= load.last <= load.end
+            assert load.is_open or request.loading or load.reason
 
     def _check_device(self) -> None:
         for pool in self.devices:
@@ -749,6 +774,7 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
+        assert not scheduler._requests.promoter.loads
 
     def describe(self) -> str:
         states = [f"{r.id} {r.state} {r.computed}/{r.target}" for r in self.requests.values()]

@@ -107,6 +107,37 @@ def test_any_weather(seed: int) -> None:
     serving.drain()
 
 
+def test_loads_in_pieces_in_any_weather() -> None:
+    """After each restart all is below: hits are loaded while they come up, some fail half-way."""
+    num_pieces = num_parts = 0
+    for seed in (0, 1, 3, 10):
+        rng = random.Random(seed)
+        serving = Serving(
+            Setup(
+                kind=("full", "pairs")[seed % 2],
+                hash_tokens=(4, 2)[seed % 5 == 0],
+                num_slots=96,
+                num_blocks=64,
+                tiers=((600, WriteMode.THROUGH),),
+                num_ranks=1 + seed % 3,
+                joins_loads=seed % 2 == 0,
+                piece_slots=1 + seed % 3,
+            )
+        )
+        weather = Weather(serving, rng, bad=(0.02, 0.1, 0.3)[seed % 3])
+        for _ in range(8):
+            for _ in range(20):
+                weather.blow(15)
+                serving.check()
+            serving.restart(lambda place: False)
+        serving.quiesce()
+        serving.drain()
+        num_pieces += serving.num_pieces
+        num_parts += serving.num_parts
+    assert num_pieces > 5
+    assert num_parts > 0
+
+
 def test_the_weather_reaches_everything() -> None:
     """A test that never loads proves nothing: each thing these tests are about does happen."""
     rng = random.Random(9)

@@ -288,7 +288,7 @@ class Control:
 
     def _end(self, prefetch: Prefetch) -> None:
         self._prefetches.pop(prefetch.request, None)
-        prefetch.promotion.waits.clear()
+        self._promoter.stop_waiting(prefetch)
 
     def _pin(self, prefetch: Prefetch, seconds: float) -> None:
         """All blocks have come that will. The caller may be gone: the journal says what failed."""
@@ -309,7 +309,7 @@ class Control:
     def reset(self) -> None:
         """Forget the prefetches; the pools forget their pins themselves."""
         for prefetch in self._prefetches.values():
-            prefetch.promotion.waits.clear()
+            self._promoter.stop_waiting(prefetch)
         self._prefetches.clear()
         self._queued.clear()
 

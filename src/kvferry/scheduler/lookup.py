@@ -450,14 +450,18 @@ class PinnedHit:
         pieces = []
         for g, lease in enumerate(self.leases):
             if lease is not None:
-                blocks, table = self.found.blocks[g], tables[g]
-                if len(table) < blocks.stop:
-                    raise InputError(
-                        f"request {request_id!r}: group {g}'s block table has {len(table)} blocks, "
-                        f"the hit of {self.found.host_tokens} tokens needs {blocks.stop}"
-                    )
-                pieces.append((g, lease, checked_blocks(g, table, blocks, least=0)))
+                pieces.append((g, lease, self.places(request_id, g, tables[g])))
         return pieces
+
+    def places(self, request_id: RequestId, g: int, table: BlockTable) -> SlotArray:
+        """The device blocks of a group that a load fills."""
+        blocks = self.found.blocks[g]
+        if len(table) < blocks.stop:
+            raise InputError(
+                f"request {request_id!r}: group {g}'s block table has {len(table)} blocks, the hit "
+                f"of {self.found.host_tokens} tokens needs {blocks.stop}"
+            )
+        return checked_blocks(g, table, blocks, least=0)
 
     def answers(self, keys: Keys, computed_tokens: int, max_tokens: int) -> bool:
         """Whether it was found for this very question: the same blocks, not only the same name."""
@@ -559,6 +563,17 @@ class Hits:
         if self._max_blocks is not None and loading + num_blocks > self._max_blocks:
             return False
         return self._transfers.bytes_to_device <= self._max_bytes
+
+    def may_begin(self, slots: SlotArray, num_blocks: int) -> bool:
+        """Whether a load of so many blocks may begin, of which these slots are here by now."""
+        if self.joins_loads and self._being_loaded.take(slots).any():
+            return False
+        return self._fits(num_blocks)
+
+    def worth_loading(self, num_tokens: int, group: int, num_blocks: int) -> Decision:
+        """Whether so many blocks of a group are loaded sooner than computed."""
+        num_bytes = num_blocks * self._block_bytes[group]
+        return self.worth.decide(num_tokens, num_bytes, self._transfers.bytes_to_device)
 
     def began(self, slots: SlotArray) -> None:
         """A load of these slots was ordered: others that want them join it."""

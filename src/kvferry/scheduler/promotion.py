@@ -1,22 +1,47 @@
-"""Promotion: a request's blocks brought up from lower tiers to the host.
+"""Promotion: a request's blocks brought up from lower tiers to the host, and on to the device.
 
 ::
 
-    match ──> ask tiers that find blocks by keys ──> match again ──> bring up ──> match again: a hit
+    tier     ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces land in the host, one after the other
+    device   ──load──> ▓▓▓▓▓▓░░░░░░     a pipelined load takes each on, beside the next one's read
+                         good │  │   end
+                              └ sent
 
-A request waits once for answers and once for blocks, each with a deadline. Then it is matched with
-what is in the host, and computes the rest.
+A request that waits for a tier is matched again when all it waits for has landed. A pipelined load
+begins earlier: when the rest is read in the time that copying the whole hit takes. What does not
+come up in time ends it, and is computed. All such loads may take half of the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.cache.index import num_leading
 from kvferry.cache.policies.load_or_compute import Decision
-from kvferry.scheduler.lookup import Lookup, Matcher
+from kvferry.cache.pool import Pool
+from kvferry.cache.slots import SlotState
+from kvferry.config import Config
+from kvferry.core.keys import Keys
+from kvferry.scheduler.lookup import Hits, Lookup, Matcher, PinnedHit
 from kvferry.scheduler.tiering import LowerTiers
-from kvferry.types import TransferId
+from kvferry.scheduler.transfers import BlockTable, EngineShape, InFlight, Ordered, Transfers
+from kvferry.types import Match, MatchState, SlotArray, TierName, TransferId
+
+_SHARE = 1 / 8
+"""How much of a hit may still be below when its load begins, while a speed is not known: over a
+GPU's link a drive reads one part in about 15 of what is copied in the same time."""
+
+_PATIENCE = 1 / 5
+"""A load that was begun early and gets nothing more for so much of ``promote_deadline`` ends: its
+last blocks were expected within the time of one copy, which is milliseconds."""
+
+_DEVICE_SHARE = 1 / 2
+"""How much of the device all pipelined loads together may take."""
+
+_GONE = "blocks that were coming up from a lower tier did not come"
+_LATE = "blocks that were coming up from a lower tier did not come in time"
 
 
 @dataclass(eq=False, slots=True)
@@ -30,8 +55,12 @@ class Promotion:
     num_asked: int = 0
     """Blocks that tiers were asked for, when they last were."""
     waits: set[TransferId] = field(default_factory=set)
+    promised_tokens: int = 0
+    """How many tokens its hit has if all comes up that was ordered last."""
     declined: Decision | None = None
     """Why what lay below was not brought up last time: computing it was faster."""
+    foreseen: PinnedHit | None = None
+    """The hit it was last promised; nothing of it is claimed."""
     has_asked: bool = False
     has_promoted: bool = False
 
@@ -40,17 +69,67 @@ class Promotion:
         self.has_asked = self.has_promoted = False
 
 
-class Promoter:
-    """Asks lower tiers and brings up blocks, for requests and prefetches. Owns a count.
+@dataclass(eq=False, slots=True)
+class PipelinedLoad:
+    """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
 
-    Both have a ``promotion`` and a ``tenant``. The scheduler tells them when a transfer they wait
-    for has ended.
+    Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
+    ``sent`` are ordered, none from ``last`` on ever will be, and those from ``good`` on are lost.
+    ``since`` is when the last of them was ordered. ``pieces`` tell where each transfer begins.
     """
 
-    def __init__(self, matcher: Matcher, lower: LowerTiers) -> None:
+    keys: Keys
+    table: SlotArray
+    first: int
+    end: int
+    since: float
+    sent: int
+    last: int
+    good: int
+    reason: str = ""
+    pieces: dict[TransferId, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more of it may still be ordered."""
+        return self.sent < self.last
+
+
+class Promoter:
+    """Asks lower tiers, brings up blocks, and pipelines loads with that. Owns the pipelined loads.
+
+    Its callers are requests and prefetches, which have a ``promotion`` and a ``tenant``. The
+    scheduler tells them when a transfer they wait for has ended. Loads are pipelined for engines
+    with one group whose hits read every block.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        matcher: Matcher,
+        lower: LowerTiers,
+        hits: Hits,
+        transfers: Transfers,
+        shape: EngineShape,
+        config: Config,
+        clock: Callable[[], float],
+    ) -> None:
         self.promoted_tokens = 0
+        self.num_begun = 0
+        """Loads that began while some of their blocks were still coming up."""
+        self._pool = pool
         self._matcher = matcher
         self._lower = lower
+        self._hits = hits
+        self._transfers = transfers
+        self._clock = clock
+        is_plain = len(shape.groups) == 1 and matcher.is_full and not shape.spare_tokens
+        self._foresees = shape.loads_early and is_plain
+        self._max_blocks = shape.bound(None, _DEVICE_SHARE)
+        self._patience = config.promote_deadline * _PATIENCE
+        self._size = shape.sizes[0]
+        self.loads: dict[Any, PipelinedLoad] = {}
+        """The pipelined loads under way, by request."""
 
     def fetch(self, caller: Any, found: Lookup, most_slots: int | None = None) -> bool:
         """Ask for what is not known, or bring up what is below; whether the caller should wait.
@@ -58,6 +137,7 @@ class Promoter:
         ``most_slots`` bounds what is brought up, besides the bound on all promotions.
         """
         promotion: Promotion = caller.promotion
+        promotion.promised_tokens = 0
         if not promotion.has_asked and self._lower.keyed and self._lower.can_be_asked:
             wanted = self._matcher.to_ask(found)
             if wanted is not None:
@@ -87,5 +167,193 @@ class Promoter:
         promotion.waits |= self._lower.promote(runs, room, tenant=caller.tenant)
         promotion.has_promoted = bool(promotion.waits)
         if promotion.has_promoted:
+            promotion.promised_tokens = found.all_tokens
             self.promoted_tokens += num_tokens
         return promotion.has_promoted
+
+    def stop_waiting(self, caller: Any) -> None:
+        """The caller waits for nothing any more."""
+        promotion: Promotion = caller.promotion
+        promotion.waits = set()
+        promotion.promised_tokens = 0
+        promotion.foreseen = None
+
+    # -- pipelined loads --------------------------------------------------------------------------
+
+    def is_open(self, request: Any) -> bool:
+        """Whether more pieces of its load may still be ordered."""
+        load = self.loads.get(request)
+        return load is not None and load.is_open
+
+    def foresee(self, request: Any, computed_tokens: int, max_tokens: int | None) -> Match | None:
+        """The hit of a request that waits for a tier, if now is the time to begin its load.
+
+        ``request`` is one that waits for a tier and for nothing else.
+        """
+        promotion: Promotion = request.promotion
+        if not self._foresees:
+            return None
+        promotion.foreseen = None
+        most = len(request.chain) * self._matcher.hash_tokens
+        most = most if max_tokens is None else min(most, max_tokens)
+        blocks = self._promised(request, computed_tokens, most)
+        inbound = self._lower.inbound(promotion.waits)
+        if inbound is None or inbound.num_blocks > len(blocks) * self._share(inbound.tiers):
+            return None
+        if self._clock() >= inbound.heard + self._patience:
+            return None  # the tier seems to hang
+        asked = self._matcher.slot_keys(0, request.chain.keys(), blocks)
+        slots = self._pool.lookup(asked)
+        if not len(slots) or self._is_joined(request):
+            return None
+        count = num_leading(self._pool.cached(asked) | inbound.brings(asked))
+        if not (self._has_room(count) and self._hits.may_begin(slots, count)):
+            return None
+        decision = self._hits.worth_loading(count * self._size, 0, count)
+        if not decision.load:
+            return None
+        hit = promotion.foreseen = self._hit(request, computed_tokens, most, blocks[:count])
+        hit.decision = decision
+        return Match(MatchState.HIT, hit.found.host_tokens, computed_tokens)
+
+    def _promised(self, request: Any, computed_tokens: int, most_tokens: int) -> range:
+        if computed_tokens % self._size:
+            return range(0)
+        tokens = min(request.promotion.promised_tokens, most_tokens)
+        return range(computed_tokens // self._size, tokens // self._size)
+
+    def _hit(self, request: Any, computed_tokens: int, max_tokens: int, blocks: range) -> PinnedHit:
+        """The hit of these blocks, as if they were in the host; it claims nothing."""
+        keys, end = request.chain.keys(), blocks.stop * self._size
+        asked, missing = self._matcher.slot_keys(0, keys, blocks), None
+        if end + self._size <= max_tokens:
+            missing = self._matcher.missing_at(0, keys, blocks.stop)
+        found = Lookup(
+            keys, computed_tokens, max_tokens, end, end, (None,), (blocks,), (asked,), missing
+        )
+        return PinnedHit(found, self._pool.generation)
+
+    def _share(self, tiers: Collection[TierName]) -> float:
+        """How much of a hit may be below when its load begins, by the speeds of both links."""
+        worth = self._hits.worth
+        speeds, link = [worth.bandwidth_of(name) for name in tiers], worth.bandwidth
+        known = [speed for speed in speeds if speed]
+        return min(1.0, min(known) / link) if link and len(known) == len(speeds) else _SHARE
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether a load of so many blocks may wait for a tier beside the others."""
+        held = sum([load.end - load.first for load in self.loads.values() if load.is_open])
+        return self._max_blocks is None or held + num_blocks <= self._max_blocks
+
+    def _is_joined(self, request: Any) -> bool:
+        """Whether another request is loading blocks that this one waits for."""
+        waits = request.promotion.waits
+        return self._hits.joins_loads and any(
+            load.is_open and not waits.isdisjoint(other.promotion.waits)
+            for other, load in self.loads.items()
+        )
+
+    def begin(
+        self, request: Any, table: BlockTable
+    ) -> tuple[PinnedHit, tuple[Ordered, ...]] | None:
+        """Begin the load of the hit that :meth:`foresee` promised to a request.
+
+        Returns the hit and what was ordered of it; None where the hit was lost meanwhile, or where
+        no room is left for it.
+
+        Raises:
+            InputError: the block table is too short.
+        """
+        hit, request.promotion.foreseen = request.promotion.foreseen, None
+        if hit is None or not hit.is_of(request.chain, self._matcher.hash_tokens):
+            return None
+        (blocks,), (keys,) = hit.found.blocks, hit.found.asked
+        places = hit.places(request.id, 0, table)
+        if not self._has_room(len(blocks)):  # other loads have begun since it was promised
+            return None
+        first, end = blocks.start, blocks.stop
+        load = PipelinedLoad(
+            keys, places, first, end, self._clock(), sent=first, last=end, good=end
+        )
+        ordered = self._order(request, load)
+        if ordered is None:
+            return None
+        self.loads[request] = load
+        request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
+        self._transfers.count_kept(load.last - load.sent)
+        self.num_begun += load.is_open
+        return hit, (ordered,)
+
+    # -- go on and end --------------------------------------------------------------------------
+
+    def note_landed(self, request: Any, flight: InFlight) -> bool:
+        """A transfer of its load ended or is overdue; False if its load is not pipelined."""
+        load = self.loads.get(request)
+        if load is not None and flight.reason:
+            self._lose(load, load.pieces[flight.transfer.id], flight.reason)
+        return load is not None
+
+    def advance(self) -> tuple[list[Ordered], list[tuple[Any, Match, str]]]:
+        """Order what has come up since the last call; returns that, and the loads that ended.
+
+        Of each of those: the tokens on the device, those that were promised, and why some are not
+        on the device.
+        """
+        ordered: list[Ordered] = []
+        ended: list[tuple[Any, Match, str]] = []
+        now = self._clock()
+        for request, load in tuple(self.loads.items()):
+            if load.is_open:
+                piece = self._order(request, load)
+                if piece is not None:
+                    ordered.append(piece)
+                    self._transfers.count_kept(-len(piece.blocks))
+                if load.is_open and self._is_stuck(request, load):
+                    self._lose(load, load.sent, _GONE)
+                elif load.is_open and load.since + self._patience <= now:
+                    self._lose(load, load.sent, _LATE)
+            if not load.is_open and not request.loading:
+                ended.append((request, self._end(request, load), load.reason))
+        return ordered, ended
+
+    def _order(self, request: Any, load: PipelinedLoad) -> Ordered | None:
+        start = load.sent - load.first
+        slots = self._pool.lookup(load.keys[start : load.last - load.first])
+        if not len(slots):
+            return None
+        stop = load.sent + len(slots)
+        piece = slice(start, start + len(slots))
+        lease = self._pool.claim(slots)
+        transfer_id = self._transfers.load(request, 0, lease, load.table[piece])
+        self._hits.began(lease.slots)
+        request.loading.add(transfer_id)
+        places = range(load.sent, stop)
+        load.pieces[transfer_id] = load.sent
+        load.sent, load.since = stop, self._clock()
+        return Ordered(0, load.table[piece], transfer_id, places, load.keys[piece], request)
+
+    def _is_stuck(self, request: Any, load: PipelinedLoad) -> bool:
+        if not request.promotion.waits:
+            return True
+        key = load.keys[load.sent - load.first]
+        return self._pool.state_of(key) is SlotState.FREE
+
+    def _lose(self, load: PipelinedLoad, block: int, reason: str) -> None:
+        """From this block on it is lost, and nothing more of it will be ordered."""
+        load.good = min(load.good, block)
+        load.reason = load.reason or reason
+        self._transfers.count_kept(load.sent - load.last)
+        load.last = load.sent
+
+    def _end(self, request: Any, load: PipelinedLoad) -> Match:
+        del self.loads[request]
+        self.stop_waiting(request)
+        if not load.reason:
+            request.promotion.renew()
+        return Match(MatchState.HIT, load.end * self._size, load.good * self._size)
+
+    def drop(self, request: Any) -> None:
+        """Load no more of it: what was sent lands on its own."""
+        load = self.loads.pop(request, None)
+        if load is not None:
+            self._lose(load, load.sent, _GONE)

@@ -60,6 +60,7 @@ class State(Enum):
                    │  └── miss, expired┘◀──── failed ─────┘                 │ run, store
                    └───────────────────── run, store ───────────────────> RUNNING
                    match: what it wants is on its way: WAITING              │
+                   (whose end may be foreseen: WAITING ──load──> LOADING)   │
                                                           leave: LEFT ◀─────┤
                                        stored later, or continued: └──▶ ENDED ◀── end
     """
@@ -68,7 +69,7 @@ class State(Enum):
     ANSWERED = "answered"  # the same; it was told so since the last plan
     WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
     MATCHED = "matched"  # a hit is pinned for it
-    LOADING = "loading"  # its hit is on its way to the device
+    LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
     LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
     RUNNING = "running"  # the engine computes it, in the blocks it has now
     LEFT = "left"  # it has ended; some of it is to be stored later
@@ -201,7 +202,11 @@ class Request:
         requests, chain = self._requests, self.chain
         promotion = self.promotion
         waits = promotion is not None and promotion.waits
-        if waits or self.loading:
+        if waits or self.loading or self.state is State.LOADING:
+            if self.state is State.WAITING:
+                promised = requests.promoter.foresee(self, computed_tokens, max_tokens)
+                if promised is not None:
+                    return promised
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if not computed_tokens and self.progress.is_outdated:
             self.progress.renew()  # it has no block, so none from before a reset
@@ -233,10 +238,10 @@ class Request:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = requests.hits.pin(found)
         requests.pinned[self] = None
-        self._note_found(hit)
+        self.note_found(hit)
         return self._answer(hit)
 
-    def _note_found(self, hit: PinnedHit) -> None:
+    def note_found(self, hit: PinnedHit) -> None:
         """Tell the log's readers of a hit: all that is in the host of what was asked for."""
         found, promotion = hit.found, self.promotion
         slots = None if found.computed_tokens or found.host is not None else found.slots[0]
@@ -359,6 +364,8 @@ class Request:
         requests, hit = self._requests, self._hit
         if len(tables) != len(requests.sizes):
             raise wrong_tables(tables, len(requests.sizes))
+        if hit is None and self.promotion is not None and self.promotion.foreseen is not None:
+            return self._load_promised(tables[0])
         if hit is None or not hit.leases:
             return ()
         if self.chain is not hit.found.keys and not hit.is_of(
@@ -382,11 +389,37 @@ class Request:
             return ()
         self._promised = Match(MatchState.HIT, found.host_tokens, found.computed_tokens)
         self.state = State.LOADING
-        num_tokens, detail = found.host_tokens - found.computed_tokens, Loaded(self.tenant, overlap)
+        self.note_loaded(found.host_tokens - found.computed_tokens, overlap)
+        return tuple(ordered)
+
+    def _load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
+        """Load the hit that ``match`` foresaw, as its blocks come up.
+
+        Returns what is ordered by now; more comes with ``Settled.ordered``. The request is loading
+        from now on, unless what was promised is gone.
+        """
+        begun = self._requests.promoter.begin(self, table)
+        if begun is None:
+            return ()
+        hit, ordered = begun
+        self.state = State.LOADING
+        self.progress.begin_at(hit.found.host_tokens)
+        self.note_found(hit)
+        self.note_loaded(hit.found.host_tokens - hit.found.computed_tokens)
+        return ordered
+
+    def note_loaded(self, num_tokens: int, overlap: OverlapDecision | None = None) -> None:
+        """So many tokens are brought to the device for it; it may continue what another left."""
+        requests = self._requests
+        detail = Loaded(self.tenant, overlap)
         requests.log.append(EventKind.LOAD, tokens=num_tokens, request=self.id, detail=detail)
         if requests.deferred is not None:
             self.go_on(self._computed)
-        return tuple(ordered)
+
+    @property
+    def has_more_to_load(self) -> bool:
+        """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
+        return self.promotion is not None and self._requests.promoter.is_open(self)
 
     def landed(self, flight: InFlight, done: Completion) -> None:
         """One of its loads has ended, or is overdue; the last of them, or a failure, ends all.
@@ -398,18 +431,23 @@ class Request:
             return
         requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
         self.loading.discard(transfer_id)
-        if self.loading and not flight.reason:
-            return
-        self.loading.clear()
-        promised, self._promised = self._promised, None
-        assert promised is not None
-        if flight.reason:
+        if self.promotion is not None and requests.promoter.note_landed(self, flight):
+            return  # told when all of its pieces have ended
+        if not self.loading or flight.reason:
+            self.loading.clear()
+            promised, self._promised = self._promised, None
+            assert promised is not None
+            self.end_load(promised, flight.reason, done)
+
+    def end_load(self, promised: Match, reason: str, done: Completion) -> None:
+        """Its load has ended, of which so much was promised; ``reason`` says why it failed."""
+        if reason:
             first = self.progress.past = promised.computed_tokens
-            done.failed.append(FailedLoad(self, first, promised.to_load, flight.reason))
+            done.failed.append(FailedLoad(self, first, promised.to_load, reason))
         else:
             done.loaded.append(self)
         if self.state is State.LOADING:  # an engine may run it before it has heard of the landing
-            self.state = State.UNKNOWN if flight.reason else State.LOADED
+            self.state = State.UNKNOWN if reason else State.LOADED
 
     def came(self, flight: InFlight) -> None:
         """Blocks it waits for have come up from a lower tier, or will not."""
@@ -613,7 +651,7 @@ class Request:
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.
 
-        A load under way keeps what it was promised.
+        A load under way keeps what it was promised; of one in pieces, what was ordered.
         """
         self._let_go()
         if self.state in (State.MATCHED, State.WAITING) and not self.waits_below:
@@ -639,7 +677,8 @@ class Request:
             self.loading.clear()
             self._promised = None
         if self.promotion is not None:
-            self.promotion.waits.clear()
+            requests.promoter.drop(self)
+            requests.promoter.stop_waiting(self)
             self.promotion.renew()
 
     def _let_go(self) -> None:

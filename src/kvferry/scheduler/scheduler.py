@@ -83,6 +83,8 @@ class Settled:
     device blocks are touched by no transfer any more: drop the hold taken when ``load``, ``store``
     or ``leave`` returned them (one hold per mention). ``landed`` are all transfers that ended.
     ``expired`` requests left their hit alone for too long: it is let go, as if never asked for.
+    ``ordered`` are further pieces of loads whose blocks still come up: hold their device blocks, as
+    when ``load`` returned the first.
     """
 
     loaded: tuple[Request, ...] = ()
@@ -90,6 +92,7 @@ class Settled:
     released: tuple[DeviceBlocks, ...] = ()
     landed: tuple[Landing, ...] = ()
     expired: tuple[Request, ...] = ()
+    ordered: tuple[Ordered, ...] = ()
 
 
 _NOTHING = Settled()
@@ -127,6 +130,7 @@ class Scheduler:
         spare_tokens: int = 0,
         tiers: Sequence[LowerTier] = (),
         joins_loads: bool = True,
+        loads_early: bool = False,
         engine: EngineBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -138,7 +142,8 @@ class Scheduler:
         known. A hit ends ``spare_tokens`` early: the last block of a draft model's layers depends
         on the token behind it. ``tiers`` lie below the host. ``joins_loads`` says that the engine
         shares device blocks between requests: a second request that wants a block being loaded
-        waits and loads nothing. ``engine`` lets requests that end be stored late.
+        waits and loads nothing. With ``loads_early`` a hit's last blocks may still come up when it
+        is answered: see ``Settled.ordered``. ``engine`` lets requests that end be stored late.
         """
         shape = EngineShape(
             groups=tuple(groups),
@@ -148,6 +153,7 @@ class Scheduler:
             block_bytes=tuple(block_bytes) or (0,) * len(groups),
             spare_tokens=spare_tokens,
             joins_loads=joins_loads,
+            loads_early=loads_early,
         )
         self._config = config if config is not None else Config()
         config = self._config
@@ -195,7 +201,7 @@ class Scheduler:
                 num_device_blocks=shape.num_device_blocks or 0,
                 clock=clock,
             )
-        promoter = Promoter(matcher, lower)
+        promoter = Promoter(pool, matcher, lower, hits, transfers, shape, config, clock)
         self._requests = requests = Requests(
             pool=pool,
             log=pool.log,
@@ -363,7 +369,8 @@ class Scheduler:
         overdue: Sequence[InFlight] = ()
         if looks and now >= self.transfers.next_deadline:
             overdue = self.transfers.expire(now)
-        if not (landed or overdue or requests.pinned or requests.released):
+        tells = landed or overdue or requests.pinned or requests.released
+        if not tells and not requests.promoter.loads:
             return _NOTHING
         return self._complete(landed, overdue, now)
 
@@ -410,6 +417,11 @@ class Scheduler:
             self.hits.worth.note_load(done.num_bytes, done.seconds)
         for flight in overdue:
             self._give_up(flight, done)
+        ordered: list[Ordered] = []
+        if requests.promoter.loads:
+            ordered, ended = requests.promoter.advance()
+            for request, promised, reason in ended:
+                request.end_load(promised, reason, done)
         expired: tuple[Request, ...] = ()
         if requests.pinned:
             expired = tuple([each for each in tuple(requests.pinned) if each.expire(now)])
@@ -421,6 +433,7 @@ class Scheduler:
             tuple(released),
             tuple(landings),
             expired,
+            tuple(ordered),
         )
 
     def _landed(self, flight: InFlight, done: Completion) -> None:
@@ -612,6 +625,7 @@ class Scheduler:
             hit_tokens=matches.hit_tokens,
             promoted_tokens=self._requests.promoter.promoted_tokens,
             expired_hits=matches.expired_hits,
+            pipelined_loads=self._requests.promoter.num_begun,
             unheeded_hints=matches.unheeded_hints,
             tier_hit_tokens={
                 name: matches.tier_hit_tokens[name]

@@ -201,6 +201,10 @@ class Transfers:
         for each in (*self._loads, *self._moves, *self.in_flight.values()):
             yield from each.leases
 
+    def count_kept(self, num_blocks: int) -> None:
+        """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
+        self.blocks_to_device += num_blocks
+
     def _uncount(self, transfer: Transfer) -> None:
         """A transfer is not queued or in flight any more, or no request waits for it."""
         num_blocks, size = len(transfer.dst_slots), self._block_bytes[transfer.group]
@@ -643,6 +647,7 @@ class EngineShape:
     block_bytes: tuple[int, ...]
     spare_tokens: int
     joins_loads: bool
+    loads_early: bool
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

@@ -243,6 +243,9 @@ OVERDUE = _counter(
     "overdue_transfers", "Transfers whose deadline passed before their answer.", "overdue"
 )
 EXPIRED_HITS = _counter("expired_hits", "Hits released because they were not loaded in time.")
+PIPELINED_LOADS = _counter(
+    "pipelined_loads", "Loads that began while their last blocks were promoted."
+)
 UNHEEDED_HINTS = _counter(
     "unheeded_hints", "Requests with hints, or an orchestrator's actions, that were not followed."
 )

@@ -91,6 +91,7 @@ class SchedulerStats:
     many blocks of an earlier life they began with; ``tier_bandwidth`` is what each brought up, in
     bytes per second of one rank while it had something to bring. ``overlaps`` counts loads by how
     they went together with the forward pass, where an engine lets us decide that;
+    ``pipelined_loads`` those that began before all of their blocks had come up from below;
     ``unheeded_hints`` requests with hints that could not be followed.
     """
 
@@ -126,6 +127,7 @@ class SchedulerStats:
     restored: Mapping[str, int] = field(default_factory=dict)
     tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
     overlaps: Mapping[str, int] = field(default_factory=dict)
+    pipelined_loads: int = 0
     unheeded_hints: int = 0
     tier_hit_tokens: Mapping[str, int] = field(default_factory=dict)
 

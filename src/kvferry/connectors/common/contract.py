@@ -93,8 +93,9 @@ class SessionSetup:
     """What is known of a server before its ranks are heard.
 
     A failed load is reported by blocks of ``reported_tokens``, which are the first group's;
-    ``engine_here`` counts the engines of a data-parallel server on this host. ``refusal`` says why
-    the model is not served, ``overlap_refusal`` why no request may run before its load has landed.
+    ``fails_by_block`` says that this is enough for the engine to recover. ``engine_here`` counts
+    the engines of a data-parallel server on this host. ``refusal`` says why the model is not
+    served, ``overlap_refusal`` why no request may run before its load has landed.
 
     A server that ``stores`` and does not load hands its prompts to others, by a store they share;
     one that ``loads`` and does not store takes them. With ``uses_drafts`` some layers are a draft
@@ -109,6 +110,7 @@ class SessionSetup:
     num_ranks: int
     reported_tokens: int
     refusal: str = ""
+    fails_by_block: bool = True
     loads: bool = True
     stores: bool = True
     uses_drafts: bool = False

@@ -1,7 +1,8 @@
 """Load tracking: which requests wait for which transfers, on the scheduler side and on a rank.
 
-Each rank tells the engine when a load's transfers have ended there. The ranks also tell of loads
-that could not be ordered at all.
+A load in one piece ends on the ranks: each tells the engine when its transfers have ended. A load
+in pieces, whose last blocks are still being promoted, ends on the scheduler side: it has the
+receipts of all ranks, and orders them to tell the engine (:class:`EndedLoad`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,50 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+from kvferry.connectors.common.messages import EndedLoad
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import TransferId
+from kvferry.types import Landing, TransferId
 
 _transfer_of = attrgetter("transfer")
 
 
+class LoadInPieces:
+    """One load whose blocks are ordered as they reach the host. Owns what of it has landed."""
+
+    def __init__(self, request: Request, blocks: tuple[int, ...], epoch: int) -> None:
+        self.request = request
+        self._blocks = blocks
+        self._lost = dict.fromkeys(blocks)
+        self._epoch = epoch
+        self._ordered: dict[TransferId, list[int]] = {}  # not yet handed to the ranks
+        self._sent: dict[TransferId, list[int]] = {}
+
+    def order(self, piece: Ordered) -> None:
+        self._ordered[piece.transfer] = piece.blocks.tolist()
+
+    def send(self) -> None:
+        """A plan goes to the ranks. Pieces that were cancelled are not in it."""
+        loading = self.request.loading
+        self._sent |= {id_: b for id_, b in self._ordered.items() if id_ in loading}
+        self._ordered.clear()
+
+    def land(self, landing: Landing) -> None:
+        for block in self._sent.pop(landing.transfer_id, ()):
+            if not landing.reason:
+                self._lost.pop(block, None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no piece of it is under way on any rank, and none will be ordered."""
+        return not (self._ordered or self._sent or self.request.has_more_to_load)
+
+    def ended(self) -> EndedLoad:
+        return EndedLoad(self._blocks, tuple(self._lost), self._epoch)
+
+
 class WholeLoad(NamedTuple):
-    """A load; if it ``is_early``, its request may run before it lands."""
+    """A load in one piece; if it ``is_early``, its request may run before it lands."""
 
     transfers: tuple[TransferId, ...]
     blocks: tuple[int, ...]
@@ -27,12 +63,12 @@ class WholeLoad(NamedTuple):
 
 
 class PromisedLoads:
-    """Loads that the engine waits for and that no rank was told of."""
+    """Loads that the engine waits for and that no rank was told of, and all loads in pieces."""
 
     def __init__(self) -> None:
         self.whole: dict[Request, WholeLoad] = {}
-        self.ended: dict[str, tuple[int, ...]] = {}
-        """The device blocks of loads that could not be ordered."""
+        self.pieces: dict[Request, LoadInPieces] = {}
+        self.ended: dict[str, EndedLoad] = {}
 
     def promise(
         self,
@@ -40,13 +76,33 @@ class PromisedLoads:
         blocks: tuple[int, ...],
         ordered: Sequence[Ordered],
         *,
+        epoch: int,
         is_early: bool = False,
     ) -> None:
         """The engine counts on ``blocks``; ``ordered`` is what will fill them, or nothing."""
-        if ordered:
-            self.whole[request] = WholeLoad(tuple(map(_transfer_of, ordered)), blocks, is_early)
+        if not ordered:
+            self.ended[request.id] = EndedLoad(blocks, blocks, epoch)
+        elif request.has_more_to_load:
+            self.pieces[request] = LoadInPieces(request, blocks, epoch)
+            self.order(ordered)
         else:
-            self.ended[request.id] = blocks
+            self.whole[request] = WholeLoad(tuple(map(_transfer_of, ordered)), blocks, is_early)
+
+    def order(self, pieces: Iterable[Ordered]) -> None:
+        """More pieces were ordered."""
+        for piece in pieces:
+            self.pieces[piece.request].order(piece)
+
+    def land(self, landed: Iterable[Landing]) -> None:
+        """These transfers have ended on every rank."""
+        for landing in landed:
+            for load in self.pieces.values():
+                load.land(landing)
+
+    @property
+    def are_ending(self) -> bool:
+        """Whether the ranks are about to be told that a load in pieces has ended."""
+        return any(load.has_ended for load in self.pieces.values())
 
     def take_loads(self) -> tuple[dict[str, tuple[TransferId, ...]], frozenset[str]]:
         """Loads of a step's plan, and the names of those whose requests may run before they land.
@@ -62,15 +118,24 @@ class PromisedLoads:
         self.whole.clear()
         return loads, frozenset(early)
 
-    def take_ended(self) -> dict[str, tuple[int, ...]]:
-        """Loads that could not be ordered: the ranks are to tell the engine. Once for each plan."""
+    def take_ended(self) -> dict[str, EndedLoad]:
+        """Loads that the ranks are to tell the engine of. Call it with every plan."""
+        for request, load in tuple(self.pieces.items()):
+            load.send()
+            if load.has_ended:
+                del self.pieces[request]
+                self.ended[request.id] = load.ended()
         ended, self.ended = self.ended, {}
         return ended
 
     @property
-    def unkept(self) -> dict[str, tuple[int, ...]]:
-        """The device blocks of every load that the engine waits for and no rank was told of."""
-        return self.ended | {request.id: load.blocks for request, load in self.whole.items()}
+    def unkept(self) -> dict[str, EndedLoad]:
+        """Every load that the engine waits for and no rank was told of, as it stands now."""
+        pieces = {request.id: load.ended() for request, load in self.pieces.items()}
+        whole = {
+            request.id: EndedLoad(load.blocks, load.blocks) for request, load in self.whole.items()
+        }
+        return self.ended | pieces | whole
 
 
 # -- on a rank ----------------------------------------------------------------------------------
@@ -78,7 +143,7 @@ class PromisedLoads:
 
 @dataclass(eq=False)
 class AwaitedLoad:
-    """A load on one rank: ends with the last of its ``waiting`` transfers.
+    """A load in one piece on one rank: ends with the last of its ``waiting`` transfers.
 
     If it ``is_early``, the engine may be told before it lands, which ``is_told`` notes.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 from kvferry.tiers.disk.protocol import DiskFigures
 from kvferry.types import Health, Opened, Plan, Rank, Receipt, TierName, TransferId
@@ -13,21 +14,33 @@ log = logging.getLogger(__name__)
 NO_PLAN = Plan(step=0)
 
 
+class EndedLoad(NamedTuple):
+    """A load that the scheduler side ends: its device blocks, and those that were not filled.
+
+    ``epoch`` is that of the load. Every rank tells the engine of it once.
+    """
+
+    blocks: tuple[int, ...]
+    lost: tuple[int, ...]
+    epoch: int = 0
+
+
 @dataclass(frozen=True)
 class StepOrders:
     """Scheduler side to every rank: one step's plan.
 
     ``loads`` names, by request, the transfers of loads whose end the ranks tell the engine.
-    ``ended`` are the device blocks of loads that no transfer will bring. ``computes`` says that a
-    forward pass belongs to this step, which its stores must follow. ``drain`` asks the ranks to
-    finish all copies before they answer: the scheduler side is out of service and reads no
-    receipts. ``epoch`` changes with every reset. ``is_quiet`` marks a step that only decodes and
-    orders nothing. ``early`` are the loads whose requests may run before the load has landed.
+    ``ended`` are loads that the scheduler side has ended itself: loads in pieces, and loads that
+    no transfer will bring. ``computes`` says that a forward pass belongs to this step, which its
+    stores must follow. ``drain`` asks the ranks to finish all copies before they answer: the
+    scheduler side is out of service and reads no receipts. ``epoch`` changes with every reset.
+    ``is_quiet`` marks a step that only decodes and orders nothing. ``early`` are the loads whose
+    requests may run before the load has landed.
     """
 
     plan: Plan = NO_PLAN
     loads: dict[str, tuple[TransferId, ...]] = field(default_factory=dict)
-    ended: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ended: dict[str, EndedLoad] = field(default_factory=dict)
     computes: bool = False
     drain: bool = False
     epoch: int = 0

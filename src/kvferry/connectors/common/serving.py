@@ -26,7 +26,7 @@ from kvferry.connectors.common.contract import (
 )
 from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.loads import PromisedLoads
-from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceipts
+from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
 from kvferry.connectors.common.overlap import OverlapDecider
 from kvferry.connectors.common.ranks import tiers_of_ranks
 from kvferry.connectors.common.reports import Reports
@@ -213,6 +213,9 @@ class Serving:
             block_bytes=shapes[0].block_bytes,
             spare_tokens=self._spare_tokens,
             tiers=tiers,
+            # The engine must be told which blocks are missing, or it would compute all of them.
+            loads_early=setup.fails_by_block
+            and setup.reported_tokens == setup.groups[0].block_tokens,
             engine=engine,
         )
 
@@ -227,6 +230,10 @@ class Serving:
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
+        # A request may want the blocks of a load that ends: the device has them soon.
+        if self._promises.pieces and self._promises.are_ending:
+            self._num_quiet = 0
+            return None
         state = self._state_of(request)
         state.computed, state.claimed = computed_tokens, 0
         if not self._setup.loads:
@@ -283,13 +290,14 @@ class Serving:
         self._loading.began(request.request_id, request.num_tokens, end)
         tables_now = tables()
         blocks = self.promised_blocks(ours.id, tables_now[0], num_external_tokens)
-        overlap = None
+        overlap = None  # the engine is not told early of a load in pieces
         if ours.state is State.MATCHED:
             overlap = self._overlap.decide(num_external_tokens)
         ordered = ours.load(list(map(self.engine.table, tables_now)), overlap)
         self.engine.hold(ordered)
         is_early = overlap is not None and overlap.is_early
-        self._promises.promise(ours, blocks, ordered, is_early=is_early)
+        epoch = self.scheduler.epoch
+        self._promises.promise(ours, blocks, ordered, epoch=epoch, is_early=is_early)
 
     def promised_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
@@ -348,10 +356,10 @@ class Serving:
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
         promises = self._promises
-        if not (promises.whole or promises.ended):
+        if not (promises.whole or promises.pieces or promises.ended):
             return StepOrders(plan, computes=computes, epoch=epoch)
         loads, early = promises.take_loads()
-        ended = promises.take_ended()
+        ended = promises.take_ended() if promises.pieces or promises.ended else {}
         return StepOrders(plan, loads, ended, computes=computes, epoch=epoch, early=early)
 
     def _only_decodes(self, step: Step) -> bool:
@@ -471,8 +479,14 @@ class Serving:
     def _settle(self, receipts: Sequence[Receipt]) -> None:
         settled = self.scheduler.settle(receipts, looks=self._polls_deadlines())
         self.engine.release(settled.released)
-        if settled.landed and self.reports.events is not None:
-            self.reports.events.settled()
+        if settled.ordered:
+            self.engine.hold(settled.ordered)
+            self._promises.order(settled.ordered)
+        if settled.landed:
+            if self._promises.pieces:
+                self._promises.land(settled.landed)
+            if self.reports.events is not None:
+                self.reports.events.settled()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load, once no rank can write its "
@@ -519,7 +533,7 @@ class Serving:
         self._num_quiet = 0  # the ranks must hear of the epoch
 
     @property
-    def unkept(self) -> dict[str, tuple[int, ...]]:
+    def unkept(self) -> dict[str, EndedLoad]:
         """Loads that the engine waits for and that no rank was told of."""
         return self._promises.unkept
 
@@ -530,7 +544,7 @@ class Serving:
         is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
         promises = self._promises
-        is_promised = promises.whole or promises.ended
+        is_promised = promises.whole or promises.pieces or promises.ended
         return bool(is_moving or is_left or is_promised or self.reports.has_orders)
 
     def frees_soon(self) -> bool:

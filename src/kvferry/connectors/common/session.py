@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
 from kvferry.connectors.common.messages import (
+    EndedLoad,
     Guard,
     RankShape,
     StepOrders,
@@ -65,7 +66,7 @@ class SchedulerSession:
         self.former: Serving | None = None
         self._make_engine: Callable[[], EngineAdapter] | None = None
         self._shapes: dict[int, RankShape] = {}
-        self._unkept: dict[str, tuple[int, ...]] = {}
+        self._unkept: dict[str, EndedLoad] = {}
         self._resets: DiskResets | None = None
         self._is_reset_due = False
         self._drained: set[Rank] = set()
@@ -177,7 +178,7 @@ class SchedulerSession:
             if self.former is not None:
                 name = request.request_id
                 blocks = self.former.promised_blocks(name, blocks, num_external_tokens)
-            self._unkept[request.request_id] = blocks
+            self._unkept[request.request_id] = EndedLoad(blocks, blocks)
 
     def orders(self, step: Step) -> StepOrders:
         """What every rank is to do in this step."""

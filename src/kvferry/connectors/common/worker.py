@@ -23,6 +23,7 @@ from kvferry.config import Config
 from kvferry.connectors.common.loads import AwaitedLoad, FinishedLoads
 from kvferry.connectors.common.messages import (
     NO_PLAN,
+    EndedLoad,
     Guard,
     RankShape,
     StepOrders,
@@ -166,8 +167,9 @@ class WorkerSession:
         self._later: Plan = NO_PLAN
         self._computes = False
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
+        self._ended: dict[str, EndedLoad] = {}  # to be reported once the weights are checked
         self._num_awaited = 0  # receipts
-        self._moves: set[TransferId] = set()  # of lower tiers, under way
+        self._moves: set[TransferId] = set()  # of lower tiers and loads in pieces, under way
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.finished = FinishedLoads()
@@ -280,13 +282,14 @@ class WorkerSession:
         blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
         for request_id, ids in orders.loads.items():
             self.finished.fail(request_id, [b for each in ids for b in blocks.get(each, ())])
-        for request_id, lost in orders.ended.items():
-            self.finished.fail(request_id, lost)
+        for request_id, ended in (self._ended | orders.ended).items():
+            self.finished.fail(request_id, ended.blocks)
+        self._ended.clear()
         # What this step ordered may be held already.
-        refused: list[Transfer | Question] = [*orders.plan.transfers, *orders.plan.questions]
+        lost: list[Transfer | Question] = [*orders.plan.transfers, *orders.plan.questions]
         if self._fence is not None:
-            refused += self._fence.take_all()
-        self._refuse({order.id: order for order in refused}.values(), self.guard.reason)
+            lost += self._fence.take_all()
+        self._refuse({order.id: order for order in lost}.values(), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
@@ -329,8 +332,9 @@ class WorkerSession:
         if self.shape.tiers:
             self._moves.update([order.id for order in others if order.id not in self._loads])
             self._moves.update([question.id for question in plan.questions])
-        for request_id, lost in orders.ended.items():
-            self.finished.fail(request_id, lost)
+        if orders.ended:
+            self._ended |= orders.ended
+            self._freshness.mark()  # what came of them must fit the weights as they are now
         if self._fence is not None:
             others = self._fence.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
@@ -410,7 +414,7 @@ class WorkerSession:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
-        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers):
+        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended):
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
@@ -430,6 +434,8 @@ class WorkerSession:
                     self._take(receipt)
                 if self.shape.tiers:
                     self._health += self._worker.health()
+            if self._ended:
+                self._report_ended()
             if self.layerwise is not None and self._loads:
                 self._tell_early(self.layerwise)
         except Exception as error:
@@ -512,7 +518,7 @@ class WorkerSession:
             self._has_sent_shape, self.shape = True, self.shape.without_blocks()
         if self._memory is not None and (not self._is_grown or self.shape.tiers):
             news |= self._memory_news(self._memory)
-        awaits = self._num_awaited or freshness.is_marked or self.shape.tiers
+        awaits = self._num_awaited or freshness.is_marked or self.shape.tiers or self._ended
         is_left = self._later.transfers or not self._is_grown
         self.is_busy = bool(awaits or is_left or (fence is not None and fence.holds))
         return StepReceipts(**news) if any(news.values()) else None

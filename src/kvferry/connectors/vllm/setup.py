@@ -248,6 +248,7 @@ def setup_of(
         num_ranks=int(parallel.world_size),
         reported_tokens=layers.groups[0].block_tokens if layers.groups else 1,
         refusal=layers.refusal,
+        fails_by_block=layers.fails_by_block,
         loads=role != "kv_producer",
         stores=role != "kv_consumer",
         uses_drafts=uses_drafts,
