@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.cache.index import num_leading
 from kvferry.cache.policies.load_or_compute import Decision
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import SlotState
+from kvferry.cache.slots import SlotState, num_leading
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.lookup import Hits, Lookup, Matcher, PinnedHit
@@ -202,7 +201,7 @@ class Promoter:
             return None
         if self._clock() >= inbound.heard + self._patience:
             return None  # the tier seems to hang
-        asked = self._matcher.slot_keys(0, request.chain.keys(), blocks)
+        asked = self._matcher.names[0].of(request.chain.keys(), blocks)
         slots = self._pool.lookup(asked)
         if not len(slots) or self._is_joined(request):
             return None
@@ -225,7 +224,7 @@ class Promoter:
     def _hit(self, request: Any, computed_tokens: int, max_tokens: int, blocks: range) -> PinnedHit:
         """The hit of these blocks, as if they were in the host; it claims nothing."""
         keys, end = request.chain.keys(), blocks.stop * self._size
-        asked, missing = self._matcher.slot_keys(0, keys, blocks), None
+        asked, missing = self._matcher.names[0].of(keys, blocks), None
         if end + self._size <= max_tokens:
             missing = self._matcher.missing_at(0, keys, blocks.stop)
         found = Lookup(
