@@ -210,42 +210,28 @@ def test_a_block_is_only_given_out_under_its_own_key(life: DiskLife) -> None:
     assert (into == 0xEE).all()
 
 
-def test_a_full_disk_under_the_index_stops_writes_until_there_is_room(
-    life: DiskLife, weather: Weather, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["blocks", "index"])
+def test_after_a_commit_that_failed_all_begins_with_the_one_before(
+    tmp_path: Path, weather: Weather, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    rows = life.write(range(4))
-    life.wait_durable()
-    with monkeypatch.context() as patch:
-
-        def refuse(*_: object) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        patch.setattr(DiskFile, "write_at", refuse)
-        life.write([4])
-        wait_until(lambda: not life.do(Way.WRITE, [5], life.fresh(1)).ok.any())
-        result = life.do(Way.WRITE, [5], life.fresh(1))
-        assert "cannot be made durable" in result.reasons[0]
-        life.expect(range(4), rows)
-        assert not life.tier.ailment
-    wait_until(lambda: bool(life.do(Way.WRITE, [5], life.fresh(1)).ok.all()))
-    life.wait_durable()
-    life.expect(range(4), rows)
-
-
-def test_bytes_that_could_not_be_synced_are_not_promised(tmp_path: Path, weather: Weather) -> None:
-    def refuse() -> None:
+    def refuse(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with DiskLife(tmp_path, weather.launch) as life:
         weather.stripes = life.tier.stripes
         rows = life.write([0, 1])
         life.wait_durable()
-        weather.sync = refuse
-        life.write([2, 3])
-        wait_until(lambda: not life.do(Way.WRITE, [9], life.fresh(1)).ok.any())
-        weather.sync = None
-        wait_until(lambda: bool(life.do(Way.WRITE, [9], life.fresh(1)).ok.all()))
+        with monkeypatch.context() as patch:
+            if what == "index":
+                patch.setattr(DiskFile, "write_at", refuse)
+            else:
+                weather.sync = refuse
+            life.write([2, 3])
+            assert "cannot be made durable: " in life.wait_ailing()
+            weather.sync = None
+        life.wait_well()
         assert life.read([0, 1, 2, 3])[1].ok.tolist() == [True, True, False, False]
+        life.write([9])
     with DiskLife(tmp_path) as life:
         assert sorted(life.tier.recovered()[1].tolist()) == [0, 1, 9]
         life.expect([0, 1], rows)

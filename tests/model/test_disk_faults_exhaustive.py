@@ -1,8 +1,8 @@
-"""Every single call to the medium fails once, in its turn; then every crash, or the process ends.
+"""Every single call to the medium fails once, in its turn; then the process ends.
 
 A failed sync is the worst of it: some of what was written is on the medium, all of it can be read,
-and the kernel will never write the rest. Neither the index that goes on nor the next one to open
-the files may take such bytes for kept.
+and the kernel will never write the rest. The next index to open the files may not take such bytes
+for kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.sim_disk import SimDisk, images
-from tests.model.index_oracle import Event, History, Lost, Wrote, content_of
+from tests.model.index_oracle import Event, History, Wrote, content_of
 from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, WIDE, Life, recovered
 
 from kvferry.errors import StoreError
@@ -36,8 +36,8 @@ class OneFault:
         return None
 
 
-def faulty_life(fault: OneFault, failed: Callable[[Life], bool]) -> Life:
-    """Commits, losses, a forgetting; ``failed`` says whether to go on."""
+def faulty_life(fault: OneFault) -> Life:
+    """Commits, losses, a forgetting, until a commit fails."""
     life = Life.new(WIDE)
     for at, file in enumerate(life.disk.files):
         file.fault = fault
@@ -52,33 +52,15 @@ def faulty_life(fault: OneFault, failed: Callable[[Life], bool]) -> Life:
         try:
             life.commit()
         except StoreError:
-            if not failed(life):
-                break
+            break
     return life
-
-
-def check_crashes_after(turn: int, seed: int) -> bool:
-    """Whether there was a call to fail at this turn."""
-    rng = random.Random(turn)
-    fault = OneFault(turn, seed)
-    life = faulty_life(fault, lambda life: True)
-    for file in life.disk.files:
-        file.fault = None
-    life.commit()
-    for files, (noted, promised) in life.disk.moments[
-        max(0, turn - 2) :
-    ]:  # what came before is the same
-        for image in images(files, rng, 3):
-            content, _ = recovered(WIDE, image)
-            life.history.check(content, noted, promised)
-    return fault.calls >= turn
 
 
 def check_end_of_process_after(turn: int, seed: int) -> bool:
     """The process ends at the fault. The next one reads what the kernel has, and the power goes."""
     rng = random.Random(turn)
     fault = OneFault(turn, seed)
-    life = faulty_life(fault, lambda life: False)
+    life = faulty_life(fault)
     for file in life.disk.files:
         file.fault = None
     second = Life(WIDE, life.disk, serial=life.serial)
@@ -99,19 +81,15 @@ def check_end_of_process_after(turn: int, seed: int) -> bool:
     return fault.calls >= turn
 
 
-def every_turn(check: Callable[[int, int], bool], num_seeds: int = 8) -> int:
+def every_turn() -> int:
     turn = 1
-    while all(check(turn, seed) for seed in range(num_seeds)):
+    while all(check_end_of_process_after(turn, seed) for seed in range(8)):
         turn += 1
     return turn
 
 
-def test_every_fault_and_then_every_crash() -> None:
-    assert every_turn(check_crashes_after, 1) > 50
-
-
 def test_every_fault_and_then_the_end_of_the_process() -> None:
-    assert every_turn(check_end_of_process_after) > 50
+    assert every_turn() > 50
 
 
 # -- without the barriers ------------------------------------------------------------------------
@@ -125,90 +103,17 @@ def believes_the_cached_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "write_reset", lambda file, number: file.sync())
 
 
-def counts_a_commit_that_failed(patch: pytest.MonkeyPatch) -> None:
-    real = DiskIndex._write
-
-    def write(self: DiskIndex, *told: Any) -> None:
-        try:
-            real(self, *told)
-        except OSError:
-            self._commit += 1
-            raise
-
-    patch.setattr(DiskIndex, "_write", write)
-
-
 @pytest.mark.parametrize(
-    ("take_away", "check"),
-    [
-        (counts_a_commit_that_failed, check_crashes_after),
-        (believes_the_page_cache, check_end_of_process_after),
-        (believes_the_cached_number, check_end_of_process_after),
-    ],
-    ids=["a commit that failed", "last commit written again", "number written again"],
+    "take_away",
+    [believes_the_page_cache, believes_the_cached_number],
+    ids=["last commit written again", "number written again"],
 )
 def test_without_its_barrier_a_fault_is_told(
-    take_away: Callable[[pytest.MonkeyPatch], None],
-    check: Callable[[int, int], bool],
-    monkeypatch: pytest.MonkeyPatch,
+    take_away: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_away(monkeypatch)
     with pytest.raises(AssertionError):
-        every_turn(check)
-
-
-def test_a_dead_medium_promises_nothing_and_keeps_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    life = Life.new(SMALL)
-    life.write((1, 1))
-    life.commit()
-    for file in life.disk.files:
-        file.fault = lambda what, offset, count: (_ for _ in ()).throw(OSError(errno.EIO, what))
-    for turn in range(5):
-        life.write((2, turn))
-        with pytest.raises(StoreError, match="could not be written"):
-            life.commit()
-    assert len(life.index._queue) == 5
-    for file in life.disk.files:
-        file.fault = None
-    life.commit()
-    assert len(life.index._queue) == 0
-    content, _ = recovered(SMALL, life.disk.media)
-    life.history.check(content, *life.history.moment())
-    assert set(content) == {1, 2}
-
-
-class Nothing(random.Random):
-    """A failed sync leaves the medium as it was: of all it may leave, that is the first."""
-
-    def choice(self, seq: Any) -> Any:
-        return seq[0]
-
-
-def fail_next_sync(life: Life, which: int) -> None:
-    """One sync of this file fails, and nothing of it reaches the medium; then all is well."""
-    file = life.disk.files[which]
-
-    def fault(what: str, offset: int, count: int) -> int | None:
-        if what == "sync":
-            file.fault = None
-            raise OSError(errno.EIO, "injected at sync")
-        return None
-
-    file.fault, file.rng = fault, Nothing()
-    with pytest.raises(StoreError, match="could not be written"):
-        life.commit()
-
-
-def test_a_reset_whose_sync_failed_is_written_again_before_it_is_promised() -> None:
-    life = Life.new(SMALL)
-    life.write((1, 1))
-    life.commit()
-    life.forget()
-    fail_next_sync(life, 1)
-    life.commit()
-    assert recovered(SMALL, life.disk.media)[0] == {}
+        every_turn()
 
 
 def test_a_reset_from_outside_while_an_index_opens_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,24 +143,6 @@ def test_a_reset_from_outside_while_an_index_opens_stays(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(file, name, call)
     life.disk.index(STORE_ID, NUM_PLACES, SMALL)
-
-
-def test_pages_of_a_commit_that_failed_are_written_again_though_their_blocks_were_lost() -> None:
-    """What the kernel shows of such a page may not be on the medium: it must not be built on."""
-    life = Life.new(WIDE)
-    life.write((0, 1))
-    life.commit()
-    life.write((1, 2))
-    fail_next_sync(life, 0)
-    life.index.drop_queued()  # the blocks' own sync fails next
-    life.history.events.append(Lost(1))
-    life.write((WIDE.per_page, 3))
-    life.commit()
-    life.write((WIDE.per_page - 1, 4))
-    life.commit()
-    for files, (noted, promised) in life.disk.moments:
-        for image in images(files, random.Random(5), 64):
-            life.history.check(recovered(WIDE, image)[0], noted, promised)
 
 
 def test_a_page_that_can_be_read_again_does_not_outdo_what_was_committed_meanwhile() -> None:

@@ -90,19 +90,22 @@ class IndexLife(RuleBasedStateMachine):
         times=st.integers(1, 3),
     )
     def commit_on_a_bad_day(self, turn: int, kind: str, code: int, times: int) -> None:
-        """Some call fails, and perhaps the next ones; a short write is no failure."""
+        """Some call fails, and perhaps the next ones, and the process ends; a short write is no
+        failure.
+        """
         for file in self.disk.files:
             file.fault = Failing(turn, kind, code, times)
-        noted = len(self.history.events)
-        for _ in range(2):
-            try:
-                self.index.commit()
-            except StoreError:
-                assert kind != "short"
-            else:
-                self.history.promised = noted
+        has_failed, noted = False, len(self.history.events)
+        try:
+            self.index.commit()
+            self.history.promised = noted
+        except StoreError:
+            assert kind != "short"
+            has_failed = True
         for file in self.disk.files:
             file.fault = None
+        if has_failed:
+            self.open_again()
 
     # -- the end of a process -------------------------------------------------------------------
 

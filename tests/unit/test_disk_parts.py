@@ -11,18 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fakes.crafted_keys import keys
 
-from kvferry.cache.slots import as_slots
 from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.disk.block_file import BlockFile
 from kvferry.tiers.disk.files import SECTOR, runs
-from kvferry.tiers.disk.index import DiskIndex, Shape
-from kvferry.tiers.disk.io_workers import WriteTracker
 from kvferry.tiers.disk.protocol import DriveSetup
-from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity, Superblock
+from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity
 from kvferry.tiers.disk.tier import Stripes
-from kvferry.tiers.ipc.memory import StatusPage
 
 
 @given(
@@ -113,25 +108,3 @@ def test_a_run_is_as_long_as_neighbours_are_neighbours_on_both_sides(
     starts = {first for first, _ in found}
     for at, step in enumerate(steps, 1):
         assert (at in starts) == (step != (1, 1))
-
-
-def test_a_failed_sync_loses_all_that_it_may_have_dropped(tmp_path: Path) -> None:
-    """What was noted before, what was noted while it ran, and what was still being written."""
-    (tmp_path / "index").write_bytes(bytes(Shape(16).file_bytes(10)))
-    (tmp_path / "state").write_bytes(bytes(4096))
-    index = DiskIndex.open(tmp_path, Superblock(StoreIdentity(bytes(32), 4096), 10))
-    tracker = WriteTracker(index, StatusPage(), 0.5)
-
-    def write(place: int, token: int) -> str:
-        key, proof = keys([place]).array, np.ones((1, 16), np.uint8)
-        return tracker.end_write(as_slots([place]), key, proof, index.reset_number, token)
-
-    assert write(1, tracker.begin_write(as_slots([1]))) == ""
-    point = tracker.begin_commit()
-    assert write(2, tracker.begin_write(as_slots([2]))) == ""
-    under_way = tracker.begin_write(as_slots([3]))
-    tracker.fail_commit(point, are_lost=True)
-    assert "did not keep" in write(3, under_way)
-    assert write(4, tracker.begin_write(as_slots([4]))) == ""
-    assert np.flatnonzero(index.present).tolist() == [4]
-    index.close()

@@ -64,7 +64,7 @@ class DriveServer:
         self._open(pickle.loads(self._engine.hello))
         sweep_at = 0.0
         try:
-            while not (self._channel.is_ended or self._health.is_lost):
+            while not (self._channel.is_ended or self._health.failure):
                 self._channel.wait(BEAT_SECONDS)
                 for kind, body in self._channel.receive():
                     self._obey(kind, body)
@@ -91,20 +91,16 @@ class DriveServer:
             lambda reason: self._channel.send(messages.pack(FrameKind.AILS, reason)),
             path=setup.path,
             keep_free=setup.bound.keep_free,
-            check_seconds=setup.check_seconds,
         )
         if setup.write_per_day is not None:
             path = store.folder / state.FILE_NAME
             self._budget = state.DayBudget(DiskFile(path), setup.write_per_day)
-        tracker = self._tracker = io_workers.WriteTracker(
-            store.index, self._status, setup.commit_seconds
-        )
-        self._commits = io_workers.CommitThread(
-            tracker,
+        self._commits = io_workers.Commits(
             store.index,
             file,
             health,
             self._status,
+            commit_seconds=setup.commit_seconds,
             check_seconds=setup.check_seconds,
             was_reset=lambda number: self._channel.send(messages.pack(FrameKind.FORGOT, number)),
             budget=self._budget,
@@ -118,7 +114,7 @@ class DriveServer:
         )
         context = io_workers.WorkerContext(
             queue,
-            tracker,
+            self._commits,
             file,
             memory,
             prover,
@@ -150,7 +146,7 @@ class DriveServer:
             self._submit(messages.unpack_order(body))
         elif kind is FrameKind.FORGET:
             number, is_kept = messages.unpack(body)
-            self._tracker.reset(number, is_kept=bool(is_kept))
+            self._commits.reset(number, is_kept=bool(is_kept))
 
     def _submit(self, order: OrderMessage) -> None:
         places, count = order.places, self._store.num_places
@@ -168,12 +164,12 @@ class DriveServer:
         began, deadline = self._commits.began, self._queue.deadline
         if began and time.monotonic() - began > deadline:
             hung = hung or f"no answer for {deadline:g} s"
-        self._health.ail("hung", hung)
+        self._health.ail(hung)
 
     def _close(self) -> None:
         """Commit what is there and go. What hangs is left: the process ends all the same."""
         end = time.monotonic() + _CLOSE_SECONDS
-        self._queue.close(_CLOSE_SECONDS, "the tier was closed")
+        self._queue.close(_CLOSE_SECONDS, self._health.failure or "the tier was closed")
         if self._commits.close(max(0.1, end - time.monotonic())):
             self._file.close()
             try:

@@ -276,10 +276,10 @@ class DiskIndex:
         self._queue: list[tuple[int, SlotArray, Records]] = []
         """What is not durable yet: how many were recorded by then, places, records."""
         self._reset_due: tuple[int, bool] | None = None
-        self._in_doubt = NO_SLOTS
-        """Pages of a commit that failed: what can be read of them may not be on the medium."""
         self.num_pending = 0
         """How many blocks were written, and are not durable yet."""
+        self.is_failed = False
+        """Whether a commit failed: then what was recorded is never made durable by this object."""
         self._is_closed = False
         try:
             known, is_damaged = self._read_reset()
@@ -407,13 +407,6 @@ class DiskIndex:
             self._reset_due = (self.reset_number, is_kept)
             self.present.fill(False)
 
-    def drop_queued(self) -> None:
-        """What is not durable yet was never written: its bytes may not be on the medium."""
-        with self._lock:
-            for _, places, _ in self._queue:
-                self.present[places] = False
-            self._keep([])
-
     def _enqueue(self, places: SlotArray, records: Records) -> None:
         self.num_recorded += len(places)
         self._queue.append((self.num_recorded, places, records))
@@ -430,8 +423,8 @@ class DiskIndex:
         With ``num_recorded``, as it was at some moment: only what was recorded before that moment,
         whose bytes are on the medium already. (A reset that came later holds all the same.)
 
-        Raises StoreError if that failed: nothing recorded since the last good commit is durable,
-        all of it is kept, and the next commit tries again.
+        Raises StoreError if that failed: nothing recorded since the last good commit is durable.
+        What can be read of the files now may not be on the medium, so no commit may follow.
         """
         with self._lock:
             upto = self.num_recorded if num_recorded is None else num_recorded
@@ -455,15 +448,13 @@ class DiskIndex:
 
     def _write(self, places: SlotArray, records: Records) -> None:
         numbers = places // self._table.shape.per_page
-        # With the pages of a commit that failed, also where what it had to say was dropped since.
-        touched = self._in_doubt = np.unique(np.concatenate([numbers, self._in_doubt]))
+        touched = np.unique(numbers)
         for start in range(0, len(touched), _CHUNK_PAGES):
             some = touched[start : start + _CHUNK_PAGES]
             mine = (some[0] <= numbers) & (numbers <= some[-1])
             self._write_pages(some, numbers[mine], places[mine], records[mine])
         self._table.file.sync()
         self._commit += 1
-        self._in_doubt = NO_SLOTS
 
     def _write_pages(
         self, some: SlotArray, numbers: SlotArray, places: SlotArray, records: Records
@@ -483,14 +474,15 @@ class DiskIndex:
         self._table.write(some, 1 - newest, changed)
 
     def close(self) -> None:
-        """Commit, and give the files back. Safe to call twice.
+        """Commit unless a commit failed before, and give the files back. Safe to call twice.
 
-        Raises StoreError if the commit failed; the files are given back all the same.
+        Raises StoreError if this commit failed; the files are given back all the same.
         """
         if self._is_closed:
             return
         try:
-            self.commit()
+            if not self.is_failed:
+                self.commit()
         finally:
             self._is_closed = True
             self._table.file.close()

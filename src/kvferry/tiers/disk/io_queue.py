@@ -9,9 +9,8 @@ A job that has not begun when its order is late, or the drive ails, fails withou
 is in flight longer than the deadline is given up: the drive ails until it returns, and what it then
 brings is not delivered.
 
-A block that fails is a failed block. Many in a row, a drive that does not answer, a file that is
-gone: the drive ails, its orders fail at once, and it is tried now and then. No room to write does
-not make it ail: what is there can still be read.
+A block that fails is a failed block. Many in a row, a file that is gone, a commit that fails: the
+process ends, and the next one tries again. No room to write is a failed block, too.
 """
 
 from __future__ import annotations
@@ -28,17 +27,14 @@ import numpy as np
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
-from kvferry.hostmem.slots import PrivateMemory
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import BlockFile
-from kvferry.tiers.disk.files import SECTOR
 from kvferry.tiers.ipc.messages import Flags, Numbers, OrderMessage, ResultMessage
 
 MAX_ERRORS = 16
-"""So many calls to the drive in a row must fail before it ails."""
+"""So many calls to the drive in a row must fail before its process ends."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_MAX_RETRY_SECONDS = 60.0
 _LATE = _NOT_BEGUN, _NO_ANSWER = "not begun in time", "no answer"
 
 
@@ -269,9 +265,10 @@ class IoQueue:
 
 
 class DriveHealth:
-    """Collects what is wrong, by cause, and tells the queue and the engine. Any thread may use it.
+    """Decides when the drive cannot be used, or takes no writes. Any thread may use it.
 
-    ``tell`` sends the engine why the drive cannot be used.
+    A drive that hangs may come back. After any other fault the process has to end: the next one,
+    which its engine starts after a while, finds out whether the drive is well.
     """
 
     def __init__(
@@ -282,96 +279,51 @@ class DriveHealth:
         *,
         path: str,
         keep_free: int,
-        check_seconds: float,
     ) -> None:
+        """``tell`` sends the engine why the drive cannot be used; empty when it can be again."""
         self._queue = queue
         self._file = file
         self._tell = tell
         self._path = path
         self._keep_free = keep_free
-        self._check_seconds = check_seconds
-        self._lock = threading.Lock()  # guards all below
-        self._ailments: dict[str, str] = {}
-        self._refusals: dict[str, str] = {}
+        self._ailment = ""
         self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
-        self._retry_seconds = check_seconds
-        self._retry_at = 0.0
-        self._num_failed_checks = 0
-        self.is_lost = False
-        """The file has been gone for long: the process that serves it should begin anew."""
-        self._page = PrivateMemory(SECTOR).bytes.data
+        self.failure = ""
+        """Why the process has to end; empty while it has not."""
 
     def succeeded(self, way: Way) -> None:
-        if self._errors_in_a_row[way]:
-            with self._lock:
-                self._errors_in_a_row[way] = 0
+        self._errors_in_a_row[way] = 0
 
     def failed(self, way: Way, error: Exception) -> None:
-        is_full = isinstance(error, OSError) and error.errno in _NO_SPACE and way is Way.WRITE
-        with self._lock:
-            self._errors_in_a_row[way] += 1
-            if self._errors_in_a_row[way] < MAX_ERRORS:
-                return
-            self._errors_in_a_row[way] = 0
-            self._retry_at = time.monotonic() + self._retry_seconds
-            self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
-        if is_full:
-            self.refuse_writes("space", f"no room to write: {error}")
-        else:
-            self.ail("errors", f"{MAX_ERRORS} errors in a row, the last: {error}")
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return  # what is there can still be read
+        self._errors_in_a_row[way] += 1
+        if self._errors_in_a_row[way] >= MAX_ERRORS:
+            self.end(f"{MAX_ERRORS} errors in a row, the last: {error}")
 
-    def ail(self, cause: str, reason: str) -> None:
-        """Note why the drive cannot be used; an empty reason: not any more for this cause."""
-        self._note(self._ailments, cause, reason)
+    def end(self, reason: str) -> None:
+        """The process has to end."""
+        self.failure = self.failure or reason
+        self.ail(reason)
 
-    def refuse_writes(self, cause: str, reason: str) -> None:
-        """Note why nothing can be written; an empty reason: not any more for this cause."""
-        self._note(self._refusals, cause, reason)
-
-    def _note(self, reasons: dict[str, str], cause: str, reason: str) -> None:
-        with self._lock:
-            before = next(iter(reasons.values()), "")
-            if reason:
-                reasons.setdefault(cause, reason)
-            else:
-                reasons.pop(cause, None)
-            now = next(iter(reasons.values()), "")
-            if now == before:
-                return
-            if reasons is self._refusals:
-                self._queue.refuse_writes(now)
-            else:
-                self._queue.ail(now)
-                self._tell(now)  # after the queue: the failed results arrive before this
+    def ail(self, reason: str) -> None:
+        """Note why the drive cannot be used; an empty reason: it can."""
+        reason = self.failure or reason
+        if reason != self._ailment:
+            self._ailment = reason
+            self._queue.ail(reason)
+            self._tell(reason)  # after the queue: the failed results arrive before this
 
     def check(self) -> None:
         """Look at the drive, in a thread that may hang."""
         try:
             self._file.check()
-            self._check_space()
-            if "errors" in self._ailments and time.monotonic() >= self._retry_at:
-                self._file.read(0, self._page)
-                with self._lock:
-                    self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
-                self.ail("errors", "")
+            found = os.statvfs(self._path)
         except (OSError, TransferError) as error:
             said = error.strerror if isinstance(error, OSError) else str(error)
-            self.ail("check", said or str(error))
-            self._num_failed_checks += 1
-            self.is_lost = self._num_failed_checks > MAX_ERRORS
-        else:
-            self.ail("check", "")
-            self._num_failed_checks = 0
-            if time.monotonic() > self._retry_at + _MAX_RETRY_SECONDS:
-                self._retry_seconds = self._check_seconds
-
-    def _check_space(self) -> None:
-        """A file that grows as it is written must leave ``keep_free`` alone."""
-        found = os.statvfs(self._path)
-        free = found.f_bavail * found.f_frsize
-        is_due = time.monotonic() >= self._retry_at
-        if "space" in self._refusals and is_due and free > self._keep_free:
-            self.refuse_writes("space", "")
-        if not self._file.is_whole:
-            reason = f"{format_size(self._keep_free)} of the file system stay free"
-            self.refuse_writes("floor", reason if free <= self._keep_free else "")
+            self.end(said or str(error))
+            return
+        # A file that grows as it is written must leave ``keep_free`` alone.
+        is_low = not self._file.is_whole and found.f_bavail * found.f_frsize <= self._keep_free
+        floor = f"{format_size(self._keep_free)} of the file system stay free"
+        self._queue.refuse_writes(floor if is_low else "")

@@ -3,7 +3,7 @@
 ::
 
     read    file ──> buffer ──check──> engine; a block whose proof fails is lost, not delivered
-    write   engine ──> buffer ──prove──> file ──> write tracker: readable now
+    write   engine ──> buffer ──prove──> file ──> commits: readable now
     commit  bytes synced ──> index synced: durable. Begins half a second after a write at most
 """
 
@@ -28,33 +28,51 @@ from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
 
-@dataclass(frozen=True)
-class CommitPoint:
-    """A point in the order of events: a commit covers what happened before it."""
+class Commits:
+    """Owns the order of events between threads and index, and the thread that makes them durable.
 
-    num_recorded: int
-    generation: int
-    since: float
+    A generation is the reset number under which an order was given. At most a second passes from a
+    write to the end of the commit that covers it, if the drive is well. A commit that fails ends
+    the process: what it was to cover is lost, and the next process begins with what was committed.
 
-
-class WriteTracker:
-    """Owns the order of events between threads and index. Any thread may use it.
-
-    A generation is the reset number under which an order was given.
+    The thread also looks at the drive every second: it is the thread that may hang doing so.
     """
 
-    def __init__(self, index: DiskIndex, status: StatusPage, commit_seconds: float) -> None:
+    def __init__(
+        self,
+        index: DiskIndex,
+        file: BlockFile,
+        health: DriveHealth,
+        status: StatusPage,
+        *,
+        commit_seconds: float,
+        check_seconds: float,
+        was_reset: Callable[[int], None],
+        budget: DayBudget | None = None,
+    ) -> None:
+        """``was_reset`` is called with a reset number once it is durable."""
         self._index = index
+        self._file = file
+        self._health = health
         self._status = status
         self._commit_seconds = commit_seconds
+        self._check_seconds = check_seconds
+        self._was_reset = was_reset
+        self._budget = budget
+        self._persisted = index.reset_number
         self._changed = threading.Condition()  # guards all below
         self._generation = index.reset_number
         self._since = 0.0
         """When the oldest event that no commit covers happened; 0: there is none."""
-        self._committing: CommitPoint | None = None
-        self._num_failed_syncs = 0
+        self._covered_since = 0.0
+        """The same for the commit that is in flight."""
         self._is_urgent = False
         self._is_closed = False
+        self.began = 0.0
+        """When the call to the drive that is in flight began; 0: none is."""
+        self.thread = threading.Thread(target=self._run, name="kvferry-drive-commit", daemon=True)
+
+    # -- for the threads that move blocks ---------------------------------------------------------
 
     def lookup(self, places: Numbers, generation: int) -> tuple[Flags, Proofs]:
         """Return which of these places hold a block, and the proofs of what they hold."""
@@ -64,26 +82,21 @@ class WriteTracker:
                 here[:] = False
             return here, self._index.proofs[places]
 
-    def begin_write(self, places: Numbers) -> int:
-        """These places are about to be overwritten; return the token for :meth:`end_write`."""
+    def begin_write(self, places: Numbers) -> None:
+        """These places are about to be overwritten."""
         with self._changed:
             self._index.present[places] = False
-            return self._num_failed_syncs
 
-    def end_write(
-        self, places: Numbers, keys: Words, proofs: Proofs, generation: int, token: int
-    ) -> str:
-        """These blocks were written whole; return why they are not kept, or nothing."""
+    def end_write(self, places: Numbers, keys: Words, proofs: Proofs, generation: int) -> bool:
+        """These blocks were written whole; return whether they are kept: they were not forgotten
+        meanwhile.
+        """
         with self._changed:
-            if generation != self._generation:
-                return "told to forget it meanwhile"
-            if token != self._num_failed_syncs:
-                # The kernel may have dropped their bytes with the others', and says so only once.
-                return "the drive did not keep what was written meanwhile"
-            if len(places):
+            is_kept = generation == self._generation
+            if is_kept and len(places):
                 self._index.record_written(places, Keys(keys), proofs)
                 self._note()
-            return ""
+            return is_kept
 
     def lose(self, places: Numbers) -> None:
         """Nothing at these places can be read any more."""
@@ -107,24 +120,39 @@ class WriteTracker:
             self._note()
 
     def _note(self) -> None:
-        if not self._since:
-            self._since = time.monotonic()
-            self._changed.notify_all()
-        elif self._is_urgent:
+        if not self._since or self._is_urgent:
+            self._since = self._since or time.monotonic()
             self._changed.notify_all()
         self._show()
 
     def _show(self) -> None:
         """Publish how many blocks wait for a commit, and since when."""
-        since = self._committing.since if self._committing is not None else 0.0
         self._status.put(Count.PENDING, self._index.num_pending)
-        self._status.put(Count.PENDING_SINCE, int((since or self._since) * 1e6))
+        since = self._covered_since or self._since
+        self._status.put(Count.PENDING_SINCE, int(since * 1e6))
 
-    # -- for the one thread that commits ----------------------------------------------------------
+    # -- the thread -------------------------------------------------------------------------------
 
-    def wait_until_due(self, timeout: float) -> bool:
-        """Wait until a commit is due, time is up, or all is over; return whether one is due."""
-        end = time.monotonic() + timeout
+    def _run(self) -> None:
+        check_at, is_last = 0.0, False
+        while not is_last:
+            is_due = self._wait_until_due()
+            is_last = self._is_closed
+            self.began = time.monotonic()
+            if self.began >= check_at:
+                self._health.check()
+                check_at = self.began + self._check_seconds
+            try:
+                if is_due or is_last:
+                    self._commit()
+            except (OSError, KvferryError) as error:
+                self._index.is_failed = is_last = True
+                self._health.end(f"what is written cannot be made durable: {error}")
+            self.began = 0.0
+
+    def _wait_until_due(self) -> bool:
+        """Wait until a commit is due, the drive is to be looked at, or all is over."""
+        end = time.monotonic() + self._check_seconds
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -135,35 +163,33 @@ class WriteTracker:
                     return False
                 self._changed.wait(min(due, end) - now)
 
-    def begin_commit(self) -> CommitPoint:
-        """Return what has happened until now; :meth:`end_commit` or :meth:`fail_commit` follows."""
+    def _commit(self) -> None:
+        """Make durable what has happened until now."""
+        start = time.monotonic()
         with self._changed:
-            point = CommitPoint(self._index.num_recorded, self._generation, self._since)
-            self._committing = point
-            self._since = 0.0
-            self._is_urgent = False
-            return point
-
-    def fail_commit(self, point: CommitPoint, *, are_lost: bool) -> None:
-        """The commit failed. ``are_lost``: so may be the bytes, whatever a later call says."""
+            num_recorded, generation = self._index.num_recorded, self._generation
+            self._covered_since, self._since, self._is_urgent = self._since, 0.0, False
+        # The order matters: a record must not come before its bytes, nor cover later ones.
+        self._file.sync()
+        self._index.commit(num_recorded)
+        if generation != self._persisted:
+            self._persisted = generation
+            self._was_reset(generation)
+        if self._budget is not None:
+            self._budget.save()
         with self._changed:
-            if are_lost:  # and so may be those of writes that came or began meanwhile
-                self._num_failed_syncs += 1
-                self._index.drop_queued()
-            self._since = point.since or self._since or time.monotonic()
-            self._committing = None
+            self._covered_since = 0.0
             self._show()
+        self._status.add(Count.COMMITS, 1)
+        self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))
 
-    def end_commit(self) -> None:
-        with self._changed:
-            self._committing = None
-            self._show()
-
-    def close(self) -> None:
-        """Make the thread that waits go on."""
+    def close(self, timeout: float) -> bool:
+        """Commit what is left; return whether the thread has ended in time."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
 
 
 @dataclass(frozen=True)
@@ -171,7 +197,7 @@ class WorkerContext:
     """What the threads of one drive share."""
 
     queue: IoQueue
-    tracker: WriteTracker
+    commits: Commits
     file: BlockFile
     memory: EngineMemory
     prover: Prover
@@ -222,7 +248,7 @@ class IoWorker:
     def _leave_nothing(self, places: Numbers) -> None:
         """A write that failed leaves no block."""
         if self._way is Way.WRITE:
-            self._context.tracker.lose(places)
+            self._context.commits.lose(places)
 
     def _fail(self, positions: Numbers, count: Count, reason: str) -> None:
         for position in positions.tolist():
@@ -231,7 +257,7 @@ class IoWorker:
 
     def _read(self, job: Job, places: Numbers) -> None:
         context, order, positions = self._context, job.order.message, job.positions
-        is_here, proofs = context.tracker.lookup(places, order.generation)
+        is_here, proofs = context.commits.lookup(places, order.generation)
         if not is_here.all():
             for at in np.flatnonzero(~is_here).tolist():
                 reason = f"place {places[at]} holds nothing"
@@ -247,7 +273,7 @@ class IoWorker:
                 reason = f"place {places[at]}: its bytes are not what was written"
                 self._fail(positions[at : at + 1], Count.DAMAGED, reason)
             if len(bad):
-                context.tracker.lose_damaged(places[bad], proofs[bad])
+                context.commits.lose_damaged(places[bad], proofs[bad])
             self._deliver(job, positions, np.flatnonzero(whole & right))
 
     def _deliver(self, job: Job, positions: Numbers, good: Numbers) -> None:
@@ -278,7 +304,7 @@ class IoWorker:
             segments = context.memory.fetch(here, there, sizes)
             fetched = segments.reshape(len(positions), -1).all(axis=1)
             self._fail_unreachable(positions[~fetched])
-            token = context.tracker.begin_write(places)
+            context.commits.begin_write(places)
             if not context.queue.begin_delivery(job):
                 return  # given up meanwhile: the memory may have been used again while we read it
             context.queue.end_delivery(job)
@@ -286,13 +312,12 @@ class IoWorker:
         at = np.flatnonzero(fetched)
         whole = np.zeros(len(positions), dtype=bool)
         whole[at] = self._move(positions[at], places[at], at)
-        why_not = context.tracker.end_write(
-            places[whole], keys[whole], proofs[whole], order.generation, token
-        )
-        if why_not:
-            self._fail(positions[whole], Count.OTHER_FAILURES, why_not)
+        if not context.commits.end_write(
+            places[whole], keys[whole], proofs[whole], order.generation
+        ):
+            self._fail(positions[whole], Count.OTHER_FAILURES, "told to forget it meanwhile")
         context.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)
-        context.tracker.lose(places[~whole])
+        context.commits.lose(places[~whole])
 
     def _move(self, positions: Numbers, places: Numbers, slots: Numbers) -> Flags:
         """Read or write the blocks in these slots of the buffer; return which moved whole."""
@@ -324,89 +349,3 @@ class IoWorker:
 
     def _fail_unreachable(self, positions: Numbers) -> None:
         self._fail(positions, Count.UNREACHABLE, "its host memory cannot be reached")
-
-
-class CommitThread:
-    """Makes blocks durable; the only thread that commits the index. Owns the thread.
-
-    At most a second passes from a write to the end of the commit that covers it, if the drive is
-    well. It also looks at the drive every second: it is the thread that may hang doing so.
-    """
-
-    def __init__(
-        self,
-        tracker: WriteTracker,
-        index: DiskIndex,
-        file: BlockFile,
-        health: DriveHealth,
-        status: StatusPage,
-        *,
-        check_seconds: float,
-        was_reset: Callable[[int], None],
-        budget: DayBudget | None = None,
-    ) -> None:
-        """``was_reset`` is called with a reset number once it is durable."""
-        self._tracker = tracker
-        self._index = index
-        self._file = file
-        self._health = health
-        self._status = status
-        self._check_seconds = check_seconds
-        self._persisted = index.reset_number
-        self._was_reset = was_reset
-        self._budget = budget
-        self._is_closed = False
-        self.began = 0.0
-        """When the call to the drive that is in flight began; 0: none is."""
-        self.thread = threading.Thread(target=self._run, name="kvferry-drive-commit", daemon=True)
-
-    def _run(self) -> None:
-        check_at = 0.0
-        while True:
-            is_due = self._tracker.wait_until_due(self._check_seconds)
-            self.began = time.monotonic()
-            if self.began >= check_at:
-                self._health.check()
-                check_at = self.began + self._check_seconds
-            if is_due:
-                self._commit()
-            self.began = 0.0
-            if self._is_closed:
-                self._commit()
-                return
-
-    def _commit(self) -> None:
-        """Make durable what has happened until now."""
-        start = time.monotonic()
-        point = self._tracker.begin_commit()
-        try:
-            self._file.sync()
-        except OSError as error:
-            self._failed(point, error, are_lost=True)
-            return
-        try:
-            # The order matters: a record must not come before its bytes, nor cover later ones.
-            self._index.commit(point.num_recorded)
-        except (OSError, KvferryError) as error:
-            self._failed(point, error, are_lost=False)
-            return
-        self._health.refuse_writes("commit", "")
-        if point.generation != self._persisted:
-            self._persisted = point.generation
-            self._was_reset(point.generation)
-        if self._budget is not None:
-            self._budget.save()
-        self._tracker.end_commit()
-        self._status.add(Count.COMMITS, 1)
-        self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))
-
-    def _failed(self, point: CommitPoint, error: Exception, *, are_lost: bool) -> None:
-        self._tracker.fail_commit(point, are_lost=are_lost)
-        self._health.refuse_writes("commit", f"what is written cannot be made durable: {error}")
-
-    def close(self, timeout: float) -> bool:
-        """Commit what is left; return whether that was done in time."""
-        self._is_closed = True
-        self._tracker.close()
-        self.thread.join(timeout)
-        return not self.thread.is_alive()

@@ -143,6 +143,8 @@ class DriveClient:
         self.ailment = STARTING
         self.refusal = ""
         """Why it could not be opened, the last time."""
+        self._said = ""
+        """Why the process itself says that the drive cannot be used."""
         self.recovered: tuple[Numbers, Words] | None = None
         self.number = 0
         """The reset number that the drive is to have; orders carry it."""
@@ -311,7 +313,8 @@ class DriveClient:
                     self._ended(result.id, result)
                     self._orders.discard(result.id)
             elif kind is FrameKind.AILS:
-                self._ail(messages.unpack(body))
+                self._said = messages.unpack(body)
+                self._ail(self._said)
             elif kind is FrameKind.FORGOT:
                 self._persisted = messages.unpack(body)
             elif kind is FrameKind.READY:
@@ -338,7 +341,7 @@ class DriveClient:
         self.ready = replace(ready, num_recovered=0)  # a store that was gone has another id now
         if not self.has_forgotten:
             self._send_reset(child)
-        self.refusal = ""
+        self.refusal = self._said = ""
         self._ail("")
 
     def _ail(self, reason: str) -> None:
@@ -365,7 +368,7 @@ class DriveClient:
             if self.ready is None:
                 self.refusal = self.refusal or reason
             if not self._is_closing:
-                self._ail(self.refusal or reason)
+                self._ail(self.refusal or self._said or reason)
             if is_safe:
                 for order_id in self._orders:
                     self._ended(order_id, reason)
