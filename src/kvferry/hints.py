@@ -117,8 +117,6 @@ class Hints:
                 read["continues"], read["within"] = True, read_seconds(name, value)
             elif name in _PLAIN:
                 read[name] = value
-            elif name in RENAMED:
-                raise InputError(f"the hint {name} is now called {RENAMED[name]}")
             else:
                 near = nearest(str(name), NAMES) or f"; hints: {', '.join(NAMES)}"
                 raise InputError(f"there is no hint {quoted(name)}{near}")
@@ -157,9 +155,6 @@ class Hints:
 _PLAIN = tuple(field.name for field in fields(Hints) if field.name != "within")
 NAMES = ("do_not_store", "do_not_load", *_PLAIN)
 """All hints, by name."""
-
-RENAMED = {"goes_on": "continues", "keep_seconds": "pin_seconds", "over": "ended"}
-"""Former names of hints. Using one is an error that gives the present name."""
 
 
 def read_seconds(name: str, value: object) -> float:

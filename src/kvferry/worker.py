@@ -54,11 +54,6 @@ class Worker:
         self._shut_out: list[Health] = []
         self._closed = False
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether, once closed, a mover left an operation behind that may touch host memory."""
-        return any(getattr(mover, "is_stuck", False) for mover in self._movers)
-
     def execute(self, plan: Plan) -> None:
         """Submit a plan's orders, in its order.
 
@@ -109,22 +104,16 @@ class Worker:
         return changes
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+        """Wait until no copy touches the device, or for ``timeout`` seconds; returns receipts.
+
+        Tiers are neither waited for nor asked: one may hang, or be the mover whose ``poll`` failed.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         receipts, self._refused = self._refused, []
         for mover in self._movers:
-            receipts += mover.drain(None if end is None else max(0.0, end - time.monotonic()))
-        return receipts
-
-    def drain_device(self) -> list[Receipt]:
-        """Wait until no copy touches the device; tiers are neither waited for nor asked.
-
-        A tier may hang, or be the mover whose ``poll`` failed.
-        """
-        receipts, self._refused = self._refused, []
-        for mover in self._movers:
             if not any(mover is tier for tier in self._tiers.values()):
-                receipts += mover.drain()
+                left = None if end is None else max(0.0, end - time.monotonic())
+                receipts += mover.drain(left)
         return receipts
 
     def close(self) -> None:

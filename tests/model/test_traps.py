@@ -554,7 +554,7 @@ def test_a_tier_that_raises() -> None:
             ),
         )
         worker.execute(plan)
-        receipts = worker.drain(60.0)
+        receipts = mover.drain(60.0)
         assert sorted(r.transfer_id for r in receipts) == [1, 2]
         assert all(r.outcome is Outcome.FAILED for r in receipts)
     finally:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.hints import MOST_RANGES, NAMES, RENAMED, Hints, TokenPriority
+from kvferry.hints import MOST_RANGES, NAMES, Hints, TokenPriority
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,3 @@ def test_whatever_comes_is_read_or_refused(said):
     assert len(words) < 1000
     assert hints.max_store_tokens is None or hints.max_store_tokens >= 0
     assert hints.within is None or hints.continues
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_former_name_gives_the_present_one(old: str, new: str) -> None:
-    with pytest.raises(InputError, match=f"the hint {old} is now called {new}"):
-        Hints.read({old: True})
-    assert new in NAMES

@@ -469,7 +469,7 @@ class WorkerSession:
             self._flush()
         if self._worker is not None:
             try:
-                for receipt in self._worker.drain_device():
+                for receipt in self._worker.drain():
                     self._num_awaited -= 1
                     self._take(receipt)
             except Exception as error:
