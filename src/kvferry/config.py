@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvferry.core.quantities import GiB, MiB, nearest, quoted, shown
-from kvferry.errors import ConfigError, UnknownSettingError
+from kvferry.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -309,7 +309,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Config:
-        """From names and values; UnknownSettingError for a name that is no setting."""
+        """From names and values; ConfigError for a name that is no setting."""
         return cls(**_read(settings, "settings"))
 
     @classmethod
@@ -397,13 +397,13 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
     return read
 
 
-def _unknown(source: str, name: object, known: Sequence[str]) -> UnknownSettingError:
+def _unknown(source: str, name: object, known: Sequence[str]) -> ConfigError:
     """The error for a name that does not exist, with the present or the nearest name."""
     if name in RENAMED:
-        return UnknownSettingError(f"{source}: {name} is now called {RENAMED[str(name)]}")
+        return ConfigError(f"{source}: {name} is now called {RENAMED[str(name)]}")
     if name in REMOVED:
-        return UnknownSettingError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
-    return UnknownSettingError(
+        return ConfigError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
+    return ConfigError(
         f"{source}: there is no setting {quoted(name)}"
         f"{nearest(str(name), known) or '; kvferry config --all lists the settings'}"
     )

@@ -4,14 +4,10 @@
 
     KvferryError
     ├── ConfigError (ValueError)
-    │   └── UnknownSettingError
     ├── InputError (ValueError)
-    │   ├── KeyFormatError
-    │   ├── LayoutError
-    │   └── ReceiptError
+    │   └── LayoutError
     ├── StateError (RuntimeError)
-    │   ├── ClosedError
-    │   └── LeaseError
+    │   └── ClosedError
     ├── TransferError (RuntimeError)
     │   ├── DriverError
     │   └── DeadlineError (TimeoutError)
@@ -35,24 +31,12 @@ class ConfigError(KvferryError, ValueError):
     """A setting that cannot be used; the message names it, its value and what would be right."""
 
 
-class UnknownSettingError(ConfigError):
-    """A setting that does not exist; the message names its present or the nearest name."""
-
-
 class InputError(KvferryError, ValueError):
     """A call with arguments that cannot be right; nothing was changed."""
 
 
-class KeyFormatError(InputError):
-    """A key of the wrong length or type."""
-
-
 class LayoutError(InputError):
     """KV tensors that cannot be described exactly; copying their blocks would be a guess."""
-
-
-class ReceiptError(InputError):
-    """A receipt for a transfer or a rank that never existed; nothing was changed."""
 
 
 class StateError(KvferryError, RuntimeError):
@@ -61,10 +45,6 @@ class StateError(KvferryError, RuntimeError):
 
 class ClosedError(StateError):
     """Use of an object after its ``close()``."""
-
-
-class LeaseError(StateError):
-    """A lease ended a second time, or ended in a way its kind does not have."""
 
 
 class TransferError(KvferryError, RuntimeError):

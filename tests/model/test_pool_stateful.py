@@ -45,7 +45,7 @@ from tests.fakes.pools import evict
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease, Purpose
 from kvferry.core.keys import Key, Keys
-from kvferry.errors import InputError, LeaseError
+from kvferry.errors import InputError, StateError
 
 # Conversations that share beginnings, as numbers of blocks; a number always has the same parent.
 CHAINS = (
@@ -238,9 +238,9 @@ class PoolMachine(RuleBasedStateMachine):
     def end(self, claim: Claim) -> None:
         self.model.claims.remove(claim)
         for ending in ("commit", "abort", "release", "spoil"):
-            with pytest.raises(LeaseError):
+            with pytest.raises(StateError):
                 getattr(claim.lease, ending)()
-        with pytest.raises(LeaseError, match="disowned"):
+        with pytest.raises(StateError, match="disowned"):
             claim.lease.disown()
 
     @rule(claim=consumes(writes))
@@ -299,7 +299,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(claim=writes)
     def end_a_write_as_a_read(self, claim: Claim) -> None:
         for ending in (claim.lease.release, claim.lease.spoil):
-            with pytest.raises(LeaseError):
+            with pytest.raises(StateError):
                 ending()
 
     # -- disturbing -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.identity import FORMAT_VERSION, Namespace, adopt, adopt_one, chain, scope
 from kvferry.core.keys import Key
-from kvferry.errors import InputError, KeyFormatError
+from kvferry.errors import InputError
 
 
 def namespace(**changes) -> Namespace:
@@ -118,7 +118,7 @@ def test_a_chain_goes_on_where_it_stopped(tokens, data):
 
 @pytest.mark.parametrize("bad", [b"", b"short", bytes(33), "x" * 32, 3])
 def test_a_parent_must_be_a_key(bad):
-    with pytest.raises(KeyFormatError, match="parent must be a key of 32 bytes"):
+    with pytest.raises(InputError, match="parent must be a key of 32 bytes"):
         chain(namespace(), [1, 2, 3, 4], parent=bad)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Keys
-from kvferry.errors import KeyFormatError
+from kvferry.errors import InputError
 
 raw_keys = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=12)
 
@@ -71,13 +71,13 @@ def test_a_batch_cannot_be_written_to() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, KEY_BYTES - 1, KEY_BYTES + 1, 2 * KEY_BYTES])
 def test_a_key_of_the_wrong_length_is_named_by_position(length: int) -> None:
-    with pytest.raises(KeyFormatError, match=rf"key 1 must be a key .* got {length} byt"):
+    with pytest.raises(InputError, match=rf"key 1 must be a key .* got {length} byt"):
         Keys.from_bytes([bytes(KEY_BYTES), bytes(length)])
 
 
 @pytest.mark.parametrize("wrong", ["x" * KEY_BYTES, bytearray(KEY_BYTES), 7, None])
 def test_a_key_that_is_not_bytes_is_named_by_type(wrong: object) -> None:
-    with pytest.raises(KeyFormatError, match=f"key 0 must be .* got {type(wrong).__name__}"):
+    with pytest.raises(InputError, match=f"key 0 must be .* got {type(wrong).__name__}"):
         Keys.from_bytes([wrong])  # type: ignore[list-item]
 
 
@@ -93,7 +93,7 @@ def test_a_key_that_is_not_bytes_is_named_by_type(wrong: object) -> None:
     ],
 )
 def test_an_array_of_another_shape_or_type_is_refused(array: np.ndarray) -> None:
-    with pytest.raises(KeyFormatError) as error:
+    with pytest.raises(InputError) as error:
         Keys(array)
     assert str(array.shape) in str(error.value)
     assert str(array.dtype) in str(error.value)

@@ -9,7 +9,7 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Ending, Lease, Purpose
-from kvferry.errors import InputError, LeaseError
+from kvferry.errors import InputError, StateError
 
 ALLOWED = {
     Purpose.WRITE: {Ending.COMMIT, Ending.ABORT},
@@ -35,7 +35,7 @@ def test_each_purpose_has_its_own_endings_and_ends_once(purpose: Purpose, ending
     pool, lease = lease_of(purpose)
     assert repr(lease) == f"Lease({purpose.value}, 3 slots)"
     if ending not in ALLOWED[purpose]:
-        with pytest.raises(LeaseError) as error:
+        with pytest.raises(StateError) as error:
             getattr(lease, ending.value)()
         for named in (ending, *ALLOWED[purpose]):
             assert named.value in str(error.value)
@@ -45,9 +45,9 @@ def test_each_purpose_has_its_own_endings_and_ends_once(purpose: Purpose, ending
     getattr(lease, ending.value)()
     assert lease.ended is ending
     for second in Ending:
-        with pytest.raises(LeaseError, match=f"cannot {second.value}.*ended by {ending.value}"):
+        with pytest.raises(StateError, match=f"cannot {second.value}.*ended by {ending.value}"):
             getattr(lease, second.value)()
-    with pytest.raises(LeaseError, match="cannot be disowned"):
+    with pytest.raises(StateError, match="cannot be disowned"):
         lease.disown()
     assert lease.ended is ending
     assert pool.num_leases == 0
@@ -66,5 +66,5 @@ def test_some_of_its_slots_may_fail(purpose: Purpose, ending: str) -> None:
     getattr(lease, ending)(failed=[2, 1])
     assert lease.ended is Ending(ending)
     assert pool.match(keys(range(3))) == 1
-    with pytest.raises(LeaseError, match=f"cannot {ending}.*ended by {ending}"):
+    with pytest.raises(StateError, match=f"cannot {ending}.*ended by {ending}"):
         getattr(lease, ending)(failed=[1])

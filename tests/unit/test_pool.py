@@ -14,7 +14,7 @@ from kvferry.cache.policies.contract import Arriving
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease, SlotState
 from kvferry.core.keys import Keys
-from kvferry.errors import InputError, IntegrityError, KeyFormatError
+from kvferry.errors import InputError, IntegrityError
 
 
 def stored(pool: Pool, numbers: list[int], *, chained: bool = True, after: int | None = None):
@@ -77,7 +77,7 @@ def test_repeated_keys_are_refused_and_change_nothing() -> None:
 @pytest.mark.parametrize(("parent", "words"), [(b"short", "5 bytes"), ("text", "str")])
 def test_a_parent_that_is_no_key_is_refused(parent: Any, words: str) -> None:
     pool = Pool(2)
-    with pytest.raises(KeyFormatError, match=f"key of 32 bytes, got {words}"):
+    with pytest.raises(InputError, match=f"key of 32 bytes, got {words}"):
         pool.reserve(keys([1]), parent=parent)
     pool.check_integrity()
     assert pool.counts.free == 2

@@ -16,7 +16,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention, SlidingWindow
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.errors import ClosedError, InputError, ReceiptError
+from kvferry.errors import ClosedError, InputError
 from kvferry.scheduler.journal import Reason
 from kvferry.scheduler.request import State
 from kvferry.scheduler.transfers import NO_BLOCK
@@ -150,7 +150,7 @@ def test_a_receipt_that_answers_nothing_changes_nothing(receipt: Receipt, words:
     scheduler.store("a", keys(range(2)), [[0, 1]], 8)
     good = receipts(scheduler.plan(), 2)
     before = snapshot(scheduler)
-    with pytest.raises(ReceiptError, match=words):
+    with pytest.raises(InputError, match=words):
         scheduler.settle([*good, receipt])
     assert snapshot(scheduler) == before
     assert scheduler.settle(good).released

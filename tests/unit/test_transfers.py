@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cache.slots import Ending, Lease, Purpose, as_slots
 from kvferry.config import Config
-from kvferry.errors import ReceiptError
+from kvferry.errors import InputError
 from kvferry.scheduler.transfers import InFlight, Transfers
 from kvferry.types import (
     DEVICE,
@@ -81,7 +81,7 @@ def test_a_copy_to_or_from_the_device_is_one_whole() -> None:
 def test_positions_that_do_not_exist_are_refused(positions: tuple[int, ...]) -> None:
     sky = Sky()
     up = sky.launch(DISK, HOST, Purpose.READ, Purpose.WRITE)
-    with pytest.raises(ReceiptError, match="but it has 4"):
+    with pytest.raises(InputError, match="but it has 4"):
         sky.transfers.settle([partial(up, *positions)])
     assert sky.endings == []
     assert len(sky.transfers.settle([Receipt(TransferId(up), Rank(0), Outcome.OK)])) == 1

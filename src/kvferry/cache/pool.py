@@ -41,7 +41,7 @@ from kvferry.cache.slots import (
     as_slots,
 )
 from kvferry.core.keys import Key, Keys, require_key
-from kvferry.errors import InputError, IntegrityError, LeaseError
+from kvferry.errors import InputError, IntegrityError, StateError
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 PIN_SHARE = 0.25
@@ -325,7 +325,7 @@ class Pool:
         The slots stay claimed until the lease ends, because a slow rank may still touch them.
         """
         if lease.ended is not None:
-            raise LeaseError(f"{lease!r} cannot be disowned: it ended by {lease.ended.value}")
+            raise StateError(f"{lease!r} cannot be disowned: it ended by {lease.ended.value}")
         self._doom(lease.slots)
 
     def reset(self) -> None:
@@ -440,7 +440,7 @@ class Pool:
         )
 
 
-def _cannot_end(lease: Lease, ending: Ending) -> LeaseError:
+def _cannot_end(lease: Lease, ending: Ending) -> StateError:
     allowed = "commit or abort" if lease.purpose is Purpose.WRITE else "release or spoil"
     why = f"ends by {allowed}" if lease.ended is None else f"ended by {lease.ended.value}"
-    return LeaseError(f"{lease!r} cannot {ending.value}: it {why}")
+    return StateError(f"{lease!r} cannot {ending.value}: it {why}")

@@ -8,7 +8,7 @@ from typing import Any, NewType, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KeyFormatError
+from kvferry.errors import InputError
 
 Key = NewType("Key", bytes)
 """Content identity of one block: ``KEY_BYTES`` bytes."""
@@ -42,7 +42,7 @@ class Keys:
     def __init__(self, array: npt.NDArray[Any]) -> None:
         """Take rows of words as they are; use :meth:`from_bytes` for keys in bytes."""
         if array.dtype != _WORD or array.ndim != 2 or array.shape[1] != KEY_WORDS:
-            raise KeyFormatError(
+            raise InputError(
                 f"keys must be a (n, {KEY_WORDS}) array of little-endian uint64, "
                 f"got shape {array.shape} of {array.dtype}; use Keys.from_bytes for bytes"
             )
@@ -81,7 +81,7 @@ class Keys:
     def masked(self, mask: bytes) -> Keys:
         """Every key XORed with a ``KEY_BYTES`` mask: the same blocks under another scope."""
         if len(mask) != KEY_BYTES:
-            raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
+            raise InputError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
         return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
 
     def part(self, which: slice, mask: KeyArray | None) -> Keys:
@@ -191,7 +191,7 @@ def masked_key(key: Key, mask: bytes) -> Key:
 
 
 def require_key(name: str, key: object) -> None:
-    """Raise KeyFormatError unless ``key`` is a key; ``name`` begins the message."""
+    """Raise InputError unless ``key`` is a key; ``name`` begins the message."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-        raise KeyFormatError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")
+        raise InputError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")

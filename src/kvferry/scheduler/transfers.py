@@ -24,7 +24,7 @@ from kvferry.cache.slots import Lease, Purpose
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers
-from kvferry.errors import InputError, ReceiptError
+from kvferry.errors import InputError
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Histogram, Traffic, TrafficKey
 from kvferry.types import (
     DEVICE,
@@ -466,7 +466,7 @@ class Transfers:
     def _check(self, receipt: Receipt) -> None:
         subject = f"receipt for transfer {receipt.transfer_id}"
         if not 0 <= receipt.transfer_id < self._num_sent:
-            raise ReceiptError(
+            raise InputError(
                 f"{subject}, but only {self._num_sent} were ever sent; drop it and settle the "
                 "others"
             )
@@ -474,12 +474,12 @@ class Transfers:
         if receipt.failed and each is not None:
             least, most = min(receipt.failed), max(receipt.failed)
             if least < 0 or most >= len(each.transfer):
-                raise ReceiptError(
+                raise InputError(
                     f"{subject} says that blocks {least} to {most} failed, but it has "
                     f"{len(each.transfer)}"
                 )
         if receipt.rank not in self._ranks:
-            raise ReceiptError(
+            raise InputError(
                 f"{subject} from rank {receipt.rank}, but ranks are 0 to {len(self._ranks) - 1}"
             )
 
