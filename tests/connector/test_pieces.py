@@ -45,7 +45,7 @@ class Gates:
         assert sides.side.serving is not None
         probe = request_of("probe", hashes(number))
         ferried = sides.side.serving._state_of(probe).ours
-        keys = list(scheduler_of(sides).matcher.all_keys(0, ferried.chain.keys()))
+        keys = list(scheduler_of(sides).matcher.names[0].all(ferried.chain.keys()))
         sides.side.finished(probe)
         self._gates = {key: threading.Event() for key in keys}
         self._failing: set[bytes] = set()
