@@ -311,7 +311,7 @@ def test_what_is_held_and_whose_is_shown():
         assert [(tenant.name, tenant.slots) for tenant in view.tenants] == [("none", {"host": 4})]
         with StringIO() as out:
             Console(file=out, width=100).print(Screen(view))
-            assert "Pinned: 4 blocks (host)" in out.getvalue()
-            assert "Tenant none: 4 slots" in out.getvalue()
+            assert "Tier host: 4 blocks pinned" in out.getvalue()
+            assert "host 4" in out.getvalue()
     finally:
         running.close()

@@ -14,7 +14,8 @@ from tests.integration.test_endpoint import ask
 
 from kvferry.telemetry.catalog import Snapshot, exposition
 from kvferry.tools.cli.commands import kvferry as cli
-from kvferry.tools.top.view import PageServer, Watch
+from kvferry.tools.top.page import PageServer
+from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
 RAW = {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
@@ -156,9 +157,7 @@ def test_the_latest_requests_of_any_shape_do_not_end_the_view(hostile, body):
     hostile.say = lambda path: [reply(GOOD if path == "/metrics" else body)]
     view = json.loads(top(hostile, "--json").output, parse_constant=pytest.fail)
     assert view["queries"] == 10
-    for row in view["recent"]:
-        assert isinstance(row["request_id"], str)
-        assert row["reason"] is None or isinstance(row["reason"], str)
+    assert all(isinstance(cell, str) for row in view["recent"] for cell in row)
 
 
 def test_names_are_shown_cut_and_clean(hostile):

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +26,9 @@ from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.parts import Scenario, compare
 from kvferry.tools.demo.report import render
 from kvferry.tools.demo.workload import Chat
-from kvferry.tools.top.view import PageServer, Watch
+from kvferry.tools.top.page import PageServer
+from kvferry.tools.top.shown import Shown
+from kvferry.tools.top.view import Watch
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
@@ -84,7 +86,7 @@ def test_it_draws_escapes_and_stays_at_home(server, tmp_path):
     dom = browse(server.url, tmp_path, f"--log-net-log={log}")
     # It draws.
     text = re.sub(r"<[^>]+>", " ", dom)
-    for words in ("75%", "700 of 1,000 slots", "700.0 MB of 1.0 GB", "host → device", "evicted"):
+    for words in ("75%", "700 of 1,000", "700.0 MB", "host → device", "evicted"):
         assert words in text, words
     assert "chat-7" in text
     assert 'id="error" role="alert" hidden=""' in dom
@@ -112,9 +114,9 @@ def test_tiers_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_pat
     dom = browse(server.url, tmp_path)
     text = re.sub(r"<[^>]+>", " ", dom)
     assert "unavailable: rank 1: full &lt;img" in text
-    assert "6,000 of 10,000 slots" in text
-    assert "999 of 4,000 requested blocks found" in text
-    assert "3 blocks not durable yet (oldest 0.4 s)" in text
+    assert "6,000 of 10,000" in text
+    assert "999 of 4,000 found" in text
+    assert "3 blocks not durable yet" in text
     assert "2 blocks failed (damaged)" in text
     assert "<img" not in dom
 
@@ -213,25 +215,19 @@ def on_a_phone(folder: tuple[Path, str], page: str, tmp_path: Path) -> dict[str,
 @needs_chromium
 def test_the_live_page(folder, tmp_path):
     rows = [
-        {
-            "request_id": f"chatcmpl-{'0123456789abcdef' * 3}-{n}",
-            "reason": "nothing_missed",
-            "asked_tokens": 1_234_567,
-            "host_tokens": 1_234_567,
-            "tier_hit_tokens": {"host": 1_234_567},
-        }
+        [f"chatcmpl-{'0123456789abcdef' * 3}-{n}", "1,234,567", "host 1,234,567", "none"]
         for n in range(3)
     ]
-    view = look(leases=1, recent=rows, misses={"below_threshold": 123_456_789}).as_dict()
+    view = look(leases=1, recent=rows, misses={"below_threshold": 123_456_789})
     for file in PAGE.iterdir():
         (folder[0] / file.name).write_bytes(file.read_bytes())
-    data = {"interval": 1000, "error": "", "view": view}
+    data = {"interval": 1000, "error": "", "shown": asdict(Shown.of(view))}
     (folder[0] / "view.json").write_text(json.dumps(data))
     said = on_a_phone(folder, "index.html", tmp_path)
     assert said["width"] <= 390
     assert said["wide"] == []
     text = str(said["text"])
-    for words in ("1 lease", "123,456,789", "700 of 1,000 slots", "1,234,567", "50.0 GB/s"):
+    for words in ("1 lease", "123,456,789", "700 of 1,000", "1,234,567", "50.0 GB/s"):
         assert words in text
     assert "1 leases" not in text
     assert text.count("hit rate") <= 1

@@ -51,7 +51,7 @@ def test_a_command_that_is_not_there_is_answered_with_the_nearest(typed, words):
 def test_top_once(endpoint):
     result = invoke("top", endpoint.url, "--once", "--interval", "0.1")
     assert result.exit_code == 0, result.output
-    for words in ("hit rate 75%", "10 requests", "700 of 1,000", "host → device", "evicted"):
+    for words in ("75%  hit rate", "10  requests", "700 of 1,000", "host → device", "evicted"):
         assert words in result.output
     assert "\x1b[" not in result.output  # plain when piped
 
@@ -76,7 +76,7 @@ def test_a_running_kvferry_is_found(endpoint, monkeypatch):
     vllms, urls = "http://127.0.0.1:8000", [endpoint.url, "http://127.0.0.1:8000"]
     monkeypatch.setattr("kvferry.tools.cli.output.find_endpoints", lambda: urls)
     result = invoke("top", "--once", "--interval", "0.1")
-    assert "hit rate 75%" in result.stdout
+    assert "75%  hit rate" in result.stdout
     assert result.stderr == f"Found {endpoint.url}, {vllms}. Using {endpoint.url}.\n"
     assert "There is no request yet." in invoke("explain").stdout
     monkeypatch.setattr("kvferry.tools.cli.output.find_endpoints", lambda: [vllms])

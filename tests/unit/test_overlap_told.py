@@ -12,7 +12,6 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
 from kvferry.telemetry.source import plain
 from kvferry.tools.cli.explain import put_explained
-from kvferry.tools.top.scrape import Explained, read_as, read_json
 
 
 def loaded(overlap: OverlapDecision | None) -> Desk:
@@ -36,8 +35,7 @@ def test_it_is_told(is_decided: bool) -> None:
     entry = desk.scheduler.onlooker.journal("reader")
     assert entry is not None
     served = {**plain("reader", entry), "others": []}
-    told = read_as(Explained, read_json(json.dumps(served).encode()))
     out = io.StringIO()
-    put_explained(told, Console(file=out, width=200))
+    put_explained(json.loads(json.dumps(served)), Console(file=out, width=200))
     words = "Overlap with the forward pass: alone: 12.0 ms to load"
     assert (words in out.getvalue()) == is_decided

@@ -15,7 +15,7 @@ from tests.fakes.endpoint import stats
 from kvferry.telemetry.catalog import Snapshot, catalog, exposition
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.top import Screen
-from kvferry.tools.top.scrape import Explained, Recent, parse, read_as, read_json
+from kvferry.tools.top.scrape import parse, read_json
 from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
@@ -94,6 +94,6 @@ def test_any_json_is_an_error_or_can_be_shown(data):
         return
     json.dumps(answer, allow_nan=False)
     with suppress(ValueError):
-        cli_explain.put_recent(read_as(Recent, answer), console)
+        cli_explain.put_recent(answer, console)
     with suppress(ValueError):
-        cli_explain.put_explained(read_as(Explained, answer), console)
+        cli_explain.put_explained(answer, console)

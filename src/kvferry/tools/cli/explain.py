@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,7 @@ from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableErr
 from kvferry.settings.kinds import read_secret
 from kvferry.tools.cli.output import as_json_option, found, table, unbroken, url_option
 from kvferry.tools.top import scrape
-from kvferry.tools.top.scrape import (
-    AnswerExplanation,
-    Copied,
-    Explained,
-    Recent,
-    post,
-    read_as,
-    read_json,
-)
+from kvferry.tools.top.scrape import post, read_json, read_recent, reading
 from kvferry.tools.words import clip, counted, show_bytes, show_seconds, tier_words
 
 _MOST_NAME = 500
@@ -69,97 +61,91 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(answer))
         elif request_id is None:
-            put_recent(read_as(Recent, answer), unbroken())
+            put_recent(answer, unbroken())
         else:
-            put_explained(read_as(Explained, answer), unbroken())
+            put_explained(answer, unbroken())
     except KvferryError:
         raise
     except ValueError as error:
         raise scrape.not_explained(url, error) from error
 
 
-def put_recent(recent: Recent, console: Console) -> None:
-    """Print the latest requests, with a column for each tier that had some of their tokens."""
-    if not recent.requests:
+def put_recent(answer: Mapping[str, Any], console: Console) -> None:
+    """Print the latest requests."""
+    rows = read_recent(answer)
+    if not rows:
         console.print("There is no request yet.")
         return
-    tiers = dict.fromkeys(tier for row in recent.requests for tier in row.tier_hit_tokens)
-    rows = []
-    for row in recent.requests:
-        reason = "none" if row.reason == "nothing_missed" else clip(row.reason or "–")
-        found = row.tier_hit_tokens or {"host": row.host_tokens or 0}
-        rows.append(
-            [
-                clip(row.request_id, _MOST_NAME),
-                "–" if row.asked_tokens is None else f"{row.asked_tokens:,}",
-                *(f"{found.get(tier, 0):,}" for tier in tiers),
-                reason.replace("_", " "),
-            ]
-        )
-    heads = ("Request", "Tokens", *(clip(tier, 40).capitalize() for tier in tiers), "Miss reason")
-    console.print(table(heads, rows, left=["Miss reason"]))
+    heads = ("Request", "Tokens", "Found", "Miss reason")
+    console.print(table(heads, rows, left=["Found", "Miss reason"]))
 
 
-def put_explained(explained: Explained, console: Console) -> None:
-    """Print the explanation of one request."""
-
-    def put(words: str, style: str = "") -> None:
+def put_explained(answer: Mapping[str, Any], console: Console) -> None:
+    """Print the explanation of one request. ValueError if the answer is none."""
+    with reading():
+        lines = list(_lines(answer))
+        rows = [_copy(copy) for copy in answer.get("copies") or ()]
+    for words, style in lines:
         console.print(Text(clip(words, _MOST_NAME), style=style))
-
-    put(f"Request {explained.request_id}", "bold")
-    if explained.explanation is None:
-        put("There was no lookup: the request only stored, or was prefetched.")
-    else:
-        for words, style in _explanation(explained.explanation):
-            put(words, style)
-    if explained.hints:
-        put(f"Hints: {json.dumps(explained.hints)}")
-    for words in explained.refused:
-        put(f"Not done: {words}", "yellow")
-    if explained.overlap:
-        put(f"Overlap with the forward pass: {explained.overlap}")
-    if explained.others:
-        put(f"Other requests of this name: {', '.join(explained.others)}", "dim")
-    if not explained.copies:
-        put("Nothing was copied for it yet.")
+    if not rows:
+        console.print("Nothing was copied for it yet.")
         return
     heads = ("Copy", "Blocks", "Bytes", "Time", "Speed", "Path")
-    console.print(table(heads, map(_copy, explained.copies), left=["Path"]))
+    console.print(table(heads, rows, left=["Path"]))
 
 
-def _explanation(why: AnswerExplanation) -> Iterator[tuple[str, str]]:
+def _lines(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Lines and their styles."""
-    computed = max(0, why.asked_tokens - sum(why.by_tier.values()))
-    yield f"Tokens: {why.asked_tokens:,} = {tier_words(why.by_tier)}, {computed:,} not found", ""
-    if why.lower_tokens:
-        yield f"Not promoted: {why.lower_tokens:,} tokens on lower tiers", ""
-    reason = REASONS.get(why.reason, "")
-    if why.first_missing is not None:
-        yield f"First missing token: {why.first_missing:,}. {reason} ({why.reason})", ""
+    yield f"Request {answer['request_id']}", "bold"
+    why = answer.get("explanation")
+    if why is None:
+        yield "There was no lookup: the request only stored, or was prefetched.", ""
     else:
-        yield reason if why.reason == "nothing_missed" else f"{reason} ({why.reason})", ""
-    if why.asked_blocks:
-        yield f"Lower tiers were asked for {counted(why.asked_blocks, 'block')}.", ""
-    for tier in why.tiers_away:
+        yield from _explanation(why)
+    if answer.get("hints"):
+        yield f"Hints: {json.dumps(answer['hints'])}", ""
+    for words in answer.get("refused") or ():
+        yield f"Not done: {words}", "yellow"
+    if answer.get("overlap"):
+        yield f"Overlap with the forward pass: {answer['overlap']}", ""
+    if answer.get("others"):
+        yield f"Other requests of this name: {', '.join(answer['others'])}", "dim"
+
+
+def _explanation(why: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    asked, tiers = why["asked_tokens"], why["tier_hit_tokens"]
+    computed = max(0, asked - sum(tiers.values()))
+    yield f"Tokens: {asked:,} = {tier_words(tiers)}, {computed:,} not found", ""
+    if why.get("lower_tokens"):
+        yield f"Not promoted: {why['lower_tokens']:,} tokens on lower tiers", ""
+    code = why["reason"]
+    reason = REASONS.get(code, "") + f" ({code})" * (code != "nothing_missed")
+    if why.get("first_missing") is not None:
+        reason = f"First missing token: {why['first_missing']:,}. {reason}"
+    yield reason, ""
+    if why.get("asked_blocks"):
+        yield f"Lower tiers were asked for {counted(why['asked_blocks'], 'block')}.", ""
+    for tier in why.get("tiers_away") or ():
         yield f"Unavailable: {tier}", "red"
-    decision = why.decision
-    if decision.verdict:
-        words = VERDICTS.get(decision.verdict, decision.verdict)
-        if decision.load_seconds is not None and decision.compute_seconds is not None:
-            load, compute = map(show_seconds, (decision.load_seconds, decision.compute_seconds))
-            words += f": {load} to load, {compute} to compute"
+    decision = why.get("decision") or {}
+    if decision.get("verdict"):
+        words = VERDICTS.get(decision["verdict"], decision["verdict"])
+        load, compute = decision.get("load_seconds"), decision.get("compute_seconds")
+        if load is not None and compute is not None:
+            words += f": {show_seconds(load)} to load, {show_seconds(compute)} to compute"
         yield f"Decision: {words}", ""
 
 
-def _copy(copy: Copied) -> list[str]:
-    path = clip(", ".join(copy.paths) or "–")
+def _copy(copy: Mapping[str, Any]) -> list[str]:
+    num_bytes, seconds = copy["num_bytes"], copy["seconds"]
+    path = clip(", ".join(copy.get("paths") or ()) or "–")
     return [
-        clip(f"{copy.src} → {copy.dst}", _MOST_NAME),
-        f"{copy.num_blocks:,}",
-        show_bytes(copy.num_bytes),
-        show_seconds(copy.seconds),
-        f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–",
-        f"{path}, failed: {clip(copy.reason)}" if copy.reason else path,
+        clip(f"{copy['src']} → {copy['dst']}", _MOST_NAME),
+        f"{copy['num_blocks']:,}",
+        show_bytes(num_bytes),
+        show_seconds(seconds),
+        f"{show_bytes(num_bytes / seconds)}/s" if seconds else "–",
+        f"{path}, failed: {clip(copy['reason'])}" if copy.get("reason") else path,
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import json
 import math
@@ -10,14 +9,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import MISSING, dataclass, field
-from functools import cache, partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,8 +34,6 @@ from kvferry.telemetry.catalog import (
 )
 from kvferry.tools.words import clip
 
-T = TypeVar("T")
-
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 OWN_PORTS = range(DEFAULT_PORT, DEFAULT_PORT + 8)
 """Ports of kvferry's own endpoint: the next one is used if one is taken."""
@@ -53,7 +49,6 @@ MOST_ROWS = 1024
 MOST_LINES = 100_000
 MOST_LINE = 16 << 10
 MOST_SERIES = 4096
-_MOST_TEXT = 4000
 _MOST_WORDS = 500
 _LARGEST = 1 << 63
 
@@ -69,81 +64,6 @@ _LABELS = {
 
 Fetch = Callable[[str], bytes]
 Labels = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class AnswerDecision:
-    """The choice between load and compute, and the expected times."""
-
-    verdict: str = ""
-    load_seconds: float | None = None
-    compute_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class AnswerExplanation:
-    """The hits of a request by tier, and its first miss."""
-
-    asked_tokens: int
-    device_tokens: int
-    host_tokens: int
-    reason: str
-    lower_tokens: int = 0
-    first_missing: int | None = None
-    decision: AnswerDecision = AnswerDecision()
-    asked_blocks: int = 0
-    tiers_away: tuple[str, ...] = ()
-    tier_hit_tokens: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def by_tier(self) -> dict[str, int]:
-        """Tokens found, by tier from the fastest to the slowest."""
-        return self.tier_hit_tokens or {"device": self.device_tokens, "host": self.host_tokens}
-
-
-@dataclass(frozen=True)
-class Copied:
-    """One copy for a request."""
-
-    src: str
-    dst: str
-    num_blocks: int
-    num_bytes: int
-    seconds: float
-    paths: tuple[str, ...] = ()
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Explained:
-    """The answer about one request."""
-
-    request_id: str
-    explanation: AnswerExplanation | None = None
-    others: tuple[str, ...] = ()
-    copies: tuple[Copied, ...] = ()
-    hints: dict[str, Any] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
-    overlap: str = ""
-
-
-@dataclass(frozen=True)
-class RecentRequest:
-    """One of the latest requests. None stands for an unknown value."""
-
-    request_id: str
-    reason: str | None = None
-    asked_tokens: int | None = None
-    host_tokens: int | None = None
-    tier_hit_tokens: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Recent:
-    """The latest requests, the latest first, and why tiers cannot be used now."""
-
-    requests: tuple[RecentRequest, ...] = ()
-    tiers_away: dict[str, str] = field(default_factory=dict)
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -164,52 +84,39 @@ def _finite(text: str) -> float:
     return value
 
 
-def read_as(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """Read one dataclass. Members that are missing or null have their defaults.
+def read_recent(answer: Mapping[str, Any]) -> list[list[str]]:
+    """The latest requests as rows: name, tokens, tokens found by tier, miss reason.
 
     Raises:
-        ValueError: A member has another type than its field. The message names the member.
+        ValueError: The answer is no list of requests.
     """
-    found = {}
-    for name, (expected, is_needed) in _members(cast("Hashable", kind)).items():
-        value = values.get(name)
-        if value is not None:
-            found[name] = _member(expected, value, f"{where}{name}")
-        elif is_needed:
-            raise ValueError(f"{where}{name} is missing")
-    return kind(**found)
+    with reading():
+        return [
+            [
+                clip(row["request_id"], _MOST_WORDS),
+                shown(row.get("asked_tokens")),
+                ", ".join(
+                    f"{clip(tier, 40)} {n:,}"
+                    for tier, n in (row.get("tier_hit_tokens") or {}).items()
+                    if n
+                ),
+                clip(row.get("reason") or "–").replace("_", " "),
+            ]
+            for row in answer["requests"][:MOST_ROWS]
+        ]
 
 
-@cache
-def _members(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """The type of each field, and whether an answer must have it."""
-    hints = get_type_hints(kind)
-    return {
-        each.name: (hints[each.name], each.default is MISSING and each.default_factory is MISSING)
-        for each in dataclasses.fields(kind)
-    }
+def shown(count: int | None) -> str:
+    return "–" if count is None else f"{count:,}"
 
 
-def _member(kind: Any, value: Any, where: str) -> Any:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return _member(next(each for each in inner if each is not NoneType), value, where)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return read_as(kind, value, f"{where}.")  # type: ignore[arg-type]
-    if origin is tuple and isinstance(value, list):
-        rows = enumerate(value[:MOST_ROWS])
-        return tuple(_member(inner[0], each, f"{where}[{n}]") for n, each in rows)
-    if origin is dict and isinstance(value, dict):
-        return {
-            name[:_MOST_TEXT]: each if inner[1] is Any else _member(inner[1], each, where)
-            for name, each in list(value.items())[:MOST_ROWS]
-        }
-    if kind is str and isinstance(value, str):
-        return value[:_MOST_TEXT]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind in (int, float) and is_number and 0 <= value <= _LARGEST and value == kind(value):
-        return kind(value)
-    raise ValueError(f"{where} has a wrong type or value")
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise ValueError where an answer has not the members or types that it should have."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"a member is missing or wrong: {error}") from None
 
 
 class AnswerError(UnreachableError):

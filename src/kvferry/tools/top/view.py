@@ -1,26 +1,17 @@
-"""The view of a running kvferry: rates between readings, a short history, and the live page.
-
-The page is read-only and offline: some files of this package and one JSON document. It draws text
-as text, and a content security policy lets it talk to its server alone.
-"""
+"""The view of a running kvferry: its figures, rates between readings, and a short history."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from kvferry.core.lifecycle import Closing
 from kvferry.errors import UnreachableError
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
-from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
-from kvferry.tools.top.scrape import Reading, Recent, UnexplainedError, explain, read, read_as
+from kvferry.tools.top.scrape import Reading, UnexplainedError, explain, read, read_recent
 from kvferry.tools.words import why_idle
 from kvferry.types import DEVICE
 
@@ -43,24 +34,12 @@ PROBLEMS = {
 
 
 @dataclass(frozen=True)
-class DrivesView:
-    """The drives of one tier. ``failed`` counts blocks by reason."""
-
-    read_rate: float
-    write_rate: float
-    failed: dict[str, int]
-    pending: int
-    durable_lag: float
-    num_away: int
-
-
-@dataclass(frozen=True)
 class TierView:
     """One tier: its slots by state, and their bytes if the size of a slot is known.
 
     A tier that finds blocks by their keys has no slots, but blocks ``asked`` for and ``found``. A
     tier that ``is_away`` is unavailable. ``restored`` blocks are of an earlier process. ``held``
-    slots are pinned.
+    slots are pinned. ``pending`` blocks are not durable yet, ``failed`` ones are by reason.
     """
 
     name: str
@@ -75,8 +54,9 @@ class TierView:
     is_away: bool = False
     why_away: str = ""
     restored: int | None = None
-    drives: DrivesView | None = None
     held: int = 0
+    pending: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -127,7 +107,6 @@ class View:
     queries_per_second: float
     hit_rate: float | None
     hit_rate_now: float | None
-    hit_history: list[float | None]
     tokens: dict[str, int]
     full_hits: int
     misses: dict[str, int]
@@ -143,7 +122,7 @@ class View:
     pinned_bytes: int | None
     load_rate: float | None
     prefill_rate: float | None
-    recent: list[dict[str, Any]]
+    recent: list[list[str]]
     tenants: list[TenantView] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,23 +154,23 @@ class Watch:
         self._readings.append(reading)
         return self._view(reading, *self._explained())
 
-    def _explained(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    def _explained(self) -> tuple[list[list[str]], dict[str, Any]]:
         """The latest requests, and why tiers are away. vLLM's own endpoint is asked once only."""
-        recent = Recent()
         try:
             if self._explain is not None:
-                recent = read_as(Recent, self._explain(self.url))
+                answer = self._explain(self.url)
+                away = answer.get("tiers_away")
+                return read_recent(answer)[:_MOST_RECENT], away if isinstance(away, dict) else {}
         except UnexplainedError:
             self._explain = None
         except (UnreachableError, ValueError):
             pass  # the figures are good without them
-        return [asdict(row) for row in recent.requests[:_MOST_RECENT]], dict(recent.tiers_away)
+        return [], {}
 
-    def _view(self, now: Reading, recent: list[dict[str, Any]], away: dict[str, str]) -> View:
+    def _view(self, now: Reading, recent: list[list[str]], away: dict[str, Any]) -> View:
         span = _Span(self._readings[-2] if len(self._readings) > 1 else now, now)
         spans = [_Span(*pair) for pair in pairwise(self._readings)]
         routes = sorted({(src, dst) for src, dst, _ in now.by_label(names.MOVED_BYTES)})
-        hit_history = [_hit_rate(each.grown) for each in spans]
         return View(
             url=self.url,
             at=now.at,
@@ -200,13 +179,12 @@ class Watch:
             queries=int(now.total(names.LOOKUPS)),
             queries_per_second=span.rate(names.LOOKUPS),
             hit_rate=_hit_rate(now.total),
-            hit_rate_now=hit_history[-1] if hit_history else None,
-            hit_history=hit_history,
+            hit_rate_now=_hit_rate(span.grown),
             tokens=_tokens(now),
             full_hits=int(now.total(names.FULL_HITS)),
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
-            tiers=[_tier(name, span, away) for name in _tier_names(now)],
+            tiers=[_tier(name, now, str(away.get(name, ""))) for name in _tier_names(now)],
             routes=[_route(route, span, spans) for route in routes[:MOST_ROUTES]],
             in_flight=int(now.total(names.IN_FLIGHT)),
             queued=int(now.total(names.QUEUED)),
@@ -291,21 +269,6 @@ def _route(route: tuple[str, str], span: _Span, spans: Sequence[_Span]) -> Route
     )
 
 
-def _drives(tier: str, span: _Span) -> DrivesView | None:
-    now = span.now
-    if now.get(names.DRIVE_BYTES, tier, "read") is None:
-        return None
-    failed = {why: int(now.total(names.DRIVE_FAILED, tier, why)) for why in names.DRIVE_ERRORS}
-    return DrivesView(
-        read_rate=span.rate(names.DRIVE_BYTES, tier, "read"),
-        write_rate=span.rate(names.DRIVE_BYTES, tier, "write"),
-        failed={why: count for why, count in failed.items() if count},
-        pending=int(now.total(names.PENDING_BLOCKS, tier)),
-        durable_lag=now.total(names.DURABLE_LAG, tier),
-        num_away=int(now.total(names.DRIVES_UNAVAILABLE, tier)),
-    )
-
-
 def _tenants(now: Reading) -> list[TenantView]:
     """The tenants with slots or requests, the largest first."""
     slots: dict[str, dict[str, int]] = {name: {} for (name,) in now.by_label(names.TENANT_LOOKUPS)}
@@ -332,8 +295,8 @@ def _tier_names(now: Reading) -> list[str]:
     return list(dict.fromkeys(with_slots + others))[:MOST_TIERS]
 
 
-def _tier(name: str, span: _Span, why_away: Mapping[str, str]) -> TierView:
-    now = span.now
+def _tier(name: str, now: Reading, why_away: str) -> TierView:
+    failed = {why: int(now.total(names.DRIVE_FAILED, name, why)) for why in names.DRIVE_ERRORS}
     return TierView(
         name=name,
         **{state: int(now.total(names.SLOTS, name, state)) for state in names.STATES},
@@ -342,74 +305,9 @@ def _tier(name: str, span: _Span, why_away: Mapping[str, str]) -> TierView:
         asked=_maybe(now.get(names.LOOKUP_BLOCKS, name)),
         found=_maybe(now.get(names.FOUND_BLOCKS, name)),
         is_away=now.total(names.TIER_UNAVAILABLE, name) > 0,
-        why_away=why_away.get(name, ""),
+        why_away=why_away,
         restored=_maybe(now.get(names.RESTORED_BLOCKS, name)),
-        drives=_drives(name, span),
+        pending=int(now.total(names.PENDING_BLOCKS, name)),
+        failed={why: count for why, count in failed.items() if count},
         held=int(now.total(names.PINNED_SLOTS, name)),
     )
-
-
-_FILES = {
-    (): ("index.html", "text/html; charset=utf-8"),
-    ("page.js",): ("page.js", "text/javascript; charset=utf-8"),
-    ("page.css",): ("page.css", "text/css; charset=utf-8"),
-    ("icon.svg",): ("icon.svg", "image/svg+xml"),
-}
-
-
-class PageServer(Closing):
-    """Serves a watch to any number of browsers. Owns its HTTP server.
-
-    It reads the endpoint when a browser asks, at most once an interval.
-    """
-
-    def __init__(
-        self,
-        watch: Watch,
-        *,
-        host: str = LOOPBACK,
-        port: int = 0,
-        interval: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._watch = watch
-        self._interval = interval
-        self._clock = clock
-        self._looking = threading.Lock()
-        self._looked_at = float("-inf")
-        self._latest: dict[str, object] = {"interval": interval, "error": ""}
-        folder = files("kvferry.tools.top") / "page"
-        self._pages = {
-            path: Reply((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
-        }
-        self._server = HttpServer(self._answer, host=host, port=port)
-
-    @property
-    def url(self) -> str:
-        return self._server.url
-
-    def _answer(self, path: tuple[str, ...]) -> Reply | None:
-        if path == ("view.json",):
-            return Reply.json(self._look())
-        return self._pages.get(path)
-
-    def _look(self) -> dict[str, object]:
-        """The latest view. If it is old, one request reads the endpoint and no other waits."""
-        if not self._looking.acquire(blocking=False):
-            return self._latest  # an endpoint may take seconds to fail
-        try:
-            now = self._clock()
-            if now - self._looked_at < self._interval * 0.9:
-                return self._latest
-            self._looked_at = now
-            view = self._watch.look().as_dict()
-            self._latest = {"interval": self._interval, "error": "", "view": view}
-        except UnreachableError as error:
-            self._latest = {**self._latest, "error": str(error)}
-        finally:
-            self._looking.release()
-        return self._latest
-
-    def close(self) -> None:
-        """Stop serving. Safe to call twice."""
-        self._server.close()
