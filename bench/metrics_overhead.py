@@ -33,7 +33,6 @@ import numpy as np
 
 import kvferry
 from kvferry.scheduler.journal import Bookkeeper
-from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.tools.demo.engine import Engine, serve
@@ -64,7 +63,6 @@ while True:
 
 Hook = tuple[type, str]
 COUNTING: tuple[Hook, ...] = (
-    (TrafficCounts, "add"),
     (Bookkeeper, "drain"),
     (Mailbox, "answer"),
 )

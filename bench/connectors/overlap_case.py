@@ -188,7 +188,9 @@ def _serving(engine: Engine) -> Any:
 
 def _load_seconds(engine: Engine) -> float:
     stats = _serving(engine).scheduler.stats()
-    return float(stats.seconds_moved.get(("host", "device"), 0.0))
+    return float(
+        sum(t.seconds for key, t in stats.traffic.items() if key[:2] == ("host", "device"))
+    )
 
 
 def _ttft(live: Live) -> float:

@@ -11,7 +11,6 @@ from tests.fakes.ports import free_port
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
 from kvferry.connectors.common.reports import (
-    BOUNDS,
     EXPORTED,
     SEPARATOR,
     Figures,
@@ -114,7 +113,7 @@ def test_a_tenants_name_is_one_label_whatever_its_sender_puts_into_it(tenant):
     assert labels == [tenant]
     for key in told:
         name, *labels = key.split(SEPARATOR)
-        assert len(labels) == len(EXPORTED[name].labels) + (name in BOUNDS)
+        assert len(labels) == len(EXPORTED[name].labels)
 
 
 def test_a_question_from_another_thread_changes_nothing(make_sides):

@@ -5,18 +5,17 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from kvferry.cache.slots import PoolCounts
-from kvferry.scheduler.transfers import TrafficCounts
 from kvferry.telemetry.catalog import CONTENT_TYPE, Snapshot, exposition
 from kvferry.telemetry.http import HttpServer, Reply
-from kvferry.telemetry.stats import SchedulerStats
+from kvferry.telemetry.stats import SchedulerStats, Traffic
 
 
 def stats(*, queries: int = 0, moved: int = 0, tier: str = "disk") -> SchedulerStats:
     """A plausible moment in the life of a scheduler, after so many queries and copies."""
-    traffic = TrafficCounts()
-    for _ in range(moved):
-        traffic.add(("device", "host", "staged"), 50_000_000, 0.001)
-        traffic.add(("host", "device", "kernel"), 100_000_000, 0.002)
+    traffic = {
+        ("device", "host", "staged"): Traffic(moved, 50_000_000 * moved, 0.001 * moved),
+        ("host", "device", "kernel"): Traffic(moved, 100_000_000 * moved, 0.002 * moved),
+    }
     return SchedulerStats(
         pool=PoolCounts(free=300, cached=600, leased=100, total=1000, evicted=42),
         tiers={tier: PoolCounts(free=4000, cached=6000, leased=0, total=10000, evicted=0)},
@@ -33,9 +32,7 @@ def stats(*, queries: int = 0, moved: int = 0, tier: str = "disk") -> SchedulerS
         failed=1,
         overdue=0,
         stale_receipts=0,
-        bytes_moved={},
-        seconds_moved={},
-        traffic=traffic.snapshot(),
+        traffic=traffic,
         queued=4,
         bytes_in_flight=123_000_000,
         leases={"host": 7},

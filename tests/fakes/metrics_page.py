@@ -61,9 +61,8 @@ FIGURES = {
         "rate(kvferry_moved_bytes_total[5m]) / rate(kvferry_moved_seconds_total[5m])"
     ),
     "Bytes moved per second of wall time": "rate(kvferry_moved_bytes_total[1m])",
-    "Time of a copy, 95th percentile": (
-        "histogram_quantile(0.95, sum by (le, src, dst) "
-        "(rate(kvferry_transfer_seconds_bucket[5m])))"
+    "Mean time of a copy": (
+        "rate(kvferry_moved_seconds_total[5m]) / rate(kvferry_moved_copies_total[5m])"
     ),
     "Speed of the drives": ("sum by (tier, operation) (rate(kvferry_drive_bytes_total[5m]))"),
     "Bytes of blocks in each tier": (

@@ -23,7 +23,7 @@ from kvferry.telemetry.catalog import Label, Metric, MetricKind, catalog
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 ALONE = Metric("kvferry:alone", MetricKind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
-SERIES = {name: metric for metric in (ALONE, *catalog()) for name in metric.series}
+SERIES = {metric.name: metric for metric in (ALONE, *catalog())}
 TARGET = {"instance", "job"}
 VLLMS = {"model_name", "engine"}
 RATES = ("rate", "increase", "irate")
@@ -81,8 +81,6 @@ def metric_of(selector: Any) -> Metric:
 
 def labels_of(selector: Any) -> set[str]:
     labels = {label.name for label in metric_of(selector).labels} | TARGET
-    if selector.name.endswith("_bucket"):
-        labels.add("le")
     return labels | VLLMS if selector.name.startswith("vllm:") else labels
 
 
@@ -107,10 +105,6 @@ def check(part: Any) -> None:
     if isinstance(part, promql_parser.Call) and part.func.name in RATES:
         (selector,) = selectors(part)
         assert metric_of(selector).kind is not MetricKind.GAUGE, f"a rate of {selector.name}"
-    if isinstance(part, promql_parser.Call) and part.func.name == "histogram_quantile":
-        (grouped,) = [p for p in parts(part) if isinstance(p, promql_parser.AggregateExpr)]
-        assert grouped.modifier is not None
-        assert "le" in grouped.modifier.labels
 
 
 ALL = dict(queries())

@@ -19,7 +19,7 @@ from kvferry.tools.top.scrape import parse, read_json
 from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
-NAMES = [name for metric in catalog() for name in metric.series]
+NAMES = [metric.name for metric in catalog()]
 
 MEMBERS = [
     *("requests", "request_id", "reason", "asked_tokens", "host_tokens", "others", "device_tokens"),

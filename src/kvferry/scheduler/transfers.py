@@ -9,10 +9,8 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -25,7 +23,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import integers
 from kvferry.errors import InputError
-from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Histogram, Traffic, TrafficKey
+from kvferry.telemetry.stats import Traffic, TrafficKey
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -98,27 +96,14 @@ _MOST_PATHS = 64
 """Kinds of traffic told apart; a rank that invents names must not grow a scheduler's memory."""
 
 
-class TrafficCounts:
-    """Counts copies by route and path. Owns two histograms for each kind of traffic."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[TrafficKey, tuple[Histogram, Histogram]] = {}
-
-    def add(self, key: TrafficKey, num_bytes: int, seconds: float) -> None:
-        found = self._kinds.get(key)
-        if found is None:
-            if len(self._kinds) >= _MOST_PATHS:
-                key = (OTHER, OTHER, OTHER)
-            kind = (Histogram(SIZE_BOUNDS), Histogram(TIME_BOUNDS))
-            found = self._kinds.setdefault(key, kind)
-        for histogram, value in zip(found, (num_bytes, seconds), strict=True):
-            histogram.counts[bisect_left(histogram.bounds, value)] += 1
-            histogram.total += value
-
-    def snapshot(self) -> Mapping[TrafficKey, Traffic]:
-        return MappingProxyType(
-            {key: Traffic(s.snapshot(), t.snapshot()) for key, (s, t) in list(self._kinds.items())}
-        )
+def add_traffic(
+    traffic: dict[TrafficKey, Traffic], key: TrafficKey, num_bytes: int, seconds: float
+) -> None:
+    """Count a copy by its route and path."""
+    if key not in traffic and len(traffic) >= _MOST_PATHS:
+        key = (OTHER, OTHER, OTHER)
+    copies, total_bytes, total_seconds = traffic.get(key, Traffic())
+    traffic[key] = Traffic(copies + 1, total_bytes + num_bytes, total_seconds + seconds)
 
 
 @dataclass
@@ -131,9 +116,7 @@ class TransferCounts:
     overdue: int = 0
     lost_blocks: int = 0
     stale_receipts: int = 0
-    bytes_moved: dict[tuple[str, str], int] = field(default_factory=dict)
-    seconds_moved: dict[tuple[str, str], float] = field(default_factory=dict)
-    traffic: TrafficCounts = field(default_factory=TrafficCounts)
+    traffic: dict[TrafficKey, Traffic] = field(default_factory=dict)
 
 
 class StoreOrder(NamedTuple):
@@ -498,11 +481,9 @@ class Transfers:
                 each.reason = each.reason or reason
         if isinstance(transfer, Question):
             return
-        route = (transfer.src, transfer.dst)
-        counts.bytes_moved[route] = counts.bytes_moved.get(route, 0) + receipt.num_bytes
-        counts.seconds_moved[route] = counts.seconds_moved.get(route, 0.0) + receipt.seconds
         if receipt.outcome is not Outcome.FAILED:
-            counts.traffic.add((*route, receipt.path), receipt.num_bytes, receipt.seconds)
+            key = (transfer.src, transfer.dst, receipt.path)
+            add_traffic(counts.traffic, key, receipt.num_bytes, receipt.seconds)
 
     def _land(self, each: InFlight) -> InFlight:
         del self.in_flight[each.transfer.id]

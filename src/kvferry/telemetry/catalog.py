@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, lru_cache, partial
 from importlib import metadata
-from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.cache.policies.load_or_compute import OverlapVerdict, Verdict
 from kvferry.scheduler.journal import Reason
-from kvferry.telemetry.stats import Distribution, SchedulerStats
+from kvferry.telemetry.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from kvferry.tiers.disk.protocol import DiskFigures
@@ -42,7 +41,6 @@ class MetricKind(Enum):
 
     COUNTER = "counter"  # only grows; its name ends in _total
     GAUGE = "gauge"  # as of now
-    HISTOGRAM = "histogram"  # counts of values up to fixed bounds, and their sum
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,6 @@ class Metric:
     labels: tuple[Label, ...] = ()
     read: Callable[[Snapshot], Values] = lambda s: None
 
-    @property
-    def series(self) -> tuple[str, ...]:
-        """The names under which its values appear."""
-        if self.kind is MetricKind.HISTOGRAM:
-            return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
-        return (self.name,)
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -89,8 +80,7 @@ class Snapshot:
     disks: Mapping[str, DiskFigures] = field(default_factory=dict)
 
 
-Value = float | Distribution
-Values = Value | None | Mapping[Any, Value]
+Values = float | None | Mapping[Any, float]
 """One value, none while it is unknown, or one for each label or combination of labels."""
 
 
@@ -203,7 +193,6 @@ def _metric(
 
 _counter = partial(_metric, MetricKind.COUNTER)
 _gauge = partial(_metric, MetricKind.GAUGE)
-_histogram = partial(_metric, MetricKind.HISTOGRAM)
 
 INFO = _gauge("info", "Always 1; the version that serves this.", None, Label("version", "one"))
 IDLE = _gauge(
@@ -227,13 +216,10 @@ DECISIONS = _counter("decisions", "Load-or-compute decisions.", None, _VERDICT)
 OVERLAPPED = _counter(
     "overlaps", "Loads by how they overlapped with the forward pass (vLLM).", None, _OVERLAP
 )
-MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", _traffic("sizes.total"))
+MOVED_COPIES = _counter("moved_copies", "Copies, summed over ranks.", _traffic("num_copies"))
+MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", _traffic("num_bytes"))
 MOVED_SECONDS = _counter(
-    "moved_seconds", "Seconds of copying, summed over ranks.", _traffic("seconds.total")
-)
-TRANSFER_BYTES = _histogram("transfer_bytes", "Bytes of one copy on one rank.", _traffic("sizes"))
-TRANSFER_SECONDS = _histogram(
-    "transfer_seconds", "Seconds of one copy on one rank.", _traffic("seconds")
+    "moved_seconds", "Seconds of copying, summed over ranks.", _traffic("seconds")
 )
 COMPLETED = _counter("completed_transfers", "Transfers that every rank has answered for.", "landed")
 FAILED = _counter(
@@ -347,7 +333,7 @@ class Sample(NamedTuple):
 
     metric: Metric
     labels: tuple[str, ...]
-    value: Value
+    value: float
 
 
 def samples(snapshot: Snapshot) -> Iterator[Sample]:
@@ -379,44 +365,19 @@ def exposition(snapshot: Snapshot) -> bytes:
     the interpreter is not the engine's.
     """
     found: dict[str, list[str]] = {}
-    for sample in samples(snapshot):
-        found.setdefault(sample.metric.name, []).extend(_lines(sample))
-    parts = []
-    for name, head in _HEADS.items():
-        if name in found:
-            parts.append(head)
-            parts += found[name]
-    return "".join(parts).encode()
-
-
-def _lines(sample: Sample) -> Iterator[str]:
-    name, value = sample.metric.name, sample.value
-    braces, before, after = _places(name, sample.labels)
-    if not isinstance(value, Distribution):
-        yield f"{name}{braces} {shown(value)}\n"
-        return
-    bounds = (*_shown_bounds(value.bounds), "+Inf")
-    for bound, count in zip(bounds, accumulate(value.counts), strict=True):
-        yield f"{name}_bucket{{{before}{bound}{after}}} {shown(count)}\n"
-    yield f"{name}_count{braces} {shown(sum(value.counts))}\n"
-    yield f"{name}_sum{braces} {shown(value.total)}\n"
+    for metric, labels, value in samples(snapshot):
+        line = f"{metric.name}{_braces(metric.name, labels)} {shown(value)}\n"
+        found.setdefault(metric.name, []).append(line)
+    return "".join(
+        head + "".join(found[name]) for name, head in _HEADS.items() if name in found
+    ).encode()
 
 
 @lru_cache(maxsize=1024)
-def _places(name: str, labels: tuple[str, ...]) -> tuple[str, str, str]:
-    """The labels in their braces; and what stands before and after a bucket's bound in its own."""
-    pairs = {
-        label: f'{label}="{text.translate(_ESCAPES)}"'
-        for label, text in sorted(zip(_LABELS[name], labels, strict=True))
-    }
-    before = [*(pair for label, pair in pairs.items() if label < "le"), 'le="']
-    after = ['"', *(pair for label, pair in pairs.items() if label > "le")]
-    return f"{{{','.join(pairs.values())}}}" if pairs else "", ",".join(before), ",".join(after)
-
-
-@lru_cache(maxsize=8)
-def _shown_bounds(bounds: tuple[float, ...]) -> tuple[str, ...]:
-    return tuple(map(shown, bounds))
+def _braces(name: str, labels: tuple[str, ...]) -> str:
+    pairs = sorted(zip(_LABELS[name], labels, strict=True))
+    texts = [f'{label}="{text.translate(_ESCAPES)}"' for label, text in pairs]
+    return f"{{{','.join(texts)}}}" if texts else ""
 
 
 def shown(value: float) -> str:

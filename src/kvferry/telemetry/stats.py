@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.cache.slots import PoolCounts
 from kvferry.cache.tenants import TenantCounts
 from kvferry.types import HOST
 
-SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
-"""Bytes, from 16 KiB to 4 GiB in steps of four."""
-
-TIME_BOUNDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Seconds."""
-
 TrafficKey = tuple[str, str, str]
 """From which tier, to which, by which path."""
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """How many values were at most each of ``bounds``, and, last, how many were above all."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
-
-
-class Histogram:
-    """Counts values by a few fixed bounds, so it never grows."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def snapshot(self) -> Distribution:
-        return Distribution(self.bounds, tuple(self.counts), self.total)
-
-
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What moved between two tiers by one path: the copies that succeeded, rank by rank."""
 
-    sizes: Distribution
-    seconds: Distribution
+    num_copies: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
@@ -80,8 +47,7 @@ class SchedulerStats:
     ``tier_hit_tokens`` has what was found instead of computed by the tier that had it, the device
     included: a block that came up counts there for its first request, then as the host's.
     ``verdicts`` count load-or-compute decisions, ``missed`` why requests got no more than they did.
-    ``bytes_moved`` and ``seconds_moved`` are sums over ranks, by route; ``traffic`` has the same
-    for copies that succeeded, by route and path, with how they spread. ``queued`` copies wait for
+    ``traffic`` sums copies that succeeded over ranks, by route and path. ``queued`` copies wait for
     the next plan. ``bandwidth`` (bytes per second of loads) and ``prefill_rate`` (tokens per
     second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
     failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every tier,
@@ -110,8 +76,6 @@ class SchedulerStats:
     failed: int
     overdue: int
     stale_receipts: int
-    bytes_moved: Mapping[tuple[str, str], int]
-    seconds_moved: Mapping[tuple[str, str], float]
     traffic: Mapping[TrafficKey, Traffic] = field(default_factory=dict)
     queued: int = 0
     bytes_in_flight: int = 0
@@ -135,3 +99,11 @@ class SchedulerStats:
     def pools(self) -> dict[str, PoolCounts]:
         """The counts of the host and of every tier with places."""
         return {HOST: self.pool, **self.tiers}
+
+    @property
+    def bytes_moved(self) -> dict[tuple[str, str], int]:
+        """Bytes of copies that succeeded, by route."""
+        return {
+            route: sum(t.num_bytes for key, t in self.traffic.items() if key[:2] == route)
+            for route in {(src, dst) for src, dst, _ in self.traffic}
+        }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -26,17 +25,15 @@ from kvferry.telemetry.catalog import (
     samples,
 )
 from kvferry.telemetry.source import AskedScheduler, Mailbox, Source
-from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution, SchedulerStats
+from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.disk.protocol import DiskFigures, add_up
 from kvferry.types import DEVICE, HOST, Rank
 
 log = logging.getLogger(__name__)
 
 EXPORTED = {metric.name: metric for metric in catalog()}
-BOUNDS = {names.TRANSFER_BYTES.name: SIZE_BOUNDS, names.TRANSFER_SECONDS.name: TIME_BOUNDS}
 SEPARATOR = "\x1f"
 
-_SUM = "sum"
 _STATS_SECONDS = 1.0
 _MOST_WORDS = 300
 
@@ -49,15 +46,10 @@ Figures = dict[str, float]
 
 def figures(snapshot: Snapshot) -> Figures:
     """A snapshot as flat numbers."""
-    flat: Figures = {}
-    for metric, labels, value in samples(snapshot):
-        key = SEPARATOR.join((metric.name, *labels))
-        if isinstance(value, Distribution):
-            flat |= {f"{key}{SEPARATOR}{i}": float(n) for i, n in enumerate(value.counts) if n}
-            flat[f"{key}{SEPARATOR}{_SUM}"] = value.total
-        else:
-            flat[key] = float(value)
-    return flat
+    return {
+        SEPARATOR.join((metric.name, *labels)): float(value)
+        for metric, labels, value in samples(snapshot)
+    }
 
 
 def idle_figures(reason: str, words: str) -> Figures:
@@ -66,7 +58,6 @@ def idle_figures(reason: str, words: str) -> Figures:
     why = "".join(c if c.isprintable() else " " for c in words[:_MOST_WORDS])
     flat[SEPARATOR.join((names.IDLE_INFO.name, why))] = 1.0
     for metric, labels, value in idle(reason):
-        assert not isinstance(value, Distribution)
         flat[SEPARATOR.join((metric.name, *labels))] = value
     return flat
 
@@ -86,7 +77,7 @@ def add(figures: Figures, others: Figures) -> None:
 
 @lru_cache(maxsize=4096)  # once a second for every figure there is
 def adds_up(key: str) -> bool:
-    """Whether a figure is a counter's or a histogram's, not a gauge's."""
+    """Whether a figure is a counter's, not a gauge's."""
     metric = EXPORTED.get(key.split(SEPARATOR, 1)[0])
     return metric is not None and metric.kind is not MetricKind.GAUGE
 
@@ -113,31 +104,6 @@ def _sum(figures: Figures, metric: Metric, *labels: str) -> float:
     return sum(
         value for key, value in figures.items() if key == start or key.startswith(start + SEPARATOR)
     )
-
-
-def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple[float, int]]:
-    """Values, and how often, that fill a histogram's buckets as counted and have the counted sum.
-
-    An engine's histogram takes one value at a time. These are all at the same point of their
-    buckets.
-    """
-    counts = {int(i): round(n) for i, n in parts.items() if i != _SUM and n > 0}
-    total = parts.get(_SUM, 0.0)
-    edges = (0.0, *bounds)
-    low = sum(n * edges[i] for i, n in counts.items())
-    width = sum(n * (edges[i + 1] - edges[i]) for i, n in counts.items() if i < len(bounds))
-    above = counts.get(len(bounds), 0)
-    share = min(1.0, max(0.0, (total - low) / width)) if width else 0.0
-    rest = max(0.0, total - low - share * width)
-    found = []
-    for i, n in counts.items():
-        if i == len(bounds):
-            value = edges[i] + rest / above
-        else:
-            value = min(edges[i] + share * (edges[i + 1] - edges[i]), edges[i + 1])
-        # A bucket begins right after its lower bound: on it, a value would count one too low.
-        found.append((max(value, math.nextafter(edges[i], math.inf)), n))
-    return found
 
 
 class Reports:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
 from kvferry.connectors.common import reports as figures
-from kvferry.connectors.common.reports import BOUNDS, EXPORTED, SEPARATOR
+from kvferry.connectors.common.reports import EXPORTED, SEPARATOR
 from kvferry.telemetry.catalog import IDLE, Metric, MetricKind
 
 PREFIX = "vllm:"
@@ -63,33 +63,21 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         vllms = self.per_engine_labelvalues[engine_idx]
-        spread: dict[tuple[str, ...], dict[str, float]] = {}
         for key, value in transfer_stats_data.items():
             name, *labels = key.split(SEPARATOR)
             if name not in self._metrics:
-                continue
-            if name in BOUNDS:
-                *labels, part = labels
-                spread.setdefault((name, *labels), {})[part] = value
                 continue
             child = self._metrics[name].labels(*vllms, *labels)
             if EXPORTED[name].kind is MetricKind.COUNTER:
                 child.inc(max(0.0, value))
             else:
                 child.set(value)
-        for (name, *labels), parts in spread.items():
-            child = self._metrics[name].labels(*vllms, *labels)
-            for value, count in figures.values_of(BOUNDS[name], parts):
-                for _ in range(count):
-                    child.observe(value)
 
 
-_CLASSES = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram}
+_CLASSES = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge}
 
 
 def _options(metric: Metric) -> dict[str, Any]:
-    if metric.kind is MetricKind.HISTOGRAM:
-        return {"buckets": BOUNDS[metric.name]}
     if metric.kind is MetricKind.GAUGE:
         return {"multiprocess_mode": "mostrecent"}  # else one from each of vLLM's API servers
     return {}

@@ -56,11 +56,7 @@ _ADDRESS = re.compile(r"[!-~]+")
 _NEVER_SUMMED = frozenset(
     metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
 )
-_LABELS = {
-    name: tuple(label.name for label in metric.labels)
-    for metric in catalog()
-    for name in metric.series
-}
+_LABELS = {metric.name: tuple(label.name for label in metric.labels) for metric in catalog()}
 
 Fetch = Callable[[str], bytes]
 Labels = tuple[str, ...]
