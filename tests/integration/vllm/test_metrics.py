@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 from tests.integration.vllm.engine import make_prompts
 
@@ -26,7 +26,7 @@ class Exported:
         self.registry = CollectorRegistry()
         types = {
             kind: lambda kind=kind, **options: kind(**options, registry=self.registry)
-            for kind in (Counter, Gauge)
+            for kind in (Counter, Gauge, Histogram)  # vLLM looks all three up
         }
         labels: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(num_engines)}
         config = SimpleNamespace(kv_transfer_config=None)
