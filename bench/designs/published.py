@@ -55,9 +55,9 @@ class PublishedPath(Path):
         small = segment < MAX_KERNEL_SEGMENT and count >= MIN_DESCRIPTORS
         if job.direction is not Direction.LOAD or not small:
             # It lets a load's source be read at any time: CU_MEMCPY_SRC_ACCESS_ORDER_ANY.
-            IN_STREAM_ORDER.source_order = 3 if job.direction is Direction.LOAD else 1
+            IN_STREAM_ORDER[0] = 3 if job.direction is Direction.LOAD else 1
             self._dma.enqueue(job, stream, ready)
-            IN_STREAM_ORDER.source_order = 1
+            IN_STREAM_ORDER[0] = 1
             return
         external: Any = torch.cuda.ExternalStream(stream)
         with torch.cuda.stream(external):

@@ -87,14 +87,18 @@ class FakeLibcuda:
         return put(out, ctypes.cast(form, ctypes.c_void_p).value if form else None)
 
     def _batch_12080(self, *args: Any) -> int:
-        self.log.append(("batch 12080", *args[:4], args[4][0].source_order, args[6], args[8]))
+        self.log.append(
+            ("batch 12080", *args[:4], ctypes.c_int.from_address(args[4]).value, args[6], args[8])
+        )
         code = self.codes.get("batch", 0)
         if code:
             args[7][0] = 1
         return code
 
     def _batch_13000(self, *args: Any) -> int:
-        self.log.append(("batch 13000", *args[:4], args[4][0].source_order, args[6], args[7]))
+        self.log.append(
+            ("batch 13000", *args[:4], ctypes.c_int.from_address(args[4]).value, args[6], args[7])
+        )
         return self.codes.get("batch", 0)
 
 

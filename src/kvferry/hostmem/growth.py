@@ -31,7 +31,7 @@ from typing import Protocol
 from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
 from kvferry.hostmem.limits import Machine, Placement, run_near, shortage
-from kvferry.hostmem.slots import HUGE_PAGE, HostTier, populate
+from kvferry.hostmem.slots import HostTier, populate
 
 log = logging.getLogger(__name__)
 
@@ -169,11 +169,7 @@ class Growth:
         if len(self._chunks) == 1:
             self._end()
             return
-        try:
-            threading.Thread(target=self._run, name="kvferry-grow-0", daemon=True).start()
-        except RuntimeError as error:
-            self._give_up("a thread", error)
-            self._end()
+        threading.Thread(target=self._run, name="kvferry-grow-0", daemon=True).start()
 
     @property
     def ready_slots(self) -> int:
@@ -229,14 +225,9 @@ class Growth:
 
     def _make_first_ready(self) -> None:
         """Chunk 0, alone: it decides whether the pool is pinned."""
-        num_bytes = self._chunks[0].num_bytes
-        part = -(-num_bytes // self._num_threads // HUGE_PAGE) * HUGE_PAGE
         try:
             self._require_room([0])
-            self._on_threads(
-                lambda start: populate(self._bytes[start : min(start + part, num_bytes)]),
-                range(0, num_bytes, part),
-            )
+            self._populate(0)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
         if self._registrar is None and self._pin is Pin.REQUIRED:
@@ -308,10 +299,7 @@ class Growth:
         return (self.ready_slots - self._wanted()) * self._chunks.pitch >= _AHEAD_BYTES
 
     def _on_threads(self, work: Callable[[int], None], items: Sequence[int]) -> None:
-        """Do ``work`` for all items, this thread and helpers together; raises the first fault.
-
-        Helpers are made for the batch: a process that allows fewer threads is merely slower.
-        """
+        """Do ``work`` for all items, this thread and helpers together; raises the first fault."""
         left = deque(items)
         faults: list[Exception] = []
 
@@ -328,18 +316,17 @@ class Growth:
             run_near(self._placement)
             share()
 
-        helpers: list[threading.Thread] = []
-        try:
-            for number in range(1, min(len(items), self._num_threads)):
-                name = f"kvferry-grow-{number}"
-                helpers.append(threading.Thread(target=share_nearby, name=name, daemon=True))
-                helpers[-1].start()
-        except RuntimeError as error:
-            log.debug("host memory grows with %d threads: %s", len(helpers), error)
-            del helpers[-1]
+        helpers = [
+            threading.Thread(target=share_nearby, name=f"kvferry-grow-{number}", daemon=True)
+            for number in range(1, min(len(items), self._num_threads))
+        ]
+        with suppress(RuntimeError):  # a process that may have fewer threads is slower
+            for helper in helpers:
+                helper.start()
         share()
         for helper in helpers:
-            helper.join()
+            if helper.ident is not None:
+                helper.join()
         if faults:
             raise faults[0]
 

@@ -95,33 +95,16 @@ class DeviceIdentity:
     pci_bus_id: str
 
 
-class MemcpyLocation(ctypes.Structure):
-    """CUmemLocation; a hint that only managed memory uses."""
-
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class MemcpyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (
-        ("source_order", c_int),
-        ("source_hint", MemcpyLocation),
-        ("destination_hint", MemcpyLocation),
-        ("flags", c_uint),
-    )
-
-
 _BATCH_ARGUMENTS = (
     c_void_p,  # dsts
     c_void_p,  # srcs
     c_void_p,  # sizes
     c_size_t,  # count
-    POINTER(MemcpyAttributes),
+    c_void_p,  # attributes: CUmemcpyAttributes, six ints
     POINTER(c_size_t),  # index of the first copy each attribute holds for
     c_size_t,  # number of attributes
 )
-IN_STREAM_ORDER = MemcpyAttributes(source_order=1)
+IN_STREAM_ORDER = (c_int * 6)(1)
 """The source is read behind the stream's waits. Orders that allow an earlier read are for sources
 that do not change: a store under one of them would read half-written blocks."""
 
@@ -346,7 +329,7 @@ class Driver:
             _address(srcs),
             _address(sizes),
             len(sizes),
-            byref(IN_STREAM_ORDER),
+            IN_STREAM_ORDER,
             byref(c_size_t(0)),
             1,
         ]
