@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from kvferry.errors import InputError, LayoutError
-from kvferry.transfer.layout import GroupLayout, Int64s, LayerParts
+from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.types import DEVICE, HOST, Receipt, SlotArray, Transfer, TransferId
 
 
@@ -58,22 +57,6 @@ class CopyJob:
         for part in self.in_parts.parts:
             base = self.host_base + part.start
             yield replace(self, layout=part.layout, host_base=base, in_parts=None)
-
-    @cached_property
-    def run_heads(self) -> Int64s:
-        """The blocks that begin a run: those that do not follow the block before in host memory."""
-        slots = self.host_slots
-        if self.host_pitch != self.layout.block_bytes:
-            return np.arange(len(slots))
-        is_head = slots[1:] - slots[:-1] != 1
-        if self.host_chunk is not None:
-            # The driver refuses one copy across two registrations.
-            chunks = slots * self.host_pitch // self.host_chunk
-            is_head |= chunks[1:] != chunks[:-1]
-        after = is_head.nonzero()[0]
-        heads = np.zeros(len(after) + min(1, len(slots)), dtype=np.int64)
-        np.add(after, 1, out=heads[1:])
-        return heads
 
 
 class JobFactory:

@@ -140,11 +140,9 @@ class GpuEngine(Closing):
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         end = None if timeout is None else time.monotonic() + timeout
-        rest = 2e-5
         receipts = self.poll()
         while self.num_in_flight and (end is None or time.monotonic() < end):
-            time.sleep(rest)
-            rest = min(2 * rest, 1e-3)
+            time.sleep(1e-4)
             receipts.extend(self.poll())
         return receipts
 
