@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import kvferry
 from kvferry.ferry import Ferry
+from kvferry.tiers.disk.quota import BLOCKS_NAME
 from kvferry.tools.cli.commands import kvferry as command
 
 SHAPE = (24, 2, 16, 64)
@@ -105,6 +107,40 @@ def test_one_of_another_format_is_shown_as_what_it_is(run: Run, folder: Path) ->
     (told,) = json.loads(run("ls", folder, "--json").stdout)["stores"]
     assert told["trouble"]
     assert "cannot be used: " in run("ls", folder).stdout
+
+
+def spoil(store: Path, places: list[int]) -> None:
+    """Turn one bit of the middle of each of these blocks."""
+    with (store / BLOCKS_NAME).open("r+b") as file:
+        pitch = 2 * 16 * 64 * 4
+        for place in places:
+            file.seek(place * pitch + 777)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+
+
+def test_every_bit_that_turned_is_found(
+    run: Run, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed, key = tmp_path / "sealed", base64.b64encode(os.urandom(32)).decode()
+    assert run("verify", folder).exit_code == 0
+    with attach(folder):
+        found = run("verify", folder)
+        assert found.exit_code == 1
+        assert f"process {os.getpid()}" in found.stderr
+    monkeypatch.setenv("KVFERRY_DISK_KEY", key)
+    fill(sealed)
+    for where in (folder, sealed):
+        spoil(store_in(where), [3, 4, 11])
+        found = run("verify", where, "--json")
+        assert found.exit_code == 1
+        (told,) = json.loads(found.stdout)["stores"]
+        assert told["blocks"] == BLOCKS
+        assert sorted(told["bad_places"]) == [3, 4, 11]
+        assert "16 blocks, 3 of them damaged" in run("verify", where).stderr
+    monkeypatch.delenv("KVFERRY_DISK_KEY")
+    assert "it is encrypted" in run("verify", sealed).stderr
 
 
 def test_purge_asks_and_takes_no_for_an_answer(run: Run, folder: Path) -> None:

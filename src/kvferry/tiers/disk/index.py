@@ -236,13 +236,13 @@ class PageTable:
         report.seconds = time.monotonic() - began
         return Recovered(turns > 0, proofs, turns, newest, report)
 
-    def pieces(self, reset: int) -> Iterator[tuple[Keys, SlotArray]]:
-        """Yield keys and places of all blocks that count, by ascending place, in pieces."""
+    def pieces(self, reset: int) -> Iterator[tuple[Keys, SlotArray, Proofs]]:
+        """Yield keys, places and proofs of all blocks that count, by ascending place, in pieces."""
         for numbers, pages, commits in self._scan():
             places, records = self._blocks(numbers, pages, commits, reset)
             # Of a store that was cut the last page may speak of places that are gone.
             records, places = records[places < self.num_places], places[places < self.num_places]
-            yield Keys(np.ascontiguousarray(records["key"])), places
+            yield Keys(np.ascontiguousarray(records["key"])), places, records["proof"]
 
 
 class DiskIndex:
@@ -365,7 +365,7 @@ class DiskIndex:
         ranks = np.zeros(len(turns), dtype=np.int64)
         ranks[there[np.argsort(turns[there])]] = np.arange(len(there))
         num_found = 0
-        for keys, places in self._table.pieces(self._counts):
+        for keys, places, _ in self._table.pieces(self._counts):
             num_found += len(places) if turns[places].all() else len(turns)
             if num_found <= len(there):
                 yield keys, places, ranks[places]

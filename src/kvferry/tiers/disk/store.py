@@ -1,4 +1,4 @@
-"""A store on disk, opened whole for one drive process: locked, brought to its size, recovered."""
+"""A store on disk, opened whole: for the drive process that uses it, or to verify its blocks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import StoreError
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import quota, state
 from kvferry.tiers.disk import superblock as sb
-from kvferry.tiers.disk.block_file import key_check
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, key_check, open_prover
 from kvferry.tiers.disk.files import DiskFile, create_file, sync_folder
 from kvferry.tiers.disk.index import FILE_NAME as INDEX_NAME
-from kvferry.tiers.disk.index import (
-    DiskIndex,
-)
+from kvferry.tiers.disk.index import DiskIndex, PageTable, Shape
 from kvferry.tiers.disk.protocol import ReadyMessage
 from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity, Superblock
 
 log = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 32 << 20
 
 _BUFFER_BYTES = 32 << 20
 
@@ -213,3 +216,43 @@ def _make_state(folder: Path, reset_number: int | None) -> None:
     if reset_number is not None:
         with contextlib.closing(DiskFile(folder / state.FILE_NAME)) as file:
             state.write_reset(file, reset_number)
+
+
+def verify_store(path: Path, key: bytes | None = None) -> tuple[int, list[int]]:
+    """Compare every block with its proof; return how many there are, and the places of bad ones.
+
+    Raises StoreError if the store cannot be read, or is encrypted with another key than ``key``;
+    StoreInUseError if a process has it open.
+    """
+    superblock = sb.read_superblock(path)
+    if superblock is None:
+        raise StoreError("it was never finished, and holds nothing")
+    mine, num_blocks, bad = superblock.identity, 0, list[int]()
+    key = key if mine.is_sealed else None
+    if mine.is_sealed and (not key or key_check(key, superblock.store_id) != superblock.key_check):
+        raise StoreError("it is encrypted: name its key, by disk_key_file or KVFERRY_DISK_KEY")
+    prover = open_prover(mine.block_bytes, superblock.store_id, key)
+    most = max(1, _BUFFER_BYTES // mine.pitch)
+    buffer = Buffer(most, mine.pitch, is_sealed=mine.is_sealed)
+    with ExitStack() as undo:
+        undo.enter_context(StoreLock.take(path))
+        blocks = BlockFile(str(path / quota.BLOCKS_NAME), mine.pitch)
+        undo.callback(blocks.close)
+        index, numbers = (
+            undo.enter_context(contextlib.closing(DiskFile(path / name, writable=False)))
+            for name in (INDEX_NAME, state.FILE_NAME)
+        )
+        shape, reset = Shape(mine.proof_bytes), state.read_reset(numbers)
+        table = PageTable(index, superblock.store_id, superblock.num_places, shape)
+        # Under a number that is damaged nothing counts.
+        for keys, places, proofs in table.pieces(state.NOT_KEPT - 1 if reset is None else reset):
+            for start in range(0, len(places), most):
+                part = slice(start, start + most)
+                here = places[part]
+                read = list(blocks.move(Way.READ, here, np.arange(len(here)), buffer))
+                right = prover.check(buffer, here, keys.array[part], proofs[part])
+                for first, last, error in read:
+                    right[first:last] &= error is None
+                num_blocks += len(right)
+                bad += here[~right].tolist()
+    return num_blocks, bad

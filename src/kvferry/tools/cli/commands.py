@@ -16,7 +16,7 @@ VERSION: str = import_module("kvferry").__version__
 
 COMMANDS = {
     "demo": ("demo:demo", "See KV blocks leave a small device and come back."),
-    "disk": ("disk:disk", "List and remove the stores on disk."),
+    "disk": ("disk:disk", "List, verify and remove the stores on disk."),
     "remote": ("remote:remote", "List and remove what is kept in a shared bucket."),
     "doctor": ("doctor:doctor", "Check whether this machine is fit."),
     "top": ("top:top", "Watch a running kvferry."),
