@@ -134,10 +134,15 @@ def transfer_config(
 
 
 def variables(connector: str, pool_bytes: int) -> dict[str, str]:
-    """What a connector's process is told by its environment."""
+    """What a connector's process is told by its environment.
+
+    ``LMCACHE_PATH`` names folders that only LMCache's process is to import from.
+    """
     if connector != "LMCacheConnectorV1":
         return {}
+    path = [os.environ.get("LMCACHE_PATH", ""), os.environ.get("PYTHONPATH", "")]
     return {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "LMCACHE_CHUNK_SIZE": "256",
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{pool_bytes / GiB:g}",
