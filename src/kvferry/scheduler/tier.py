@@ -109,10 +109,6 @@ class LowerTier(ABC):
         return self.lookup(keys, now).known
 
     @abstractmethod
-    def may_follow(self, parent: Key, now: float) -> bool:
-        """Whether a block behind this one could be reached."""
-
-    @abstractmethod
     def read(self, slots: SlotArray) -> Lease | None:
         """Claim the slots of blocks that a lookup has just found readable, where it has slots."""
 
@@ -232,9 +228,6 @@ class SlotTier(LowerTier):
         unknown = np.zeros(len(slots), dtype=bool)  # the pool knows all
         return Presence(cached, slots != NO_SLOT, unknown, slots)
 
-    def may_follow(self, parent: Key, now: float) -> bool:
-        return self.pool.slot_of(parent) != NO_SLOT
-
     def read(self, slots: SlotArray) -> Lease:
         return self.pool.claim(slots)
 
@@ -283,11 +276,6 @@ class KeyedTier(LowerTier):
 
     def lookup(self, keys: Keys, now: float) -> Presence:
         return self._answers.lookup(keys, now)
-
-    def may_follow(self, parent: Key, now: float) -> bool:
-        """Only behind a block that is known to be missing: the tier has room for all others."""
-        found = self.lookup(Keys.from_bytes((parent,)), now)
-        return bool(found.known[0] or found.unknown[0])
 
     def read(self, slots: SlotArray) -> None:
         return None

@@ -39,9 +39,6 @@ _CLEAN_SECONDS = 0.1
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 30.0
 """How long nothing is spilled to a tier after a transfer to it has failed."""
 
-_MOST_EARLY = 1024
-"""So many stores may wait for the block before them; later ones are not written through."""
-
 _SAY_AFTER, _SAY_EVERY = 2.0, 5.0
 _LOOK_RESTS = 20
 """A flush searches the whole host again after so many times the last search's duration. A search of
@@ -57,7 +54,7 @@ _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
 
 
 class Writeback:
-    """Copies blocks down. Owns the admissions, stores that wait for a parent, rests and the flush.
+    """Copies blocks down. Owns the admissions, rests and the flush.
 
     Orders go to ``transfers``. Each is noted in ``moves``, which the caller takes it from when it
     lands. Only tiers without an ailment are written to.
@@ -83,7 +80,6 @@ class Writeback:
         self._admissions: dict[TierName, SeenOften] = {}
         for tier in tiers:
             self._set_up(tier, config)
-        self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
         self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
@@ -143,7 +139,6 @@ class Writeback:
 
     def reset(self) -> None:
         """Forget everything, and never flush again: no later process asks for these blocks."""
-        self._early.clear()
         self._flush_seconds = 0.0
         self._left = Keys.empty()
 
@@ -153,36 +148,10 @@ class Writeback:
     # -- as they are stored ---------------------------------------------------------------------
 
     def stored(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
-        """These blocks were just stored in the host, behind ``parent`` if they are a chain.
-
-        A block whose parent is on no tier could not be reached there. Stores of one chain land in
-        any order, so such blocks wait for the parent, which may land next.
-        """
-        now = self._clock()
-        usable = [tier for tier in self._tiers if not tier.ailment]
-        through = [tier for tier in usable if tier.write is WriteMode.THROUGH]
-        if not through or not len(keys):
-            return
-        if parent is not None and not any(tier.may_follow(parent, now) for tier in usable):
-            if len(self._early) < _MOST_EARLY:
-                self._early.setdefault(parent, []).append(keys)
-            return
-        for tier in through:
-            going = keys
-            admits = self._admits(tier, keys)
-            if not admits.all():
-                going = keys[: int(admits.argmin())] if chained else keys.take(admits)
-            self._send(tier, going, parent, chained=chained)
-        if chained and self._early:
-            self._send_early(keys)
-
-    def _send_early(self, keys: Keys) -> None:
-        """Send the blocks that waited for one of these; then the blocks that wait for those."""
-        firsts = {int(word) for word in keys.array[:, 0]}
-        for parent in [key for key in self._early if int.from_bytes(key[:8], "little") in firsts]:
-            for early in self._early.pop(parent, ()):
-                here = self._host.match(early)  # some may have been evicted
-                self.stored(early[:here], parent=parent, chained=True)
+        """These blocks were just stored in the host, behind ``parent`` if they are a chain."""
+        for tier in self._tiers:
+            if tier.write is WriteMode.THROUGH and not tier.ailment:
+                self._send(tier, keys, parent, chained=chained)
 
     # -- before they are evicted ----------------------------------------------------------------
 
