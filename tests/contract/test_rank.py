@@ -113,14 +113,6 @@ def test_the_first_transfers_find_everything_made(monkeypatch: pytest.MonkeyPatc
     assert driver.leaks() == {}
 
 
-def test_on_a_cpu_the_same_calls_serve() -> None:
-    rank = RankMemory.open([KV.layout], settings())
-    assert copies_right(rank) == 2 * ["cpu"]
-    rank.activity.note_step()
-    rank.close()
-    rank.close()
-
-
 def below(number: int, src: TierName, dst: TierName, from_slot: int, to_slot: int) -> Transfer:
     slots = as_slots([from_slot]), as_slots([to_slot])
     return Transfer(TransferId(number), src, dst, *slots, keys=keys([1]).array, within=60.0)
@@ -197,16 +189,6 @@ def test_an_engine_that_is_stuck_keeps_its_memory(caplog: pytest.LogCaptureFixtu
     assert np.asarray(rank.host.tier.rows).size
     rank.engine = engine
     rank.close()
-
-
-def test_a_model_is_busy_for_a_while_after_it_was_given_work() -> None:
-    now = 100.0
-    activity = Activity(lambda: now)
-    assert not activity.is_busy()
-    activity.note_step()
-    assert activity.is_busy()
-    now += 1.0
-    assert not activity.is_busy()
 
 
 def test_an_engine_that_starts_is_busy_until_it_says_that_it_has_started() -> None:

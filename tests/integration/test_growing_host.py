@@ -11,8 +11,7 @@ import kvferry
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.core.keys import Keys
-from kvferry.errors import ConfigError, InputError
-from kvferry.ferry import Ferry
+from kvferry.errors import InputError
 from kvferry.types import Rank
 
 BLOCKS, BLOCK_TOKENS = 64, 16
@@ -42,29 +41,6 @@ def test_copies_during_growth_are_bit_exact() -> None:
         assert ferry.stats().pool.unready == 0
         assert ferry.host_stats().is_whole
         assert ferry.host_stats().ready_slots == ferry.stats().pool.total
-
-
-def test_a_ferry_can_be_closed_while_it_grows() -> None:
-    kv = [np.zeros((4, 4096), dtype=np.uint8)]
-    ferry = kvferry.attach(kv, model="m", block_tokens=BLOCK_TOKENS, host="256MiB")
-    ferry.close()
-    ferry.close()
-
-
-def test_what_the_machine_cannot_give_is_refused() -> None:
-    kv = [np.zeros((4, 4096), dtype=np.uint8)]
-    with pytest.raises(ConfigError, match=r"host: .* is more than .* Remedy:"):
-        kvferry.attach(kv, model="m", host="4000GiB")
-    with pytest.raises(ConfigError, match="host_pin: required, but there is no driver"):
-        kvferry.attach(kv, model="m", host="1MiB", host_pin="required")
-
-
-def test_auto_is_a_size_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.hostmem.limits.AUTO_SHARE", 0.001)
-    kv = [np.zeros((4, 4096), dtype=np.uint8)]
-    with kvferry.attach(kv, model="m", host="auto") as ferry:
-        assert isinstance(ferry, Ferry)
-        assert ferry.stats().pool.total >= 1
 
 
 def test_a_slot_is_given_out_when_every_rank_has_it() -> None:

@@ -146,20 +146,6 @@ def test_a_file_number_given_to_another_file_is_not_taken_for_ours() -> None:
     other.close()
 
 
-def test_closing_the_door_leaves_the_memory_mapped() -> None:
-    memory = SharedMemory.create(MiB, SLOTS)
-    again = SharedMemory.open(memory.handle, SLOTS)
-    memory.close()
-    again.close()
-    memory.bytes[:] = 5
-    assert (again.bytes == 5).all()
-
-
-def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InputError, match="rank 2 is not one of 0 to 1"):
-        SharedMover(None, rank=Rank(2), num_ranks=2)  # type: ignore[arg-type]
-
-
 def test_no_process_can_cut_the_memory_short() -> None:
     """A page of it that is gone is a SIGBUS in every rank that touches it."""
     memory = SharedMemory.create(MiB, SLOTS)

@@ -11,6 +11,7 @@ import pytest
 
 import kvferry
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
+from kvferry.scheduler.request import State
 from kvferry.transfer.engine.cpu import Stream
 
 BLOCKS, TOKENS = 12, 4
@@ -125,6 +126,10 @@ def test_a_load_ends_only_when_nothing_writes_its_blocks(kv: Tensors) -> None:
     [
         (lambda f, k: f.match(k, on_device=4), "4 blocks on the device do not fit 3"),
         (lambda f, k: f.match(k, on_device=-1), "-1 blocks"),
+        (lambda f, k: f.match(k + k[:1]), "are not distinct"),
+        (lambda f, k: f.match([b"x"]), r"keys must come from ferry\.keys"),
+        (lambda f, k: f.pin([b"x"]), r"keys must come from ferry\.keys"),
+        (lambda f, k: f.pin(k, "soon"), "seconds"),
         (lambda f, k: f.store(k, [0, 1]), "2 device blocks from block 0 on do not fit 3"),
         (lambda f, k: f.store(k, [0], first=-2), "from block -2"),
         (lambda f, k: f.store(k, [0, 1, BLOCKS]), f"block {BLOCKS} does not exist"),
@@ -142,6 +147,7 @@ def test_misuse_is_said_and_loses_nothing(ferry: kvferry.Ferry, call: Any, words
     ferry.wait(ferry.store(keys, [0, 1, 2]))
     with pytest.raises(InputError, match=words):
         call(ferry, keys)
+    assert all(request.state is State.MATCHED for request in ferry._scheduler.requests)
     assert ferry.wait(ferry.load(ferry.match(keys), [3, 4, 5])).num_blocks == 3
     ferry._scheduler.check_integrity()
 

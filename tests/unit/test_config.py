@@ -297,14 +297,6 @@ def test_what_is_no_file(tmp_path):
     refused(Config.load, f"{'x' * 5000}.toml", {})
 
 
-@given(st.sampled_from([".toml", ".json"]), st.binary(max_size=200) | st.text(max_size=200))
-def test_any_file_is_settings_or_an_error(tmp_path_factory, suffix, content):
-    file = tmp_path_factory.getbasetemp() / f"fuzz{suffix}"
-    data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
-    file.write_bytes(data)
-    settings_or_error(lambda file: Config.load(file, {}), file)
-
-
 # -- the environment, and all sources together
 
 

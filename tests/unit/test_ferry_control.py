@@ -82,18 +82,6 @@ def test_a_store_that_a_hint_cut_short_names_the_hint(ferry, hints, first, reaso
     assert bool(done.reason) == bool(reason)
 
 
-@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), "soon", True])
-def test_a_time_that_is_none_is_an_input_error_wherever_it_is_said(ferry, seconds):
-    keys = keep(ferry, 1)
-    for say in (
-        lambda: ferry.pin(keys, seconds),
-        lambda: ferry.prefetch(keys, keep=seconds),
-        lambda: ferry.hint(keys, {"pin_seconds": seconds}),
-    ):
-        with pytest.raises(InputError, match="seconds"):
-            say()
-
-
 def test_a_prefetch_brings_the_right_bytes_up_before_the_match(ferry):
     keys = keep(ferry, 1)
     wanted = b"".join(tensor[4:8].tobytes() for tensor in ferry.kv)
@@ -110,20 +98,6 @@ def test_a_prefetch_brings_the_right_bytes_up_before_the_match(ferry):
         tensor[40:44] = 0xEE
     assert ferry.wait(ferry.load(hit, [40, 41, 42, 43])).ok
     assert b"".join(tensor[40:44].tobytes() for tensor in ferry.kv) == wanted
-
-
-def test_pins_are_bounded_and_drops_are_complete(ferry):
-    first, second = keep(ferry, 1), keep(ferry, 2)
-    assert ferry.pin(first).blocks == 4
-    told = ferry.pin(second, "10s")
-    assert told.blocks == 4  # below, where there is room
-    assert "at most 4 blocks there (pin_share)" in told.refused[0]
-    assert ferry.drop(first).blocks == 8
-    assert ferry.lookup(first).lower_tokens == 0
-    assert len(ferry.match(first)) == 0
-    for action in (ferry.lookup, ferry.pin, ferry.unpin, ferry.prefetch, ferry.drop):
-        with pytest.raises(InputError, match=r"keys must come from ferry\.keys"):
-            action([b"x"])
 
 
 def test_a_drop_right_after_a_store_is_a_drop(ferry):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.errors import InputError, StateError
+from kvferry.errors import StateError
 from kvferry.rank import RankMemory
 
 BLOCKS, TOKENS, LAYERS = 12, 4, 3
@@ -292,58 +292,7 @@ def test_a_cycle_that_holds_a_ferry_is_collected_from_its_own_thread() -> None:
     assert eventually(lambda: not ferry_threads())
 
 
-def test_a_closed_ferry_is_dropped_without_a_word() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ferry = attach()
-        ferry.close()
-        del ferry
-        gc.collect()
-
-
 # -- forgetful callers ---------------------------------------------------------------------------
-
-
-def num_objects() -> int:
-    gc.collect()
-    return sum(str(type(found).__module__).startswith("kvferry") for found in gc.get_objects())
-
-
-def growth(work: Callable[[int], object], rounds: int = 50) -> int:
-    """Objects of ours left behind by so many rounds, after as many have been before."""
-    for number in range(rounds):
-        work(number)
-    before = num_objects()
-    for number in range(rounds):
-        work(10**6 + number)
-    return num_objects() - before
-
-
-@pytest.fixture
-def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal has a bound, to be reached before anything can be counted."""
-    monkeypatch.setattr("kvferry.scheduler.journal.MOST_REQUESTS", 4)
-
-
-@pytest.mark.usefixtures("short_memory")
-@pytest.mark.parametrize("call", ["store", "match", "load"])
-def test_calls_that_are_refused_leave_nothing(ferry: kvferry.Ferry, call: str) -> None:
-    keys: Any = ferry.keys(range(TOKENS))
-    ferry.wait(ferry.store(keys, [0]))
-    hit = ferry.match(keys)
-    bad = {
-        "store": (lambda: ferry.store(keys, [-1]), lambda: ferry.store(None, [0])),  # type: ignore[arg-type]
-        "match": (lambda: ferry.match(keys, on_device=5), lambda: ferry.match(b"keys")),  # type: ignore[arg-type]
-        "load": (lambda: ferry.load(hit, [0, 1]), lambda: ferry.load(hit, [99])),
-    }[call]
-
-    def one(number: int) -> None:
-        for use in bad:
-            with pytest.raises(InputError):
-                use()
-
-    assert growth(one) < 5
-    assert ferry.wait(ferry.load(hit, [1])).ok
 
 
 def test_ends_that_nobody_asks_for_are_bounded_and_the_newest_are_kept(

@@ -14,7 +14,7 @@ from kvferry.cache.policies import policy_named
 from kvferry.cache.policies.lru import Lru
 from kvferry.cache.policies.returns import Returns
 from kvferry.cache.pool import Pool
-from kvferry.config import Config, describe, show
+from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.settings.eviction import POLICIES
 
@@ -30,15 +30,6 @@ def test_every_name_makes_its_policy() -> None:
         pool = Pool(8, policy_named(kind.name))
         assert f"{kind_of(pool).__module__}:{kind_of(pool).__name__}" == kind.factory
     assert kind_of(Pool(8, policy_named(MINE))) is Fifo
-
-
-@pytest.mark.parametrize(("given", "read"), [(" LRU ", "lru"), ("lru", "lru"), (MINE, MINE)])
-def test_a_policy_is_read(given: str, read: str) -> None:
-    config = Config.load(None, {"KVFERRY_POLICY": given})
-    assert config.policy == read
-    assert show("policy", config.policy) == read
-    (setting,) = [each for each in describe() if each.name == "policy"]
-    assert "package.module:factory" in setting.accepts
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,6 @@ class FakeMover:
         self.submitted: list[Transfer] = []
         self.answered = 0
         self.fault: Exception | None = None
-        self.waits: list[float | None] = []
         self.closed = 0
 
     def submit(self, transfer: Transfer) -> object:
@@ -49,7 +46,6 @@ class FakeMover:
         return [Receipt(t.id, self.rank, Outcome.OK) for t in new]
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        self.waits.append(timeout)
         return self.poll()
 
     def close(self) -> None:
@@ -64,41 +60,6 @@ def plan(*transfers: Transfer) -> Plan:
     return Plan(1, transfers)
 
 
-def test_each_transfer_goes_to_the_mover_of_its_route_in_order() -> None:
-    device, disk = FakeMover(), FakeMover()
-    worker = Worker({(DEVICE, HOST): device, (HOST, DEVICE): device, (HOST, DISK): disk})
-    load, down, store = (
-        transfer(0, HOST, DEVICE),
-        transfer(1, HOST, DISK),
-        transfer(2, DEVICE, HOST),
-    )
-    worker.execute(plan(load, down, store))
-    assert device.submitted == [load, store]
-    assert disk.submitted == [down]
-    assert sorted(r.transfer_id for r in worker.poll()) == [0, 1, 2]
-    assert worker.poll() == []
-
-
-def test_drain_shares_its_time_between_movers() -> None:
-    class Slow(FakeMover):
-        def drain(self, timeout: float | None = None) -> list[Receipt]:
-            time.sleep(0.03)
-            return super().drain(timeout)
-
-    first, second = Slow(), FakeMover()
-    worker = Worker({(HOST, DISK): first, (DISK, HOST): second})
-    worker.drain(0.02)
-    assert second.waits == [0.0]
-    worker.drain(60.0)
-    worker.drain()
-    assert second.waits[2] is None
-    for before, after in zip(first.waits[:2], second.waits[:2], strict=True):
-        assert before is not None
-        assert after is not None
-        assert 0.0 <= after <= max(0.0, before - 0.03)
-    assert second.waits[1] != 0.0
-
-
 def test_closing_twice_closes_each_mover_once_and_use_after_is_refused() -> None:
     shared = FakeMover()
     worker = Worker({(DEVICE, HOST): shared, (HOST, DEVICE): shared})
@@ -109,18 +70,6 @@ def test_closing_twice_closes_each_mover_once_and_use_after_is_refused() -> None
     with pytest.raises(ClosedError, match="worker is closed"):
         worker.execute(plan(transfer(1, DEVICE, HOST)))
     assert [receipt.transfer_id for receipt in worker.poll()] == [0], "no receipt is lost"
-
-
-def test_one_mover_that_cannot_close_does_not_keep_the_others_open() -> None:
-    class Stuck(FakeMover):
-        def close(self) -> None:
-            raise OSError("busy")
-
-    other = FakeMover()
-    worker = Worker({(HOST, DISK): Stuck(), (DEVICE, HOST): other})
-    with pytest.raises(OSError, match="busy"):
-        worker.close()
-    assert other.closed == 1
 
 
 class FakeLowerTier(FakeMover):
