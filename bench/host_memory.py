@@ -27,8 +27,7 @@ from _copy_rig import pcie_link
 from host_memories.table import table
 from kvferry.core.quantities import GiB, MiB, parse_size
 from kvferry.errors import DriverError
-from kvferry.hostmem.growth import Pin
-from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.memory import NUM_THREADS, HostMemory, Pin
 from kvferry.hostmem.slots import Bytes, PrivateMemory, populate
 from kvferry.transfer.driver import Driver, Priority
 
@@ -63,7 +62,7 @@ class Bench:
         self.model_stream = torch.cuda.Stream()
         torch.cuda.synchronize()
 
-    def host(self, *, busy: bool = False, num_threads: int | None = None) -> HostMemory:
+    def host(self, *, busy: bool = False, num_threads: int = NUM_THREADS) -> HostMemory:
         return HostMemory(
             self.size,
             SLOT_BYTES,
@@ -76,11 +75,11 @@ class Bench:
 
     # -- how soon -------------------------------------------------------------------------------
 
-    def grow(self, name: str, num_threads: int | None = None) -> HostMemory:
+    def grow(self, name: str, num_threads: int = NUM_THREADS) -> HostMemory:
         began = time.perf_counter()
         host = self.host(num_threads=num_threads)
         first = time.perf_counter() - began
-        host.growth.wait()
+        host.wait()
         whole = time.perf_counter() - began
         stats = host.stats()
         self.figures[name] = {
@@ -91,7 +90,7 @@ class Bench:
             "asked_bytes": self.size,
             "pinned_bytes": stats.pinned_bytes,
             "chunk_bytes": host.chunk_bytes,
-            "num_threads": num_threads or "default",
+            "num_threads": num_threads,
             "stats": str(stats),
         }
         self.say(name)
@@ -253,7 +252,7 @@ class Bench:
 
     def copies_while_growing(self) -> None:
         with self.growing(busy=False) as host:
-            host.growth.wait()
+            host.wait()
             result = {"before": self.copy_rate(host, self.timer())}
         self.figures["copies"] = result | self.while_growing(self.copy_rate)
         self.say("copies")
@@ -273,7 +272,7 @@ class Bench:
 
     def until_grown(self, host: HostMemory) -> Callable[[], bool]:
         in_time = self.timer()
-        return lambda: in_time() and not host.growth.wait(0)
+        return lambda: in_time() and not host.wait(0)
 
     def captures_while_growing(self) -> None:
         """Graphs captured while all threads pin memory: a spoiled capture raises."""

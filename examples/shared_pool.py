@@ -47,7 +47,7 @@ def rank_process(rank: int, link: Connection) -> None:
     memory = HostMemory.share(POOL_BYTES if handle is None else handle, slot_layout([layout]))
     link.send(memory.handle)
     host = HostMemory(POOL_BYTES, layout.block_bytes, shared=memory)
-    host.growth.wait()
+    host.wait()
     link.send((host.num_slots, host.ready_slots))
 
     engine = CpuEngine((layout,), host.tier.rows, rank=Rank(rank))

@@ -356,7 +356,7 @@ class Engine:
     def has_grown(self) -> bool:
         """Whether host memory is whole; for connectors that make it at once, always."""
         host = self._kvferry_host()
-        return host is None or host.growth.wait(0.0)
+        return host is None or getattr(host, "growth", host).wait(0.0)  # of older ones
 
     def _kvferry_host(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

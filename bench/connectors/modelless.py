@@ -173,7 +173,7 @@ class Modelless:
     def has_grown(self) -> bool:
         """Whether host memory is whole; for connectors that have none, always."""
         memory = getattr(getattr(self._worker, "_worker", None), "_memory", None)
-        return memory is None or bool(memory.host.growth.wait(0.0))
+        return memory is None or bool(getattr(memory.host, "growth", memory.host).wait(0.0))
 
     def counters(self) -> dict[str, float]:
         return {}

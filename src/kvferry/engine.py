@@ -41,10 +41,10 @@ from kvferry.core.keys import Recovered as Recovered
 from kvferry.hints import Hints as Hints
 from kvferry.hints import TokenPriority as TokenPriority
 from kvferry.hostmem.memory import HostMemory as HostMemory
-from kvferry.hostmem.memory import SharedHandle as SharedHandle
-from kvferry.hostmem.memory import SharedMemory as SharedMemory
-from kvferry.hostmem.memory import SlotLayout as SlotLayout
 from kvferry.hostmem.slots import HostTier as HostTier
+from kvferry.hostmem.slots import SharedHandle as SharedHandle
+from kvferry.hostmem.slots import SharedMemory as SharedMemory
+from kvferry.hostmem.slots import SlotLayout as SlotLayout
 from kvferry.rank import Contents as Contents
 from kvferry.rank import RankMemory as RankMemory
 from kvferry.rank import slot_layout as slot_layout

@@ -23,7 +23,7 @@ from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause, 
 from kvferry.core.quantities import Integers, integer
 from kvferry.errors import ClosedError, DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
-from kvferry.hostmem.growth import GrowthStats
+from kvferry.hostmem.memory import GrowthStats
 from kvferry.rank import RankMemory
 from kvferry.scheduler.control import Acted
 from kvferry.scheduler.journal import Explanation

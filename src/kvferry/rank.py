@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from kvferry.config import Config
 from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.errors import ConfigError
-from kvferry.hostmem.growth import Pin
-from kvferry.hostmem.memory import HostMemory, SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory, Pin
+from kvferry.hostmem.slots import SharedMemory, SlotLayout
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import TierMover, open_tiers
 from kvferry.transfer.driver import Driver

@@ -56,7 +56,7 @@ def test_on_a_gpu_it_is_pinned_copies_and_gives_everything_back() -> None:
     driver = fake_driver()
     rank = RankMemory.open([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     assert rank.host.is_pinned
-    assert rank.host.growth.wait(60)
+    assert rank.host.wait(60)
     assert rank.ready_slots == rank.host.num_slots
     assert copies_right(rank) == 2 * ["dma"]
     rank.activity.note_step()
@@ -98,7 +98,7 @@ def test_the_first_transfers_find_everything_made(monkeypatch: pytest.MonkeyPatc
     launcher = HostLauncher(driver)
     monkeypatch.setattr(opening, "open_launcher", lambda _: launcher)
     rank = RankMemory.open([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
-    assert rank.host.growth.wait(60)
+    assert rank.host.wait(60)
     driver.calls.clear()
     monkeypatch.setattr(launcher, "prepare", None)
     assert copies_right(rank) == ["staged", "kernel"]
@@ -127,7 +127,7 @@ def test_tiers_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool)
     else:
         rank = RankMemory.open([KV.layout], config)
     assert list(rank.tiers) == ["memory", "memory-by-key"]
-    assert rank.host.growth.wait(60)
+    assert rank.host.wait(60)
     rank.host.tier.rows[3] = 7
     name = TierName("memory")
     mover = rank.tiers[name]

@@ -28,7 +28,7 @@ with HostMemory(256 << 20, 1_000_003, chunk_bytes=4 << 20) as host:
 SHARED = """
 import os
 from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.memory import SlotLayout
+from kvferry.hostmem.slots import SlotLayout
 slots = SlotLayout.of([1_000_003], chunk_bytes=4 << 20)
 shared = HostMemory.share(256 << 20, slots)
 if os.fork() == 0:

@@ -36,7 +36,7 @@ def test_copies_during_growth_are_bit_exact() -> None:
             assert all(np.array_equal(a, b) for a, b in zip(kv, wanted, strict=True))
             seen.add(ferry.stats().pool.unready)
             ferry._scheduler.pool.check_integrity()
-        assert ferry._rank.host.growth.wait(60)
+        assert ferry._rank.host.wait(60)
         ferry.poll()
         assert ferry.stats().pool.unready == 0
         assert ferry.host_stats().is_whole

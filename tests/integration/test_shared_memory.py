@@ -17,7 +17,8 @@ from kvferry.cache.reach import FullAttention
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import MiB
 from kvferry.errors import ConfigError, InputError
-from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.slots import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import slot_layout
 from kvferry.tiers.movers import SharedMover
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -60,7 +61,7 @@ class RankProcess:
 def other_rank(handle: SharedHandle, link: Connection) -> None:
     """A rank whose device loses its KV after the store: it gets it back from the host."""
     me = RankProcess(1, kv_of(0), handle)
-    me.host.growth.wait(60)
+    me.host.wait(60)
     link.send(me.host.ready_slots)
     while (plan := link.recv()) is not None:
         if any(transfer.dst == DEVICE for transfer in plan.transfers):
@@ -82,7 +83,7 @@ def test_two_processes_store_once_and_both_load() -> None:
         scheduler = ByName(
             Pool(first.host.num_slots, num_ready=0), [FullAttention(16)], num_ranks=RANKS
         )
-        first.host.growth.wait(60)
+        first.host.wait(60)
         scheduler.note_ready(Rank(0), first.host.ready_slots)
         assert scheduler.pool.num_free == 0  # the other rank has not said so yet
         assert ours.poll(60)

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,21 +16,15 @@ from tests.fakes.registrar import FakeRegistrar
 
 from kvferry.core.quantities import GiB, MiB
 from kvferry.errors import ConfigError, InputError
-from kvferry.hostmem import growth as growth_module
+from kvferry.hostmem import memory as memory_module
 from kvferry.hostmem import slots as slots_module
-from kvferry.hostmem.growth import Growth, Pin
 from kvferry.hostmem.limits import Machine
-from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.slots import CHUNK_BYTES, Chunks, HostTier
+from kvferry.hostmem.memory import HostMemory, Pin
+from kvferry.hostmem.slots import CHUNK_BYTES, Chunks
 
 PAGE = mmap.PAGESIZE
 LONG = 60.0
 """Nothing takes so long, also on a machine that is busy."""
-
-
-def tier(num_slots: int, slot_bytes: int = PAGE, chunk_bytes: int = 4 * PAGE) -> HostTier:
-    chunks = Chunks.lay_out(num_slots, slot_bytes, chunk_bytes)
-    return HostTier(num_slots, slot_bytes, chunks=chunks)
 
 
 def until(condition, seconds: float = LONG) -> None:
@@ -55,6 +50,12 @@ class Meminfo:
         return Machine(read=self, env={})
 
 
+def growing(num_slots: int, **more: Any) -> HostMemory:
+    """Slots of a page, four of them in a chunk."""
+    given = {"chunk_bytes": 4 * PAGE, "machine": Meminfo(32 * GiB).machine(), **more}
+    return HostMemory(num_slots * PAGE, PAGE, **given)
+
+
 @given(
     slot=st.integers(1, 3 * PAGE),
     num_slots=st.integers(1, 300),
@@ -63,10 +64,17 @@ class Meminfo:
 )
 @settings(max_examples=30)
 def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int, seed: int):
-    host = tier(num_slots, slot, pages * PAGE)
-    step = host.chunks.slots_per_chunk
     registrar = FakeRegistrar(seconds=0.0005)
-    growth = Growth(host, registrar=registrar)
+    size = Chunks.lay_out(num_slots, slot, pages * PAGE).num_bytes
+    growth = HostMemory(
+        size,
+        slot,
+        registrar=registrar,
+        chunk_bytes=pages * PAGE,
+        machine=Meminfo(32 * GiB).machine(),
+    )
+    host, num_slots = growth.tier, growth.num_slots
+    step = host.chunks.slots_per_chunk
     rng = np.random.default_rng(seed)
     wanted = rng.integers(0, 256, (num_slots, slot), dtype=np.uint8)
     written = 0
@@ -102,7 +110,7 @@ def test_beside_a_busy_model_one_chunk_at_a_time_is_pinned_with_nine_times_as_lo
     registrar = Watched(seconds=0.002)
     busy = threading.Event()
     busy.set()
-    growth = Growth(tier(400), registrar=registrar, busy=busy.is_set, num_threads=8)
+    growth = growing(400, registrar=registrar, busy=busy.is_set, num_threads=8)
     until(lambda: registrar.num_calls > 8)
     assert registrar.most_at_once == 1
     beside = spans[1:8]  # the first chunk is pinned before the growth looks at the model
@@ -119,16 +127,15 @@ def test_beside_a_busy_model_what_is_not_needed_yet_hardly_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until more is wanted: then it goes on as if nothing had been said about that."""
-    host = tier(400)
-    monkeypatch.setattr(growth_module, "_AHEAD_BYTES", 100 * host.chunks.pitch)
-    monkeypatch.setattr(growth_module, "_PIN_REST", 1.0)
+    monkeypatch.setattr(memory_module, "_AHEAD_BYTES", 100 * PAGE)
+    monkeypatch.setattr(memory_module, "_PIN_REST", 1.0)
     wanted = [0]
-    growth = Growth(
-        host, registrar=FakeRegistrar(seconds=1e-4), busy=lambda: True, wanted=lambda: wanted[0]
+    growth = growing(
+        400, registrar=FakeRegistrar(seconds=1e-4), busy=lambda: True, wanted=lambda: wanted[0]
     )
     until(lambda: growth.ready_slots >= 100)
     time.sleep(0.05)
-    most = 100 + host.chunks.slots_per_chunk
+    most = 100 + 4
     assert growth.ready_slots <= most
     wanted[0] = 200
     until(lambda: growth.ready_slots >= 300)
@@ -145,8 +152,7 @@ def test_a_refused_chunk_leaves_the_pool_smaller(
     nth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     registrar = FakeRegistrar(fail_at=nth)
-    host = tier(40)
-    growth = Growth(host, registrar=registrar)
+    growth = growing(40, registrar=registrar)
     assert growth.wait(LONG)
     stats = growth.stats()
     assert not stats.is_growing
@@ -155,7 +161,7 @@ def test_a_refused_chunk_leaves_the_pool_smaller(
     assert "refused" in caplog.text
     # What lies behind the hole cannot be used, so it is not kept pinned.
     assert stats.pinned_bytes == stats.ready_bytes == sum(registrar.held.values())
-    host.rows[: growth.ready_slots] = 1
+    growth.tier.rows[: growth.ready_slots] = 1
     growth.close()
     assert registrar.held == {}
 
@@ -173,7 +179,7 @@ def test_a_process_that_may_have_few_threads_grows_with_those(
     monkeypatch.setattr(threading.Thread, "start", limited)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     registrar = FakeRegistrar()
-    growth = Growth(tier(40), registrar=registrar)
+    growth = growing(40, registrar=registrar)
     assert growth.wait(LONG)
     assert growth.stats().is_whole
     growth.close()
@@ -184,7 +190,7 @@ def test_a_busy_signal_that_breaks_stops_the_growth_and_nothing_else() -> None:
     def broken() -> bool:
         raise ValueError("no stream")
 
-    growth = Growth(tier(40), busy=broken)
+    growth = growing(40, busy=broken)
     assert growth.wait(LONG)
     assert not growth.stats().is_whole
     assert "ValueError: no stream" in growth.stats().reason
@@ -199,7 +205,7 @@ def test_a_driver_that_pins_nothing_means_unpinned_and_correct(
     with HostMemory(
         16 * MiB, PAGE, registrar=registrar, machine=meminfo.machine(), chunk_bytes=MiB
     ) as host:
-        assert host.growth.wait(LONG)
+        assert host.wait(LONG)
         assert not host.is_pinned
         assert host.ready_slots == host.num_slots == 16 * MiB // PAGE
         host.tier.rows[:] = 3
@@ -232,7 +238,7 @@ def test_memory_that_runs_out_stops_the_growth_before_the_kernel_does() -> None:
             if self.num_calls >= 4:
                 meminfo.left = GiB  # someone else took it
 
-    growth = Growth(tier(4000), registrar=Eating(), machine=meminfo.machine())
+    growth = growing(4000, registrar=Eating(), machine=meminfo.machine())
     assert growth.wait(LONG)
     stats = growth.stats()
     assert not stats.is_growing
@@ -245,14 +251,14 @@ def test_no_pages_for_the_first_chunk_is_a_refusal(monkeypatch: pytest.MonkeyPat
     def none_left(memory: np.ndarray) -> None:
         raise OSError(12, "got no pages")
 
-    monkeypatch.setattr(growth_module, "populate", none_left)
+    monkeypatch.setattr(memory_module, "populate", none_left)
     with pytest.raises(ConfigError, match="not even the first chunk could be had"):
-        Growth(tier(8))
+        growing(8)
 
 
 def test_an_old_kernel_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots_module, "_MADV_POPULATE_WRITE", 9999)
-    growth = Growth(tier(40))
+    growth = growing(40)
     assert growth.wait(LONG)
     assert growth.ready_slots == 40
     growth.close()
@@ -260,7 +266,7 @@ def test_an_old_kernel_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -
 
 def test_close_during_growth_is_quick_and_gives_everything_back() -> None:
     registrar = FakeRegistrar(seconds=0.01)
-    growth = Growth(tier(100_000), registrar=registrar)
+    growth = growing(100_000, registrar=registrar)
     until(lambda: registrar.num_calls > 1)
     growth.close()
     assert registrar.num_calls < 25_000, "it did not wait for all of it"
@@ -269,19 +275,18 @@ def test_close_during_growth_is_quick_and_gives_everything_back() -> None:
 
 
 def test_a_driver_that_never_answers_is_left_with_its_memory(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registrar = FakeRegistrar()
-    host = tier(40)
+    monkeypatch.setattr(memory_module, "_CLOSE_SECONDS", 0.05)
 
     def close_the_gate() -> bool:
         registrar.gate.clear()
         return False
 
-    growth = Growth(host, registrar=registrar, busy=close_the_gate, close_timeout=0.05)
+    growth = growing(40, registrar=registrar, busy=close_the_gate)
     until(lambda: registrar.num_calls > 1)
     growth.close()
-    host.close()
     assert "stuck" in caplog.text
     assert growth.ready_slots >= 4  # nothing was taken away under the driver
     registrar.gate.set()
@@ -293,7 +298,7 @@ def test_a_refused_unregistration_is_logged_and_the_rest_given_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registrar = FakeRegistrar()
-    growth = Growth(tier(40), registrar=registrar)
+    growth = growing(40, registrar=registrar)
     assert growth.wait(LONG)
     lost = next(iter(registrar.held))
     del registrar.held[lost]

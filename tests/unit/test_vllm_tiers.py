@@ -67,7 +67,7 @@ def two() -> Iterator[list[RankMemory]]:
         ranks = [RankMemory.open([KV.layout], config, rank=Rank(number)) for number in range(2)]
         for each in ranks:
             closing.callback(each.close)
-            assert each.host.growth.wait(60)
+            assert each.host.wait(60)
         yield ranks
 
 

@@ -13,7 +13,8 @@ from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.hostmem.memory import HostMemory, SharedHandle, SharedMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.slots import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
 from kvferry.tiers.disk.state import find_apart, reset_apart
