@@ -141,7 +141,7 @@ def _check_transit(scheduler: Scheduler) -> None:
     stores = sum(len(o.device_blocks) for o in outbox.store_orders())
     stores += sum(len(transfer) for transfer, _ in flying if transfer.src == DEVICE)
     pipelined = scheduler._requests.promoter.loads.values()
-    kept = sum(load.last - load.sent for load in pipelined)
+    kept = sum(load.end - load.sent for load in pipelined if load.is_open)
     assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads) + kept
     assert transit.blocks_from_device == stores
     hits = scheduler.hits

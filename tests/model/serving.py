@@ -634,7 +634,7 @@ class Serving:
         for request, load in loads.items():
             assert request.state is State.LOADING
             assert load.first <= load.good <= load.end
-            assert load.first < load.sent <= load.last <= load.end
+            assert load.first < load.sent <= load.end
             assert load.is_open or request.loading or load.reason
 
     def _check_device(self) -> None:

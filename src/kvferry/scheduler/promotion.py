@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvferry.cache.policies.load_or_compute import Decision
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import SlotState, num_leading
@@ -26,7 +28,7 @@ from kvferry.core.keys import Keys
 from kvferry.scheduler.lookup import Hits, Lookup, Matcher, PinnedHit
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import BlockTable, EngineShape, InFlight, Ordered, Transfers
-from kvferry.types import Match, MatchState, SlotArray, TierName, TransferId
+from kvferry.types import Match, MatchState, SlotArray, TierName, Transfer, TransferId
 
 _SHARE = 1 / 8
 """How much of a hit may still be below when its load begins, while a speed is not known: over a
@@ -73,8 +75,8 @@ class PipelinedLoad:
     """One pipelined load. Owns how far it is ordered, and how far what was ordered is good.
 
     Blocks are counted from the request's start. ``first`` to ``end`` were promised, those up to
-    ``sent`` are ordered, none from ``last`` on ever will be, and those from ``good`` on are lost.
-    ``since`` is when the last of them was ordered. ``pieces`` tell where each transfer begins.
+    ``sent`` are ordered, those from ``good`` on are lost. More is ordered only while it is open.
+    ``since`` is when the last of them was ordered.
     """
 
     keys: Keys
@@ -83,15 +85,9 @@ class PipelinedLoad:
     end: int
     since: float
     sent: int
-    last: int
     good: int
+    is_open: bool = True
     reason: str = ""
-    pieces: dict[TransferId, int] = field(default_factory=dict)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more of it may still be ordered."""
-        return self.sent < self.last
 
 
 class Promoter:
@@ -195,17 +191,21 @@ class Promoter:
         promotion.foreseen = None
         most = len(request.chain) * self._matcher.hash_tokens
         most = most if max_tokens is None else min(most, max_tokens)
-        blocks = self._promised(request, computed_tokens, most)
-        inbound = self._lower.inbound(promotion.waits)
-        if inbound is None or inbound.num_blocks > len(blocks) * self._share(inbound.tiers):
+        blocks, moves = self._promised(request, computed_tokens, most), self._lower.moves
+        coming = [moves[each] for each in promotion.waits if each in moves and moves[each].upward]
+        if not coming or len(coming) < len(promotion.waits):
+            return None  # it waits for an answer, too
+        names = {move.tier.name for move in coming}
+        if sum([len(move.keys) for move in coming]) > len(blocks) * self._share(names):
             return None
-        if self._clock() >= inbound.heard + self._patience:
+        if self._clock() >= self._lower.heard(names) + self._patience:
             return None  # the tier seems to hang
         asked = self._matcher.names[0].of(request.chain.keys(), blocks)
         slots = self._pool.lookup(asked)
         if not len(slots) or self._is_joined(request):
             return None
-        count = num_leading(self._pool.cached(asked) | inbound.brings(asked))
+        words = np.concatenate([move.keys.array[:, 0] for move in coming])
+        count = num_leading(self._pool.cached(asked) | np.isin(asked.array[:, 0], words))
         if not (self._has_room(count) and self._hits.may_begin(slots, count)):
             return None
         decision = self._hits.worth_loading(count * self._size, 0, count)
@@ -271,15 +271,14 @@ class Promoter:
         if not self._has_room(len(blocks)):  # other loads have begun since it was promised
             return None
         first, end = blocks.start, blocks.stop
-        load = PipelinedLoad(
-            keys, places, first, end, self._clock(), sent=first, last=end, good=end
-        )
+        load = PipelinedLoad(keys, places, first, end, self._clock(), sent=first, good=end)
+        self._transfers.count_kept(len(blocks))
         ordered = self._order(request, load)
         if ordered is None:
+            self._transfers.count_kept(-len(blocks))
             return None
         self.loads[request] = load
         request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
-        self._transfers.count_kept(load.last - load.sent)
         self.num_begun += load.is_open
         return hit, (ordered,)
 
@@ -289,7 +288,9 @@ class Promoter:
         """A transfer of its load ended or is overdue; False if its load is not pipelined."""
         load = self.loads.get(request)
         if load is not None and flight.reason:
-            self._lose(load, load.pieces[flight.transfer.id], flight.reason)
+            assert isinstance(flight.transfer, Transfer)
+            at = np.flatnonzero(load.table == flight.transfer.dst_slots[0])
+            self._lose(load, load.first + at.item(0), flight.reason)
         return load is not None
 
     def advance(self) -> tuple[list[Ordered], list[tuple[Any, Match, str]]]:
@@ -306,7 +307,6 @@ class Promoter:
                 piece = self._order(request, load)
                 if piece is not None:
                     ordered.append(piece)
-                    self._transfers.count_kept(-len(piece.blocks))
                 if load.is_open and self._is_stuck(request, load):
                     self._lose(load, load.sent, _GONE)
                 elif load.is_open and load.since + self._patience <= now:
@@ -316,19 +316,19 @@ class Promoter:
         return ordered, ended
 
     def _order(self, request: Any, load: PipelinedLoad) -> Ordered | None:
-        start = load.sent - load.first
-        slots = self._pool.lookup(load.keys[start : load.last - load.first])
+        rest = slice(load.sent - load.first, None)
+        slots = self._pool.lookup(load.keys[rest])
         if not len(slots):
             return None
-        stop = load.sent + len(slots)
-        piece = slice(start, start + len(slots))
+        piece = slice(rest.start, rest.start + len(slots))
         lease = self._pool.claim(slots)
         transfer_id = self._transfers.load(request, 0, lease, load.table[piece])
+        self._transfers.count_kept(-len(slots))
         self._hits.began(lease.slots)
         request.loading.add(transfer_id)
-        places = range(load.sent, stop)
-        load.pieces[transfer_id] = load.sent
-        load.sent, load.since = stop, self._clock()
+        places = range(load.sent, load.sent + len(slots))
+        load.sent, load.since = places.stop, self._clock()
+        load.is_open = load.sent < load.end
         return Ordered(0, load.table[piece], transfer_id, places, load.keys[piece], request)
 
     def _is_stuck(self, request: Any, load: PipelinedLoad) -> bool:
@@ -341,8 +341,9 @@ class Promoter:
         """From this block on it is lost, and nothing more of it will be ordered."""
         load.good = min(load.good, block)
         load.reason = load.reason or reason
-        self._transfers.count_kept(load.sent - load.last)
-        load.last = load.sent
+        if load.is_open:
+            self._transfers.count_kept(load.sent - load.end)
+            load.is_open = False
 
     def _end(self, request: Any, load: PipelinedLoad) -> Match:
         del self.loads[request]

@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.cache.events import EventKind
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
@@ -99,26 +97,6 @@ class GroupLookup:
             keys, below = keys[part], below.part(part) if below is not None else None
         first, slots, cached = blocks.start, self.slots[part], self.cached[part]
         return GroupLookup(first, keys, slots, cached, below, parent, chained)
-
-
-class Inbound(NamedTuple):
-    """Blocks on their way up, piece by piece, and the tiers that they come from.
-
-    Each of these tiers has brought something, or begun to, at ``heard`` or later.
-    """
-
-    pieces: tuple[Keys, ...]
-    tiers: frozenset[TierName]
-    heard: float
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.pieces))
-
-    def brings(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether its block is one of these."""
-        words = np.concatenate([piece.array[:, 0] for piece in self.pieces])
-        return np.isin(keys.array[:, 0], words)
 
 
 class LowerTiers:
@@ -301,15 +279,9 @@ class LowerTiers:
             if move.upward and not move.late and np.isin(coming, move.keys.array[:, 0]).any()
         }
 
-    def inbound(self, transfer_ids: Collection[TransferId]) -> Inbound | None:
-        """What these promotions bring; None if there are none, or others than promotions."""
-        moves = [self.moves.get(transfer_id) for transfer_id in transfer_ids]
-        found = [move for move in moves if move is not None and move.upward]
-        if not found or len(found) < len(moves):
-            return None
-        names = frozenset(move.tier.name for move in found)
-        heard = min(self._busy[name].since for name in names)
-        return Inbound(tuple(move.keys for move in found), names, heard)
+    def heard(self, names: Collection[TierName]) -> float:
+        """Each of these tiers has brought something, or begun to, at this time or later."""
+        return min(self._busy[name].since for name in names)
 
     def worth_promoting(self, runs: Sequence[GroupLookup], num_tokens: int) -> Decision:
         """Whether these runs, of so many tokens, come up sooner than they are computed.
