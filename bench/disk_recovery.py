@@ -5,7 +5,7 @@ takes in a process of its own, and what the process keeps afterwards. Beside it,
 same bytes takes: the limit.
 
 Half the blocks are written a second time, in random order, so that both copies of every page are in
-use. Recovered blocks are counted, and handed over in pieces as a
+use. Recovered blocks are counted, and handed over as a
 drive process does; ``--check`` compares every one of them.
 
     python bench/disk_recovery.py --blocks 10000000
@@ -76,21 +76,21 @@ def recover(folder: Path, num_blocks: int, check: bool) -> dict[str, float]:
     began = time.perf_counter()
     index = DiskIndex.open(folder, Superblock(IDENTITY, num_blocks, STORE_ID))
     opened = time.perf_counter() - began
-    handed = right = 0
-    for keys, places, _ in index.blocks():
-        handed += len(places)
-        if check:
-            first = rows(places, 4, 3)
-            second = rows(places + num_blocks, 4, 3)
-            is_second = (keys.array == second).all(axis=1)
-            is_first = (keys.array == first).all(axis=1)
-            proof = rows(places + is_second * num_blocks, 2, 7).view(np.uint8)
-            same = (index.proofs[places] == proof.reshape(-1, PROOF_BYTES)).all(axis=1)
-            right += int(np.count_nonzero((is_first | is_second) & same))
+    keys, places = index.take_recovered()
     seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    handed, right = len(places), 0
+    if check:
+        first = rows(places, 4, 3)
+        second = rows(places + num_blocks, 4, 3)
+        is_second = (keys.array == second).all(axis=1)
+        is_first = (keys.array == first).all(axis=1)
+        proof = rows(places + is_second * num_blocks, 2, 7).view(np.uint8)
+        same = (index.proofs[places] == proof.reshape(-1, PROOF_BYTES)).all(axis=1)
+        right = int(np.count_nonzero((is_first | is_second) & same))
+    del keys, places
     if handed != num_blocks or (check and right != num_blocks):
         raise SystemExit(f"{handed} blocks came back, {right} as written, of {num_blocks}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "open_seconds": opened,
         "seconds": seconds,

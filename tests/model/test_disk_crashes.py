@@ -278,28 +278,36 @@ def no_digest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageTable, "_seal", lambda self, page: bytes(16))
 
 
-def no_number_in_pages(patch: pytest.MonkeyPatch) -> None:
-    blocks = PageTable._blocks
+def with_reset(patch: pytest.MonkeyPatch, reset: int) -> None:
+    """All pages seem to have this reset number."""
+    read = PageTable.read
 
-    def believe(self: PageTable, numbers: Any, pages: Any, commits: Any, reset: int) -> Any:
+    def as_ours(table: PageTable, numbers: Any) -> Any:
+        pages, commits = read(table, numbers)
         pages["reset"] = reset
-        return blocks(self, numbers, pages, commits, reset)
+        return pages, commits
 
-    patch.setattr(PageTable, "_blocks", believe)
+    patch.setattr(PageTable, "read", as_ours)
+
+
+def no_number_in_pages(patch: pytest.MonkeyPatch) -> None:
+    recover = PageTable.recover
+
+    def believe(self: PageTable, reset: int) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            with_reset(inner, reset)
+            return recover(self, reset)
+
+    patch.setattr(PageTable, "recover", believe)
 
 
 def no_end_of_older_records(patch: pytest.MonkeyPatch) -> None:
     """A page that is written after a reset keeps what it said before."""
-    write, read = DiskIndex._write_pages, PageTable.read
+    write = DiskIndex._write_pages
 
     def without(self: DiskIndex, *told: Any) -> None:
-        def as_ours(table: PageTable, numbers: Any) -> Any:
-            pages, commits = read(table, numbers)
-            pages["reset"] = self._page_reset
-            return pages, commits
-
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(PageTable, "read", as_ours)
+            with_reset(inner, self._page_reset)
             write(self, *told)
 
     patch.setattr(DiskIndex, "_write_pages", without)

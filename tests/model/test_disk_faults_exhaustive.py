@@ -164,17 +164,6 @@ def test_a_page_that_can_be_read_again_does_not_outdo_what_was_committed_meanwhi
     assert {1, SMALL.per_page} <= set(content)
 
 
-def test_pages_that_read_otherwise_the_second_time_are_no_blocks() -> None:
-    """The engine would be told of places that were never filled in."""
-    life = Life.new(SMALL)
-    life.write((0, 1))
-    life.commit()
-    index = life.disk.index(STORE_ID, NUM_PLACES, SMALL)
-    life.disk.files[0].read_fault = unreadable(0, 2 * SMALL.page_bytes)
-    with pytest.raises(StoreError, match="read twice"):
-        list(index.blocks())
-
-
 def unreadable(start: int, count: int) -> Callable[[str, int, int], int | None]:
     def fail(what: str, offset: int, length: int) -> int | None:
         if offset < start + count and start < offset + length:

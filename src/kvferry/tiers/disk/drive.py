@@ -105,9 +105,10 @@ class DriveServer:
             was_reset=lambda number: self._channel.send(messages.pack(FrameKind.FORGOT, number)),
             budget=self._budget,
         )
-        count = store.index.num_blocks if setup.before is None else 0
+        found = store.index.take_recovered()
+        count = len(found[1]) if setup.before is None else 0
         if count:
-            put_blocks(self._status, count, store.index.blocks())
+            put_blocks(self._status, found)
         memory, slots = (
             self._engine.memory,
             threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 4)),

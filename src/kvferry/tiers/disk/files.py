@@ -165,7 +165,6 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _libc.fallocate.restype = ctypes.c_int
 
 _UNKNOWN = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_PUNCH_HOLE_KEEP_SIZE = 0x03
 _STEP = 1 << 30
 
 
@@ -182,7 +181,7 @@ def allocate(path: Path, num_bytes: int) -> bool:
         try:
             # Never over bytes that the file has: xfs wants as many free ones for them again.
             is_whole = all(
-                _fallocate(fd, 0, start, min(_STEP, num_bytes - start))
+                _fallocate(fd, start, min(_STEP, num_bytes - start))
                 for start in range(before, num_bytes, _STEP)
             )
             if num_bytes != before:
@@ -200,18 +199,14 @@ def discard(name: str, folder: int) -> None:
     """Give a file's bytes back to the file system now, even while it is open elsewhere."""
     fd = open_file(name, os.O_RDWR, folder)
     try:
-        size = os.fstat(fd).st_size
-        if size:
-            with contextlib.suppress(OSError):
-                _fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, 0, size)
         os.ftruncate(fd, 0)
     finally:
         os.close(fd)
 
 
-def _fallocate(fd: int, mode: int, offset: int, count: int) -> bool:
+def _fallocate(fd: int, offset: int, count: int) -> bool:
     """Return whether the file system knows the call."""
-    while _libc.fallocate(fd, mode, offset, count) != 0:
+    while _libc.fallocate(fd, 0, offset, count) != 0:
         code = ctypes.get_errno()
         if code in _UNKNOWN:
             return False

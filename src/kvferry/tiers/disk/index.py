@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +38,6 @@ from kvferry.tiers.disk.files import DIGEST_BYTES, DiskFile, read_whole, runs, w
 from kvferry.tiers.disk.state import FILE_NAME as STATE_NAME
 from kvferry.tiers.disk.state import NOT_KEPT, raise_reset, read_reset, write_reset
 from kvferry.tiers.disk.superblock import Superblock
-from kvferry.tiers.ipc.messages import Flags
 from kvferry.types import NO_SLOTS, SlotArray
 
 Pages = npt.NDArray[Any]
@@ -132,18 +130,6 @@ class RecoveryReport:
         return "; ".join([*parts, self.words] if self.words else parts)
 
 
-@dataclass(eq=False)
-class Recovered:
-    """What the pages say. ``turns`` has the order of the writes, 0 where there is no block."""
-
-    present: Flags
-    proofs: Proofs
-    turns: npt.NDArray[np.uint64]
-    commits: npt.NDArray[np.uint64]
-    """Of each page, the commit that wrote it; 0 for a page that was never written."""
-    report: RecoveryReport
-
-
 class PageTable:
     """The pages of one file. Owns the file; knows no order of events."""
 
@@ -197,52 +183,34 @@ class PageTable:
         digest.update(page[DIGEST_BYTES:])
         return digest.digest()
 
-    def _scan(self) -> Iterator[tuple[SlotArray, Pages, npt.NDArray[np.uint64]]]:
-        """Yield all pages, as :meth:`read` does, in pieces."""
-        num_pages = self.shape.pages_for(self.num_places)
+    def recover(self, reset: int) -> tuple[Records, npt.NDArray[np.uint64], RecoveryReport]:
+        """Read the records that count under this reset number, one for each place.
+
+        With them, for each page, the commit that wrote it, 0 for a page that was never written.
+        Changes nothing.
+        """
+        began, shape, report = time.monotonic(), self.shape, RecoveryReport()
+        num_pages = shape.pages_for(self.num_places)
+        records = np.zeros((num_pages, shape.per_page), dtype=shape.record)
+        newest = np.zeros(num_pages, dtype=np.uint64)
         for first in range(0, num_pages, _CHUNK_PAGES):
             numbers = np.arange(first, min(first + _CHUNK_PAGES, num_pages))
-            yield numbers, *self.read(numbers)
-
-    def _blocks(
-        self, numbers: SlotArray, pages: Pages, commits: npt.NDArray[np.uint64], reset: int
-    ) -> tuple[SlotArray, Records]:
-        """Places and records of those pages that count."""
-        newest = pages[np.arange(len(pages)), commits.argmax(axis=1)]
-        counts = commits.any(axis=1) & (newest["reset"] == reset)
-        row, column = np.nonzero(counts[:, None] & (newest["records"]["turn"] > 0))
-        return numbers[row] * self.shape.per_page + column, newest["records"][row, column]
-
-    def recover(self, reset: int) -> Recovered:
-        """Read what counts under this reset number. Changes nothing."""
-        began, shape = time.monotonic(), self.shape
-        num_pages = shape.pages_for(self.num_places)
-        size = num_pages * shape.per_page
-        turns = np.zeros(size, dtype=np.uint64)
-        proofs: Proofs = np.zeros((size, shape.proof_bytes), dtype=np.uint8)
-        newest = np.zeros(num_pages, dtype=np.uint64)
-        report = RecoveryReport()
-        for numbers, pages, commits in self._scan():
-            places, records = self._blocks(numbers, pages, commits, reset)
-            turns[places], proofs[places] = records["turn"], records["proof"]
+            pages, commits = self.read(numbers)
+            found = pages[np.arange(len(pages)), commits.argmax(axis=1)]
+            is_whole = commits.any(axis=1)
+            counts = is_whole & (found["reset"] == reset)
+            records[numbers[counts]] = found["records"][counts]
             newest[numbers] = commits.max(axis=1)
             written = pages.view(np.uint8).reshape(len(pages), 2, -1).any(axis=2)
-            is_whole, is_torn = commits.any(axis=1), (written & (commits == 0)).any(axis=1)
+            is_torn = (written & (commits == 0)).any(axis=1)
             report.torn_pages += int(np.count_nonzero(is_torn & is_whole))
             report.bad_pages += int(np.count_nonzero(is_torn & ~is_whole))
-        turns, proofs = turns[: self.num_places], proofs[: self.num_places]
+        # Of a store that was cut the last page may speak of places that are gone.
+        records = records.ravel()[: self.num_places]
         report.num_pages = int(np.count_nonzero(newest))
-        report.num_blocks = int(np.count_nonzero(turns))
+        report.num_blocks = num_blocks(records)
         report.seconds = time.monotonic() - began
-        return Recovered(turns > 0, proofs, turns, newest, report)
-
-    def pieces(self, reset: int) -> Iterator[tuple[Keys, SlotArray, Proofs]]:
-        """Yield keys, places and proofs of all blocks that count, by ascending place, in pieces."""
-        for numbers, pages, commits in self._scan():
-            places, records = self._blocks(numbers, pages, commits, reset)
-            # Of a store that was cut the last page may speak of places that are gone.
-            records, places = records[places < self.num_places], places[places < self.num_places]
-            yield Keys(np.ascontiguousarray(records["key"])), places, records["proof"]
+        return records, newest, report
 
 
 class DiskIndex:
@@ -286,18 +254,18 @@ class DiskIndex:
             self.reset_number = known if reset_number is None else reset_number
             """Under which number blocks are recorded now."""
             self._page_reset = self.reset_number if is_kept else NOT_KEPT
-            self._counts = known if self.reset_number == known else NOT_KEPT - 1
-            found = self._table.recover(self._counts)
-            last = int(found.commits.max(initial=0))
-            self._commit = last + (_UNSEEN_COMMITS if found.report.bad_pages else 0)
+            counts = known if self.reset_number == known else NOT_KEPT - 1
+            records, commits, self.report = self._table.recover(counts)
+            last = int(commits.max(initial=0))
+            self._commit = last + (_UNSEEN_COMMITS if self.report.bad_pages else 0)
             """The last commit: no copy of a later one counts, as it may not be on the medium."""
-            self._turns = found.turns
-            self.num_recorded = int(found.turns.max(initial=0))
+            self.num_recorded = int(records["turn"].max(initial=0))
             """How many blocks were recorded so far: a point in their order, for ``commit``."""
-            self.present, self.proofs, self.report = found.present, found.proofs, found.report
+            self.present, self.proofs = records["turn"] > 0, records["proof"].copy()
+            self._recovered: Records = records
             if is_damaged:
-                found.report.words = "its reset number was damaged: everything is left out"
-            self._write_again(np.flatnonzero(found.commits == last) if last else NO_SLOTS)
+                self.report.words = "its reset number was damaged: everything is left out"
+            self._write_again(np.flatnonzero(commits == last) if last else NO_SLOTS)
         except OSError as error:
             raise StoreError(f"the index cannot be opened: {error}") from error
 
@@ -354,23 +322,12 @@ class DiskIndex:
         """How many places hold a block that may be read now."""
         return int(np.count_nonzero(self.present))
 
-    def blocks(self) -> Iterator[tuple[Keys, SlotArray, SlotArray]]:
-        """Yield keys and places of all recovered blocks in pieces, and their ranks by age.
-
-        Once, right after opening: a commit in between would change what is read. Raises StoreError
-        if the medium gave other pages then.
-        """
-        turns, self._turns = self._turns, np.empty(0, dtype=np.uint64)
-        there = np.flatnonzero(turns)
-        ranks = np.zeros(len(turns), dtype=np.int64)
-        ranks[there[np.argsort(turns[there])]] = np.arange(len(there))
-        num_found = 0
-        for keys, places, _ in self._table.pieces(self._counts):
-            num_found += len(places) if turns[places].all() else len(turns)
-            if num_found <= len(there):
-                yield keys, places, ranks[places]
-        if num_found != len(there):
-            raise StoreError("the index is not the same when it is read twice")
+    def take_recovered(self) -> tuple[Keys, SlotArray]:
+        """Return keys and places of all recovered blocks in the order written. Once."""
+        records, self._recovered = self._recovered, self._recovered[:0].copy()
+        places = np.flatnonzero(records["turn"])
+        places = places[np.argsort(records["turn"][places])]
+        return Keys(np.ascontiguousarray(records["key"][places])), places
 
     # -- recording --------------------------------------------------------------------------------
 

@@ -7,18 +7,16 @@ two numbers: the reset number, and whether what follows is kept for another engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Keys
+from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Recovered
 from kvferry.tiers.disk.superblock import DiskBound, StoreAt, StoreIdentity
 from kvferry.tiers.ipc.memory import StatusPage
 from kvferry.tiers.ipc.messages import Numbers, ResultMessage, Words
-from kvferry.types import SlotArray
 
 COMMIT_SECONDS = 0.5
 """The longest a written block waits before the commit that makes it durable begins."""
@@ -164,14 +162,10 @@ def add_up(parts: list[DiskFigures]) -> DiskFigures:
     return DiskFigures(**whole, failed=failed, durable_lag=lag)
 
 
-def put_blocks(
-    status: StatusPage, count: int, blocks: Iterable[tuple[Keys, SlotArray, SlotArray]]
-) -> None:
-    """Lay down the ``count`` blocks that a drive recovered, in the order of their ranks."""
-    places, keys = take_blocks(status, count)
-    for some, here, ranks in blocks:
-        places[ranks] = here
-        keys[ranks] = some.array
+def put_blocks(status: StatusPage, found: Recovered) -> None:
+    """Lay down the blocks that a drive recovered."""
+    places, keys = take_blocks(status, len(found[1]))
+    places[:], keys[:] = found[1], found[0].array
 
 
 def take_blocks(status: StatusPage, count: int) -> tuple[Numbers, Words]:

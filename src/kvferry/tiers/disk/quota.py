@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import secrets
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import format_size
@@ -57,7 +55,6 @@ _REMOVED = ".kvferry-removed-"
 _TIMED = (LOCK_NAME, INDEX_NAME)
 _LOCK_BYTES = 1024
 _MAX_COMMAND = 200
-_SAID = ("host", "command", "since")
 _TRIES, _PAUSE_SECONDS = 6, 0.02
 _SMALL_FILES = 3 * 4096  # superblock, lock and state
 
@@ -94,13 +91,9 @@ class StoreLock(Closing):
         return lock
 
     def _sign(self, pid: int) -> None:
-        words = {
-            "pid": pid,
-            "host": socket.gethostname(),
-            "command": _command(pid),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        }
-        self._write(json.dumps(words).encode())
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        words = f"process {pid} on {socket.gethostname()} ({_command(pid)}) since {since} UTC"
+        self._write(words.encode())
 
     def _write(self, words: bytes) -> None:
         """Write in place, in the bytes that the file has. It is locked all the same without."""
@@ -141,19 +134,6 @@ class StoreLock(Closing):
             self.fd = -1
 
 
-def _lock_words(folder: Path) -> dict[str, Any]:
-    """What the process that has the store open says of itself; empty if that cannot be read."""
-    try:
-        fd = open_file(str(folder / LOCK_NAME), os.O_RDONLY)
-        try:
-            words = json.loads(os.pread(fd, _LOCK_BYTES, 0))
-        finally:
-            os.close(fd)
-        return {"pid": int(words["pid"]), **{each: str(words[each]) for each in _SAID}}
-    except (OSError, StoreError, ValueError, KeyError, TypeError):
-        return {}
-
-
 def holder(folder: Path) -> str:
     """Return which process says that it has the store open; empty if none has.
 
@@ -168,10 +148,13 @@ def holder(folder: Path) -> str:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
-        if not (words := _lock_words(folder)):
-            return "another process"
-        process = f"process {words['pid']} on {words['host']}"
-        return f"{process} ({words['command']}) since {words['since']} UTC"
+        with contextlib.suppress(OSError, StoreError):
+            lock = open_file(LOCK_NAME, os.O_RDONLY, fd)
+            try:
+                return _printable(os.pread(lock, _LOCK_BYTES, 0)) or "another process"
+            finally:
+                os.close(lock)
+        return "another process"
     except OSError:
         return ""
     finally:
@@ -183,8 +166,12 @@ def _command(pid: int) -> str:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return "?"
-    text = raw.replace(b"\0", b" ").decode(errors="replace").strip()
-    return "".join(c if c.isprintable() else "?" for c in text)[:_MAX_COMMAND] or "?"
+    return _printable(raw.replace(b"\0", b" "))[:_MAX_COMMAND] or "?"
+
+
+def _printable(raw: bytes) -> str:
+    text = raw.decode(errors="replace").strip()
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 @dataclass(frozen=True)

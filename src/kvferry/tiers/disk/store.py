@@ -227,7 +227,7 @@ def verify_store(path: Path, key: bytes | None = None) -> tuple[int, list[int]]:
     superblock = sb.read_superblock(path)
     if superblock is None:
         raise StoreError("it was never finished, and holds nothing")
-    mine, num_blocks, bad = superblock.identity, 0, list[int]()
+    mine, bad = superblock.identity, list[int]()
     key = key if mine.is_sealed else None
     if mine.is_sealed and (not key or key_check(key, superblock.store_id) != superblock.key_check):
         raise StoreError("it is encrypted: name its key, by disk_key_file or KVFERRY_DISK_KEY")
@@ -245,14 +245,13 @@ def verify_store(path: Path, key: bytes | None = None) -> tuple[int, list[int]]:
         shape, reset = Shape(mine.proof_bytes), state.read_reset(numbers)
         table = PageTable(index, superblock.store_id, superblock.num_places, shape)
         # Under a number that is damaged nothing counts.
-        for keys, places, proofs in table.pieces(state.NOT_KEPT - 1 if reset is None else reset):
-            for start in range(0, len(places), most):
-                part = slice(start, start + most)
-                here = places[part]
-                read = list(blocks.move(Way.READ, here, np.arange(len(here)), buffer))
-                right = prover.check(buffer, here, keys.array[part], proofs[part])
-                for first, last, error in read:
-                    right[first:last] &= error is None
-                num_blocks += len(right)
-                bad += here[~right].tolist()
-    return num_blocks, bad
+        records = table.recover(state.NOT_KEPT - 1 if reset is None else reset)[0]
+        places = np.flatnonzero(records["turn"])
+        for start in range(0, len(places), most):
+            here = places[start : start + most]
+            read = list(blocks.move(Way.READ, here, np.arange(len(here)), buffer))
+            right = prover.check(buffer, here, records["key"][here], records["proof"][here])
+            for first, last, error in read:
+                right[first:last] &= error is None
+            bad += here[~right].tolist()
+    return len(places), bad
