@@ -29,10 +29,9 @@ class Engine:
 
     def move(self, verb: str) -> list[bool]:
         addresses = self.rows.ctypes.data + np.arange(COUNT)[:, None] * SIZE
-        job_id = getattr(self.storage, verb)(keys(range(COUNT)), addresses)
+        job = getattr(self.storage, verb)(keys(range(COUNT)), addresses)
         self.storage.drain()
-        (job,) = self.storage.poll()
-        assert job.id == job_id
+        assert job.is_done
         return [bool(ok) for ok in job.ok]
 
     def load(self) -> list[bool]:

@@ -5,18 +5,20 @@
     job = storage.store(keys, addresses)      copies blocks down from the engine's memory
     found = storage.lookup(keys)              which blocks can be loaded; asks a shared store
     job = storage.load(keys, addresses)       copies them up again
-    storage.poll()                            what has ended
+    storage.poll()                            until job.is_done
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
 from itertools import count
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +45,7 @@ from kvferry.types import FIRST_RANK, SlotArray
 log = logging.getLogger(__name__)
 
 Flags = npt.NDArray[np.bool_]
-JobId = NewType("JobId", int)
-_POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.0005
 _kept: list[Any] = []
 """Memory that a hung operation may still touch: it must never be freed."""
 
@@ -60,23 +61,21 @@ class Found(NamedTuple):
 class StorageJob:
     """One store or load: ``ok[i]`` says that block ``i`` is stored, or came up whole."""
 
-    id: JobId
     ok: Flags
     num_bytes: int = 0
     began: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     num_batches: int = 0
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not self.num_batches
 
-class _Flight(NamedTuple):
-    """A batch under way: whose it is, and which of the job's blocks it moves."""
 
-    level: _StorageTier
-    way: Way
-    keys: Keys
-    job: StorageJob | None = None
-    positions: SlotArray | None = None
-    lease: Lease | None = None
+def hashed_keys(names: Iterable[bytes], person: bytes) -> Keys:
+    """The keys of blocks that an engine calls by other names; ``person`` tells engines apart."""
+    return Keys.from_bytes(blake2b(name, digest_size=32, person=person).digest() for name in names)
 
 
 class _StorageTier(NamedTuple):
@@ -90,8 +89,8 @@ class Storage:
     """Owns the tiers below an engine's own host memory, and the index of what they hold.
 
     The engine owns the memory. It keeps it mapped until :meth:`close`, and keeps a job's blocks
-    unchanged until :meth:`poll` has returned the job. A fault is a failed block,
-    never an exception. Not thread-safe. Every call but ``drain`` and ``close`` returns at once.
+    unchanged until the job is done. A fault is a failed block, never an exception. Not thread-safe.
+    Every call but ``drain`` and ``close`` returns at once.
     """
 
     def __init__(
@@ -111,11 +110,9 @@ class Storage:
         self._sizes = np.array(sizes, dtype=np.int64)
         self._config = config
         self._keep_alive = keep_alive
-        self._jobs = count(1)
         self._batches = count(1)
-        self._under_way: dict[BatchId, _Flight] = {}
+        self._under_way: dict[BatchId, Callable[[Result], None]] = {}
         self._asked: set[bytes] = set()
-        self._done: list[StorageJob] = []
         self._levels: list[_StorageTier] = []
         setup = replace(setup, block_bytes=sum(sizes), config=config)
         with ExitStack() as undo:
@@ -162,7 +159,7 @@ class Storage:
                     self._ask(level, keys, presence.unknown & ~ready, now)
         return Found(ready, unknown & ~ready)
 
-    def store(self, keys: Keys, addresses: Addresses) -> JobId:
+    def store(self, keys: Keys, addresses: Addresses) -> StorageJob:
         """Copy blocks to every tier that lacks them; evicts as needed."""
         job = self._job(keys, addresses)
         now = time.monotonic()
@@ -172,9 +169,9 @@ class Storage:
             if reserved is not None:
                 positions, lease = reserved
                 self._move(level, Way.WRITE, job, keys, positions, lease, addresses)
-        return self._begun(job)
+        return job
 
-    def load(self, keys: Keys, addresses: Addresses) -> JobId:
+    def load(self, keys: Keys, addresses: Addresses) -> StorageJob:
         """Copy blocks up from the nearest tier that has them. Missing blocks fail."""
         job = self._job(keys, addresses)
         now = time.monotonic()
@@ -187,7 +184,7 @@ class Storage:
                 slots = presence.slots.take(positions) if len(presence.slots) else presence.slots
                 lease = level.blocks.read(slots)
                 self._move(level, Way.READ, job, keys, positions, lease, addresses)
-        return self._begun(job)
+        return job
 
     def touch(self, keys: Keys) -> None:
         """These blocks were used: evict them later."""
@@ -195,17 +192,17 @@ class Storage:
             if level.blocks.pool is not None:
                 level.blocks.pool.touch(keys)
 
-    def poll(self) -> list[StorageJob]:
-        """The jobs that ended since the last call."""
-        self._collect()
-        done, self._done = self._done, []
-        return done
+    def poll(self) -> None:
+        """Take what has ended since the last call."""
+        for level in self._levels:
+            for result in level.medium.poll():
+                self._ended(result)
 
     def drain(self) -> None:
         """Wait until nothing is under way; every tier bounds that by its deadlines."""
         while self._under_way:
-            time.sleep(_POLL_SECONDS)
-            self._collect()
+            time.sleep(POLL_SECONDS)
+            self.poll()
 
     def reset(self) -> None:
         """Forget every block, also for later processes."""
@@ -220,13 +217,9 @@ class Storage:
             if level.medium.close(seconds):
                 log.error("tier %s: it hangs; the memory it may touch stays", level.blocks.name)
                 _kept.append(self._keep_alive)
+        self._under_way.clear()
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _collect(self) -> None:
-        for level in self._levels:
-            for result in level.medium.poll():
-                self._ended(result)
 
     def _healthy(self) -> Iterable[_StorageTier]:
         """The tiers that can be used now."""
@@ -251,12 +244,7 @@ class Storage:
             )
         if keys.has_duplicates():
             raise InputError(f"{len(keys)} keys are not distinct; name each block once")
-        return StorageJob(JobId(next(self._jobs)), np.zeros(len(keys), dtype=bool))
-
-    def _begun(self, job: StorageJob) -> JobId:
-        if not job.num_batches:
-            self._done.append(job)
-        return job.id
+        return StorageJob(np.zeros(len(keys), dtype=bool))
 
     def _move(
         self,
@@ -280,8 +268,7 @@ class Storage:
             lease.slots if lease is not None else None,
         )
         job.num_batches += 1
-        self._under_way[batch.id] = _Flight(level, way, part, job, positions, lease)
-        self._submit(level, batch)
+        self._submit(level, batch, partial(self._moved, level, way, part, job, positions, lease))
 
     def _ask(self, level: _StorageTier, keys: Keys, unknown: Flags, now: float) -> None:
         new = [at for at in unknown.nonzero()[0].tolist() if keys[at] not in self._asked]
@@ -289,11 +276,12 @@ class Storage:
             return
         part = keys.take(np.array(new))
         self._asked.update(part)
-        batch_id = BatchId(next(self._batches))
-        self._under_way[batch_id] = _Flight(level, Way.FIND, part)
-        self._submit(level, Batch(batch_id, Way.FIND, part, now + self._config.lookup_deadline))
+        deadline = now + self._config.lookup_deadline
+        batch = Batch(BatchId(next(self._batches)), Way.FIND, part, deadline)
+        self._submit(level, batch, partial(self._answered, level, part))
 
-    def _submit(self, level: _StorageTier, batch: Batch) -> None:
+    def _submit(self, level: _StorageTier, batch: Batch, end: Callable[[Result], None]) -> None:
+        self._under_way[batch.id] = end
         try:
             level.medium.submit(batch)
         except Exception as error:
@@ -301,22 +289,30 @@ class Storage:
             self._ended(Result.all_failed(batch, f"{type(error).__name__}: {error}"))
 
     def _ended(self, result: Result) -> None:
-        batch = self._under_way.pop(result.batch_id, None)
-        if batch is None:
-            return
-        level, way, keys, job, positions, lease = batch
+        end = self._under_way.pop(result.batch_id, None)
+        if end is not None:
+            end(result)
+
+    def _answered(self, level: _StorageTier, keys: Keys, result: Result) -> None:
+        self._asked.difference_update(keys)
+        level.blocks.answered(keys, result.ok, time.monotonic())
+
+    def _moved(
+        self,
+        level: _StorageTier,
+        way: Way,
+        keys: Keys,
+        job: StorageJob,
+        positions: SlotArray,
+        lease: Lease | None,
+        result: Result,
+    ) -> None:
         now = time.monotonic()
-        if job is None or positions is None:
-            self._asked.difference_update(keys)
-            level.blocks.answered(keys, result.ok, now)
-            return
         failed = (~result.ok).nonzero()[0]
         if lease is not None:
             lease.release(failed) if way is Way.READ else lease.commit(failed)
         level.blocks.moved(keys, result.ok, upward=way is Way.READ, now=now)
         job.ok[positions[result.ok]] = True
         job.num_bytes += result.num_bytes
+        job.seconds = now - job.began
         job.num_batches -= 1
-        if not job.num_batches:
-            job.seconds = now - job.began
-            self._done.append(job)

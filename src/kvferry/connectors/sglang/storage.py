@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvferry.config import Config
-from kvferry.connectors.common.storage import Flags, JobId, Storage, StorageJob
+from kvferry.connectors.common.storage import POLL_SECONDS, Flags, Storage, StorageJob, hashed_keys
 from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError, KvferryError
@@ -38,7 +38,6 @@ from kvferry.types import TierName
 log = logging.getLogger(__name__)
 
 _PERSON = b"kvferry sglang\0\0"
-_POLL_SECONDS = 0.0005
 _KV = "kv"
 _OURS = ("backend_name", "module_path", "class_name", "interface_v1", "revision")
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
@@ -78,7 +77,6 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         self._hosts: dict[str, Any] = {}
         self._pools: dict[str, _Pool] = {}
         self._lock = threading.Lock()
-        self._ended: dict[tuple[Storage, JobId], StorageJob] = {}
         self.idle_reason = "the host pool is not registered yet"
         """Why nothing is stored or found; empty while in service."""
 
@@ -256,8 +254,8 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
                 stop = missing[0] if is_prefix and len(missing) else len(keys)
                 if not unknown[:stop].any() or time.monotonic() >= end:
                     return ready
-                self._collect(pool.storage)
-            time.sleep(_POLL_SECONDS)
+                pool.storage.poll()
+            time.sleep(POLL_SECONDS)
 
     def _move(self, verb: str, transfers: Sequence[Any]) -> dict[str, list[bool]]:
         begun = {
@@ -268,7 +266,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _begin(
         self, verb: str, name: str, keys: Sequence[str], host_indices: Any
-    ) -> tuple[Storage, JobId] | None:
+    ) -> tuple[Storage, StorageJob] | None:
         """Begin to store or load pages of a pool; None where it cannot."""
         pool = self._pools.get(name)
         if pool is None or not keys or host_indices is None:
@@ -280,19 +278,16 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         with self._lock:
             return pool.storage, getattr(pool.storage, verb)(_keys(keys), addresses)
 
-    def _wait(self, begun: tuple[Storage, JobId] | None, num_pages: int) -> list[bool]:
+    def _wait(self, begun: tuple[Storage, StorageJob] | None, num_pages: int) -> list[bool]:
         """For each page, whether it was stored or came up whole."""
-        while begun is not None:  # every tier ends a batch by its own deadline
+        if begun is None:
+            return [False] * num_pages
+        storage, job = begun
+        while storage.is_busy and not job.is_done:  # every tier ends a batch by its own deadline
+            time.sleep(POLL_SECONDS)
             with self._lock:
-                self._collect(begun[0])
-                job = self._ended.pop(begun, None)
-            if job is not None:
-                return [bool(ok) for ok in job.ok]
-            time.sleep(_POLL_SECONDS)
-        return [False] * num_pages
-
-    def _collect(self, storage: Storage) -> None:
-        self._ended.update(((storage, job.id), job) for job in storage.poll())
+                storage.poll()
+        return [bool(ok) for ok in job.ok]
 
 
 def weights_of(args: Any) -> str:
@@ -343,9 +338,7 @@ def _server_args() -> Any:
 
 
 def _keys(keys: Sequence[str]) -> Keys:
-    return Keys.from_bytes(
-        blake2b(key.encode(), digest_size=32, person=_PERSON).digest() for key in keys
-    )
+    return hashed_keys((key.encode() for key in keys), _PERSON)
 
 
 def _piece_sizes(pool: Any) -> list[int]:

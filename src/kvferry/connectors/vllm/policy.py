@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -22,6 +21,7 @@ from kvferry.cache.policies.contract import Arriving
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease
 from kvferry.config import Config
+from kvferry.connectors.common.storage import hashed_keys
 from kvferry.core.keys import Key, Keys
 from kvferry.types import NO_SLOT
 
@@ -145,8 +145,8 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
 
 
 def _key(key: OffloadKey) -> Key:
-    return Key(blake2b(key, digest_size=32, person=_PERSON).digest())
+    return _keys([key])[0]
 
 
 def _keys(keys: Iterable[OffloadKey]) -> Keys:
-    return Keys.from_bytes(map(_key, keys))
+    return hashed_keys(keys, _PERSON)

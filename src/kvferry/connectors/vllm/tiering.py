@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from hashlib import blake2b
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvferry.config import Config
-from kvferry.connectors.common.storage import JobId, Storage
+from kvferry.connectors.common.storage import Storage, StorageJob, hashed_keys
 from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
@@ -35,7 +34,7 @@ from kvferry.types import TierName
 
 log = logging.getLogger(__name__)
 
-_PERSON = b"kvferry vllm"
+_PERSON = b"kvferry vllm\0\0\0\0"
 
 
 class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
@@ -77,7 +76,7 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
         self._address, self._pitch = rows.ctypes.data, rows.strides[0]
         setup = _setup(offloading_spec, revision, self._pitch)
         self._storage = Storage(config, setup, [self._pitch], primary_kv_view)
-        self._jobs: dict[JobId, tuple[TransferJob, list[OffloadKey]]] = {}
+        self._jobs: dict[StorageJob, TransferJob] = {}
         self._to_ask: dict[OffloadKey, None] = {}
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -105,19 +104,19 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(self._storage.load, job_metadata)
 
     def _submit(self, verb: Any, job: TransferJob) -> None:
-        keys = list(job.keys)
         chunks = np.asarray(job.chunk_ids, dtype=np.int64)
-        job_id = verb(_keys(keys), (self._address + chunks * self._pitch)[:, None])
-        self._jobs[job_id] = (job, keys)
+        begun = verb(_keys(job.keys), (self._address + chunks * self._pitch)[:, None])
+        self._jobs[begun] = job
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that ended; of a load that came up in part, the chunks that did."""
         results = []
-        for done in self._storage.poll():
-            job, keys = self._jobs.pop(done.id)
+        self._storage.poll()
+        for done in [each for each in self._jobs if each.is_done]:
+            job = self._jobs.pop(done)
             came = None
             if job.is_promotion and done.ok.any() and not done.ok.all():
-                came = tuple(key for key, ok in zip(keys, done.ok.tolist(), strict=True) if ok)
+                came = tuple(key for key, ok in zip(job.keys, done.ok.tolist(), strict=True) if ok)
             results.append(
                 JobResult(job.job_id, bool(done.ok.all()), came, done.seconds, done.num_bytes)
             )
@@ -145,9 +144,7 @@ class KvferryTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def _keys(keys: Iterable[OffloadKey]) -> Keys:
-    return Keys.from_bytes(
-        blake2b(key, digest_size=32, person=_PERSON.ljust(16, b"\0")).digest() for key in keys
-    )
+    return hashed_keys(keys, _PERSON)
 
 
 def _setup(spec: OffloadingSpec, revision: str, chunk_bytes: int) -> TierSetup:
