@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.connectors.common import events as event_log
 from kvferry.connectors.vllm import events
 
 SLOT_BYTES = 2 * BLOCK_TOKENS * 8 * 4
@@ -98,14 +97,14 @@ def test_what_fails_is_not_told(sides):
     sides.answer(0, 1)
     assert sides.side.serving.scheduler.stats().failed == 1
     assert list(sides.side.take_events()) == []
-    assert not sides.side.serving.reports.events._ordered
+    assert not sides.side.serving.events._ordered
 
 
 def test_without_a_listener_no_event_is_kept(make_sides):
     sides = make_sides(["layer0"])
     sides.end(sides.compute("a", hashes_of(1)))
     sides.rest()
-    assert sides.side.serving.reports.events is None
+    assert sides.side.serving.events is None
     assert list(sides.side.take_events()) == []
 
 
@@ -237,7 +236,7 @@ def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
 
 
 def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch):
-    monkeypatch.setattr(event_log, "_MAX_LOWER", 10)
+    monkeypatch.setattr(events, "_MAX_LOWER", 10)
     sides = make(tiers="memory-by-key:1MiB", tier_write="through")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
@@ -245,4 +244,4 @@ def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch)
         settle(sides, believed)
     names = [name.hex() for tag in range(1, 6) for name in hashes_of(tag)]
     assert believed["below"] == set(names[-10:]), "the newest"
-    assert len(sides.side.serving.reports.events._reported) == 10
+    assert len(sides.side.serving.events._reported) == 10

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention, Group
 from kvferry.config import Config
-from kvferry.connectors.common.events import EventForms
 from kvferry.core.keys import KeyChain, Keys
 from kvferry.hints import Hints
+from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import BlockTable, EngineBlocks, Ordered
 from kvferry.types import DeviceBlocks
 
@@ -84,6 +85,19 @@ class EngineAdapter(EngineBlocks, Protocol):
         """End every hold. Call it only once no rank copies."""
 
 
+class Events(Protocol):
+    """What routers are told of blocks that can be had without computing."""
+
+    def ordered(self, part: Ordered) -> None:
+        """These blocks of a request are being stored."""
+
+    def settled(self) -> None:
+        """Copies may have landed."""
+
+    def take(self) -> Iterable[Any]:
+        """The engine's own events since the last call."""
+
+
 KeysOfTokens = Callable[[list[int], str], Keys]
 """From token ids and a salt to the keys of a request with these tokens."""
 
@@ -120,7 +134,7 @@ class SessionSetup:
     goes_alone: bool = True
     engine_here: int = 0
     overlap_refusal: str = ""
-    event_forms: Callable[[int], EventForms] | None = None
+    make_events: Callable[[Pool, Sequence[LowerTier], int], Events] | None = None
     """Makes events for routers, given the tokens of a key; None without listeners."""
     keys_of_tokens: Callable[[int], KeysOfTokens] | None = None
     """Makes what names blocks by tokens, given the tokens of a key; None where nothing can."""

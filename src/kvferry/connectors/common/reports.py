@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from kvferry.connectors.common.contract import SessionSetup
-from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.messages import RankShape, StepReceipts
 from kvferry.scheduler.control import Control
 from kvferry.settings.kinds import AUTO
@@ -115,7 +114,6 @@ class Reports:
         asked: AskedScheduler,
         control: Control,
         count: Callable[[], SchedulerStats],
-        events: BlockEvents | None,
         *,
         shape: RankShape,
         hash_tokens: int,
@@ -126,7 +124,6 @@ class Reports:
         """
         self.orders = control
         self._count = count
-        self.events = events
         self._slot_bytes: dict[str, int] = dict.fromkeys(
             (HOST, *(tier.name for tier in shape.tiers)), shape.slot_bytes
         )

@@ -21,10 +21,10 @@ from kvferry.connectors.common.contract import (
     EngineAdapter,
     EngineKeys,
     EngineRequest,
+    Events,
     SessionSetup,
     Step,
 )
-from kvferry.connectors.common.events import BlockEvents
 from kvferry.connectors.common.loads import PromisedLoads
 from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
 from kvferry.connectors.common.overlap import OverlapDecider
@@ -169,17 +169,15 @@ class Serving:
             self._has_others,
             hash_tokens=engine.hash_tokens,
         )
-        events = None
-        if setup.event_forms is not None:
-            forms = setup.event_forms(engine.hash_tokens)
-            events = BlockEvents(self.scheduler.pool, groups, forms, tiers)
+        self.events: Events | None = None
+        if setup.make_events is not None:
+            self.events = setup.make_events(self.scheduler.pool, tiers, engine.hash_tokens)
         self.scheduler.watch_requests()
         self.reports = Reports(
             setup,
             self.scheduler.onlooker,
             self.scheduler.control,
             self.scheduler.stats,
-            events,
             shape=shapes[0],
             hash_tokens=engine.hash_tokens,
         )
@@ -431,10 +429,10 @@ class Serving:
 
     def _hold(self, held: Sequence[DeviceBlocks | Ordered]) -> None:
         self.engine.hold(held)
-        if self.reports.events is not None:
+        if self.events is not None:
             for part in held:
                 if isinstance(part, Ordered):
-                    self.reports.events.ordered(part)
+                    self.events.ordered(part)
 
     # -- receipts -------------------------------------------------------------------------------
 
@@ -485,8 +483,8 @@ class Serving:
         if settled.landed:
             if self._promises.pieces:
                 self._promises.land(settled.landed)
-            if self.reports.events is not None:
-                self.reports.events.settled()
+            if self.events is not None:
+                self.events.settled()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load, once no rank can write its "

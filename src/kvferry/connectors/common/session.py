@@ -257,7 +257,7 @@ class SchedulerSession:
 
     def take_events(self) -> Iterable[Any]:
         """Events for routers since the last call."""
-        events = self.serving.reports.events if self.serving is not None else None
+        events = self.serving.events if self.serving is not None else None
         return events.take() if events is not None else ()
 
     def close(self) -> None:

@@ -257,7 +257,9 @@ def setup_of(
         replayed_tokens=layers.replayed_tokens,
         goes_alone=layers.goes_alone,
         engine_here=int(parallel.data_parallel_rank_local or 0),
-        event_forms=partial(VllmEvents, layers.group_ids) if has_listeners else None,
+        make_events=(
+            partial(VllmEvents, layers.groups, layers.group_ids) if has_listeners else None
+        ),
         keys_of_tokens=lambda hash_tokens: VllmTokens(
             replace(namespace, block_tokens=hash_tokens), algorithm
         ),
