@@ -252,31 +252,3 @@ def test_close_ends_every_connection():
         server.close()
         with contextlib.suppress(ConnectionResetError):  # what it said will not be read any more
             assert connection.recv(1) == b""
-
-
-def test_equal_requests_at_the_same_time_get_the_same_answer():
-    go, calls = threading.Event(), []
-
-    def answer(path):
-        calls.append(path)
-        go.wait(30)
-        return Reply(f"{path} {len(calls)}".encode())
-
-    server = HttpServer(answer)
-    clients = [dial(server) for _ in range(20)]
-    try:
-        for client in clients:
-            client.sendall(b"GET /first HTTP/1.0\r\n\r\n")
-            while not calls:  # one is being answered; the others ask after that began
-                time.sleep(0.01)
-        while len(server._connections) - len(server._idle) < len(clients):
-            time.sleep(0.01)
-        go.set()
-        replies = [client.makefile("rb").read().split(b"\r\n\r\n")[1] for client in clients]
-        assert all(replies)
-        assert len(calls) <= 6  # the first, and at most one for each thread that answers
-    finally:
-        go.set()
-        for client in clients:
-            client.close()
-        server.close()

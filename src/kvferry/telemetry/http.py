@@ -15,15 +15,14 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from errno import EADDRINUSE
-from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import ConfigError
@@ -184,17 +183,15 @@ def _refused(status: HTTPStatus) -> Reply:
 MAX_CONNECTIONS = 64
 MAX_PORT = 65535
 _NUM_ANSWERING = 4
-_MAX_ORDERS = 8
 _BACKLOG = 128
 _CHUNK = 64 << 10
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
-_QUIET_SECONDS = 60.0
 _LAST_SECONDS = 0.25
 """So long clients have at the end to take an answer that was being worked out."""
 
 _REST = 5
-"""Times as long as it has worked the connections' thread rests, once that is worth a sleep."""
+"""Times as long as it has worked a thread rests; the connections' once that is worth a sleep."""
 _MIN_REST_SECONDS = 0.002
 
 Answer = Callable[[tuple[str, ...]], Reply | None]
@@ -205,9 +202,8 @@ class HttpServer:
     """Owns a listening socket, its connections, and the threads that serve them; ends in close.
 
     At most MAX_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
-    to send its request or to leave; if all wait for answers, it is closed. Clients that ask the
-    same at the same time get the same answer. Bound to loopback, it answers only requests for a
-    loopback name.
+    to send its request or to leave; if all wait for answers, it is closed. Bound to loopback, it
+    answers only requests for a loopback name.
     """
 
     def __init__(
@@ -224,28 +220,23 @@ class HttpServer:
 
         If ``port`` is taken, the next free one up to ``last_port`` is used.
 
-        ``orders`` gets what is posted, one at a time, on a thread of its own: an order that waits
-        for the engine delays no answer.
+        ``orders`` gets what is posted, one at a time.
         """
         self.host = host.removeprefix("[").removesuffix("]")
         self._listener = _listen(self.host, port, last_port)
         self.port = int(self._listener.getsockname()[1])
         self._answer = answer
         self._orders = orders
-        self._num_orders = 0
         self._patience = patience
         self._local_only = is_loopback(self.host)
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
         self._idle: dict[asyncio.StreamWriter, None] = {}
         """Those that read a request or wait for the client to leave, in the order they began to."""
-        self._asking: dict[HttpRequest, asyncio.Future[bytes]] = {}  # not begun by any thread
-        self._asking_lock = threading.Lock()
-        self._log_again_at = 0.0
         self._worked = 0.0
         self._is_closing = False
         name = f"kvferry-http-{self.port}"
         self._answering = ThreadPoolExecutor(_NUM_ANSWERING, name)
-        self._ordering = ThreadPoolExecutor(1, f"{name}-orders")
+        self._ordering = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -262,8 +253,7 @@ class HttpServer:
         if self._is_closing:
             return
         self._is_closing = True
-        self._ordering.shutdown(cancel_futures=True)  # what was not begun is not done any more
-        self._answering.shutdown()
+        self._answering.shutdown(cancel_futures=True)  # what was not begun is not done any more
         with suppress(RuntimeError):  # it has ended already
             self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
@@ -272,7 +262,6 @@ class HttpServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(self._log_shortage)
         try:
             self._loop.run_until_complete(self._serve())
         finally:
@@ -293,14 +282,6 @@ class HttpServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # sockets are closed in the loop's next turn
 
-    def _log_shortage(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The loop accepts no client, for lack of descriptors; it tries again every second."""
-        now = time.monotonic()
-        if now >= self._log_again_at:
-            self._log_again_at = now + _QUIET_SECONDS
-            error = context.get("exception", context["message"])
-            log.warning("port %d lets no client in for now: %s", self.port, error)
-
     def _rest(self) -> None:
         """However many clients come, most of the time is the engine's."""
         seconds = _REST * (time.thread_time() - self._worked)
@@ -318,10 +299,9 @@ class HttpServer:
         self._idle[writer] = None
         patience = self._patience
         try:
-            reply = await asyncio.wait_for(self._read(reader), patience)
+            asked = await asyncio.wait_for(self._read(reader), patience)
             self._idle.pop(writer, None)
-            if not isinstance(reply, bytes):
-                reply = await reply
+            reply = asked if isinstance(asked, bytes) else await self._answer_to(asked)
             writer.transport.set_write_buffer_limits(0)  # all of it is to be written in time
             writer.write(reply)
             await asyncio.wait_for(writer.drain(), patience)
@@ -343,8 +323,8 @@ class HttpServer:
         while await reader.read(_CHUNK):
             self._rest()
 
-    async def _read(self, reader: asyncio.StreamReader) -> bytes | Coroutine[Any, Any, bytes]:
-        """Read a request; returns what works its answer out, or the answer."""
+    async def _read(self, reader: asyncio.StreamReader) -> bytes | HttpRequest:
+        """Read a request; returns it, or why it gets nothing."""
         received = bytearray()
         while True:
             chunk = await reader.read(_CHUNK)
@@ -353,53 +333,32 @@ class HttpServer:
             received += chunk
             asked = read_request(received, local_only=self._local_only, orders=self._orders)
             self._rest()
-            if isinstance(asked, Reply):
-                return asked.encoded()
             if asked is not None:
-                return (
-                    self._carry_out(asked) if asked.posted is not None else self._answer_to(asked)
-                )
+                return asked.encoded() if isinstance(asked, Reply) else asked
 
     # -- answers, on other threads --------------------------------------------------------------
 
-    async def _answer_to(self, request: HttpRequest) -> bytes:
-        """The answer that a thread is about to work out, for all clients that ask for it now."""
-        with self._asking_lock:
-            future = self._asking.get(request)
-            if future is None:
-                future = self._loop.run_in_executor(self._answering, self._work_out, request)
-                self._asking[request] = future
-        return await asyncio.shield(future)
+    async def _answer_to(self, asked: HttpRequest) -> bytes:
+        """Orders are carried out in turn, so that answers wait for one of them at most."""
+        async with nullcontext() if asked.posted is None else self._ordering:
+            return await self._loop.run_in_executor(self._answering, self._work_out, asked)
 
-    def _work_out(self, request: HttpRequest) -> bytes:
-        with self._asking_lock:  # clients that ask from now on get a later answer
-            self._asking.pop(request, None)
-        reply = self._guarded(request.path, lambda: self._answer(request.path))
-        return reply.encoded(with_body=request.wants_body)
-
-    async def _carry_out(self, request: HttpRequest) -> bytes:
-        """Orders are carried out in turn; too many that wait are refused."""
-        orders, path, body = self._orders, request.path, request.posted or b""
-        assert orders is not None
-        if self._num_orders > _MAX_ORDERS:
-            words = f"{_MAX_ORDERS} orders wait already; nothing was done, try again later"
-            return Reply.refusal(HTTPStatus.SERVICE_UNAVAILABLE, words).encoded()
-        self._num_orders += 1
-        try:
-            work = partial(self._guarded, path, lambda: orders.carry_out(path, body))
-            return (await self._loop.run_in_executor(self._ordering, work)).encoded()
-        finally:
-            self._num_orders -= 1
-
-    def _guarded(self, path: tuple[str, ...], work: Callable[[], Reply | None]) -> Reply:
+    def _work_out(self, asked: HttpRequest) -> bytes:
         """Every client gets an answer, even if working it out raises."""
+        began = time.thread_time()
         try:
-            reply = work()
+            if asked.posted is not None and self._orders is not None:
+                reply: Reply | None = self._orders.carry_out(asked.path, asked.posted)
+            else:
+                reply = self._answer(asked.path)
         except Exception as error:
-            log.warning("/%s could not be answered", "/".join(path), exc_info=True)
+            log.warning("/%s could not be answered", "/".join(asked.path), exc_info=True)
             words = f"{type(error).__name__}: {error}"
-            return Reply.refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words)
-        return reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
+            reply = Reply.refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words)
+        reply = reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
+        encoded = reply.encoded(with_body=asked.wants_body)
+        time.sleep(_REST * (time.thread_time() - began))
+        return encoded
 
 
 def _listen(host: str, port: int, last_port: int) -> socket.socket:
