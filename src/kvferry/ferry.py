@@ -124,6 +124,8 @@ class Ferry(Closing):
         self._pending: dict[Request, float] = {}
         """Requests with pending hits, and when each ends unless it is asked for again."""
         self._tickets = Tickets(weakly(self, Ferry._advance, ClosedError("this ferry was dropped")))
+        self._in_pieces: dict[Request, tuple[Ticket, int]] = {}
+        """Loads whose last blocks still come up: the ticket, and the blocks before them."""
         self._mailbox = Mailbox()
         self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
@@ -195,19 +197,23 @@ class Ferry(Closing):
             request.end()
         return Hit(request, match.num_tokens // self.namespace.block_tokens - on_device, on_device)
 
-    def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
+    def await_hit(self, hit: Hit, timeout: float | None = None, *, early: bool = False) -> Hit:
         """Return what became of a pending hit; after ``timeout`` seconds it may still be pending.
 
         One that is not pending is returned as it is. After ``Config.lookup_deadline`` and
         ``Config.promote_deadline`` at the latest a hit is pending no longer: it has all of its
         blocks, some, or none. With ``timeout=0`` it asks once. Ends of tickets stay for
         :meth:`poll`.
+
+        With ``early`` it is pending no longer once its last blocks come up in less time than all of
+        it takes to be copied. Queue compute only when the ticket of such a load has ended; if it is
+        not ``ok``, ``num_blocks`` of the first blocks are there.
         """
         now = hit
 
         def found() -> bool:
             nonlocal now
-            now = self._match_again(hit)
+            now = self._match_again(hit, early)
             return not now.is_pending
 
         if not isinstance(hit, Hit):
@@ -217,17 +223,21 @@ class Ferry(Closing):
         return now
 
     @_guarded
-    def _match_again(self, hit: Hit) -> Hit:
+    def _match_again(self, hit: Hit, early: bool) -> Hit:
         request, on_device, tokens = hit.request, hit.on_device, self.namespace.block_tokens
         if request not in self._scheduler:
             return Hit(request, 0, on_device)
+        if request.promotion is not None:
+            request.promotion.may_be_early = early
         match = request.match(computed_tokens=on_device * tokens)
         if request.waits_below:
             self._pending[request] = time.monotonic() + self._config.match_deadline
-            return Hit(request, 0, on_device, is_pending=True)
-        self._pending.pop(request, None)
-        if match.state is not MatchState.HIT:
-            request.end()
+            if match.state is not MatchState.HIT:
+                return Hit(request, 0, on_device, is_pending=True)
+        else:
+            self._pending.pop(request, None)
+            if match.state is not MatchState.HIT:
+                request.end()
         return Hit(request, match.num_tokens // tokens - on_device, on_device)
 
     @_guarded
@@ -257,7 +267,11 @@ class Ferry(Closing):
         if ordered:
             self._send()
             self._rank.engine.order_compute_after_loads()
-            return self._tickets.give(ordered)
+            ticket = self._tickets.give(ordered)
+            if self._pending.pop(request, None) is not None and request.has_more_to_load:
+                self._tickets.add(ticket)
+                self._in_pieces[request] = ticket, hit.on_device
+            return ticket
         self._release(request)
         return self._tickets.give((), failure=_GONE if len(hit) else "")
 
@@ -407,10 +421,20 @@ class Ferry(Closing):
             for change in self._worker.health():
                 scheduler.note_health(change)
         settled = scheduler.settle(self._worker.poll())
+        for part in settled.ordered:
+            if part.request in self._in_pieces:
+                self._tickets.add(self._in_pieces[part.request][0], part)
         for request in settled.loaded + settled.expired:
+            if request in self._in_pieces:
+                self._tickets.end(self._in_pieces.pop(request)[0], "")
             request.end()
         for failure in settled.failed:
-            failure.request.end()
+            request = failure.request
+            if request in self._in_pieces:
+                ticket, first = self._in_pieces.pop(request)
+                ticket.num_blocks = failure.first_token // self.namespace.block_tokens - first
+                self._tickets.end(ticket, failure.reason)
+            request.end()
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         if settled.landed:
             self._tickets.land(settled.landed)
@@ -656,4 +680,5 @@ def _scheduler_of(
             for name, tier in rank.tiers.items()
         ],
         joins_loads=False,
+        loads_early=True,
     )

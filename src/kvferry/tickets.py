@@ -68,7 +68,7 @@ class Tickets:
         """The event loop in which a task looks what ended, and what it tells the others with."""
 
     def give(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
-        """A ticket that ends with the last of these transfers; with ``note`` if all succeed.
+        """A ticket that ends with the last of its transfers; with ``note`` if all succeed.
 
         Without any it ends at once, with the ``failure`` if there is one.
         """
@@ -77,9 +77,19 @@ class Tickets:
         for part in ordered:
             self._moving[part.transfer] = (ticket, len(part.blocks))
         if not ordered:
-            self._moving[_NO_TRANSFER] = (ticket, 0)
-            self.land([Landing(_NO_TRANSFER, failure)])
+            self.end(ticket, failure)
         return ticket
+
+    def add(self, ticket: Ticket, ordered: Ordered | None = None) -> None:
+        """A ticket also waits for this transfer, or for a call of :meth:`end`."""
+        ticket._waiting += 1
+        if ordered is not None:
+            self._moving[ordered.transfer] = (ticket, len(ordered.blocks))
+
+    def end(self, ticket: Ticket, failure: str) -> None:
+        """One thing that a ticket waits for, and that is no transfer, has ended."""
+        self._moving[_NO_TRANSFER] = (ticket, 0)
+        self.land([Landing(_NO_TRANSFER, failure)])
 
     def land(self, landings: Iterable[Landing]) -> None:
         """These transfers have ended; those that no ticket waits for are ignored."""
@@ -88,10 +98,10 @@ class Tickets:
                 continue
             ticket, num_blocks = self._moving.pop(transfer_id)
             ticket._waiting -= 1
-            if not failure:
-                ticket.num_blocks += num_blocks
-            elif not ticket._has_failed:
+            if failure and not ticket._has_failed:
                 ticket.reason, ticket._has_failed = failure, True
+            elif not ticket._has_failed:
+                ticket.num_blocks += num_blocks
             if not ticket._waiting:
                 ticket.has_ended, ticket.ok = True, not ticket._has_failed
                 self._num_ended += 1

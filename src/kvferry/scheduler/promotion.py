@@ -62,6 +62,8 @@ class Promotion:
     """Why what lay below was not brought up last time: computing it was faster."""
     foreseen: PinnedHit | None = None
     """The hit it was last promised; nothing of it is claimed."""
+    may_be_early: bool = True
+    """Whether its load may begin before all of its blocks have come up."""
     has_asked: bool = False
     has_promoted: bool = False
 
@@ -186,9 +188,9 @@ class Promoter:
         ``request`` is one that waits for a tier and for nothing else.
         """
         promotion: Promotion = request.promotion
-        if not self._foresees:
-            return None
         promotion.foreseen = None
+        if not (self._foresees and promotion.may_be_early):
+            return None
         most = len(request.chain) * self._matcher.hash_tokens
         most = most if max_tokens is None else min(most, max_tokens)
         blocks, moves = self._promised(request, computed_tokens, most), self._lower.moves
