@@ -76,9 +76,9 @@ def check_installation(python: str, wheel: Path, version: str) -> None:
         run(own, "-m", "pip", "install", "-q", wheel)
         run(own, "-I", "-c", PROGRAM)
         run(own, "-m", "pip", "install", "-q", f"{wheel}[cli]")
-        said = run(Path(folder, "bin", "kvferry"), "version").split()
+        said = run(Path(folder, "bin", "kvferry"), "--version").split()
         if said != ["kvferry", version]:
-            sys.exit(f"under {python} `kvferry version` answers {said}, not {version}")
+            sys.exit(f"under {python} `kvferry --version` answers {said}, not {version}")
 
 
 def main() -> None:

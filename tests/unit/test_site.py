@@ -105,7 +105,7 @@ COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) \S.*")
 LOG_LINES = re.compile(r"kvferry (is|serves|supports|cannot|finds) .*")
 
 HOW_RUN = {
-    r"kvferry (--help|vllm-args|config|doctor|demo --help|completion)\b.*": "here",
+    r"kvferry (--help|vllm-args|config|doctor|demo --help)\b.*": "here",
     r"kvferry demo(?! --servers| --help).*": "tests/integration/test_demo.py",
     r"kvferry demo --servers.*": "tests/integration/test_demo_servers.py",
     r"kvferry (top|explain)\b.*": "tests/integration/test_tools.py",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 from importlib import import_module
 from typing import Any
 
 import click
-from click.shell_completion import get_completion_class
 
 from kvferry.errors import KvferryError
 
@@ -25,7 +23,6 @@ COMMANDS = {
     "simulate": ("simulate:simulate_command", "Predict the hits of a policy or a size."),
     "config": ("config:config", "Show the settings and their sources."),
     "vllm-args": ("config:vllm_args", "Print vLLM's arguments for kvferry."),
-    "completion": ("commands:completion", "Make your shell complete commands."),
 }
 """Module and function of each command, and its summary."""
 
@@ -34,11 +31,11 @@ class LazyGroup(click.Group):
     """A group that imports a command when it is asked for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*COMMANDS, *super().list_commands(ctx)})
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)
+            return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         try:
             command = getattr(import_module(f"kvferry.tools.cli.{module}"), name)
@@ -71,10 +68,8 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the summaries without importing a command."""
-        rows = [(name, summary) for name, (_, summary) in COMMANDS.items()]
-        rows += [(name, each.get_short_help_str()) for name, each in self.commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows))
+            formatter.write_dl(sorted((name, summary) for name, (_, summary) in COMMANDS.items()))
 
 
 kvferry = LazyGroup(
@@ -83,29 +78,3 @@ kvferry = LazyGroup(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 click.version_option(VERSION, message="%(prog)s %(version)s", prog_name="kvferry")(kvferry)
-
-
-@kvferry.command("version")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def version(as_json: bool) -> None:
-    """Print the version."""
-    click.echo(json.dumps({"version": VERSION}) if as_json else f"kvferry {VERSION}")
-
-
-SHELLS = ("bash", "zsh", "fish")
-
-
-@click.command(epilog="Then open a new shell.")
-@click.argument("shell", type=click.Choice(SHELLS))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
-    """Print the lines that make a shell complete kvferry's commands and options.
-
-    \b
-    bash:  eval "$(kvferry completion bash)"    in ~/.bashrc
-    zsh:   eval "$(kvferry completion zsh)"    in ~/.zshrc
-    fish:  kvferry completion fish > ~/.config/fish/completions/kvferry.fish
-    """
-    kind = get_completion_class(shell)
-    assert kind is not None
-    click.echo(kind(ctx.find_root().command, {}, "kvferry", "_KVFERRY_COMPLETE").source())
