@@ -277,11 +277,14 @@ def test_the_command_line(polled, tmp_path):
     wrong = run("drop", "--tokens", str(tokens), env={"KVFERRY_CONTROL_TOKEN": "x" * 20})
     assert "403" in wrong.output
     for words, message in (
-        (("pin",), "name the blocks"),
+        (("pin", "--token-file", str(file)), "say which blocks"),
         (("pin", "--tokens", str(tmp_path / "none")), "cannot read"),
         (("hint", *named, "--hints", "{"), "no JSON"),
         (("hint", *named), "give the hints by --hints"),
-        (("lookup", "--request", "r", "--salt", "s"), "--salt goes with --tokens"),
+        (
+            ("lookup", "--request", "r", "--salt", "s", "--token-file", str(file)),
+            "goes with tokens",
+        ),
         (("pin", "--tokens", str(tokens)), "give --token-file or set"),
     ):
         failed = run(*words)

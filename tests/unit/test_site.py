@@ -60,7 +60,7 @@ def test_settings_named_exist(text):
     known = {setting.name for setting in describe()}
     named = set(re.findall(r"`(\w+) = ", text))
     assert named <= known, named - known
-    variables = set(re.findall(r"KVFERRY_[A-Z_]+", text)) - {"KVFERRY_PORT"}
+    variables = set(re.findall(r"\bKVFERRY_[A-Z_]+", text)) - {"KVFERRY_PORT"}
     keys = {DISK_KEY_ENV, REMOTE_KEY_ENV}  # secrets, which are no settings
     assert variables <= {setting.env for setting in describe()} | keys
 

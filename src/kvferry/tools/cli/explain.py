@@ -181,6 +181,10 @@ def control(
         order, token = _order(action, given), _token(token_file)
         url = found(url, explains=True)
         answer = read_json(post(f"{url}/control/{action}", order, token))
+        if as_json:
+            click.echo(json.dumps(answer))
+        else:
+            _put_answer(action, answer)
     except KvferryError as error:
         if getattr(error, "code", None) != 501:
             raise
@@ -188,30 +192,18 @@ def control(
         raise UnreachableError(f"{error}. {advice}") from error
     except ValueError as error:
         raise UnreachableError(f"{url} did not answer as expected: {clip(error)}") from error
-    if as_json:
-        click.echo(json.dumps(answer))
-    else:
-        _put_answer(action, answer)
 
 
 def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
-    order: dict[str, Any] = {}
-    if given["request_id"]:
-        order["request_id"] = given["request_id"]
-    if given["tokens"]:
-        order["tokens"] = _read_tokens(given["tokens"])
-    if given["keys"]:
-        order["keys"] = list(given["keys"])
-    if len(order) != 1:
-        raise InputError("name the blocks by one of --request, --tokens or --key")
-    if given["salt"] and not given["tokens"]:
-        raise InputError("--salt goes with --tokens: keys and requests have theirs already")
+    """The body of an order. The server refuses what does not go together."""
     if action == "hint" and not given["hints"]:
         raise InputError("give the hints by --hints, such as '{\"ended\": true}'")
-    order |= {name: given[name] for name in ("salt", "seconds") if given[name]}
-    if given["hints"]:
+    order = {name: value for name, value in given.items() if value}
+    if "tokens" in order:
+        order["tokens"] = _read_tokens(order["tokens"])
+    if "hints" in order:
         try:
-            order["hints"] = json.loads(given["hints"])
+            order["hints"] = json.loads(order["hints"])
         except ValueError as error:
             raise InputError(f"--hints is no JSON: {error}") from None
     return order
@@ -237,25 +229,21 @@ def _token(file: str | None) -> str:
 
 def _put_answer(action: str, answer: dict[str, Any]) -> None:
     console = unbroken()
-
-    def count(name: str) -> int:
-        value = answer.get(name)
-        return value if isinstance(value, int) else 0
-
-    names, refused = answer.get("request_ids"), answer.get("refused")
-    if isinstance(names, list) and len(names) > 1:
-        console.print(f"This answer has {len(names)} requests. The action is for all of them.")
-    console.print(
-        f"Tokens: {count('tokens'):,}, {count('host_tokens'):,} of them in host memory, "
-        f"{count('lower_tokens'):,} only on lower tiers"
-    )
-    if count("unknown_blocks"):
-        unknown = counted(count("unknown_blocks"), "block")
-        console.print(f"Lower tiers have not answered about {unknown}.")
-    if action in _DID:
-        console.print(f"{counted(count('blocks'), 'block')} {_DID[action]}.")
-    if answer.get("is_under_way"):
-        console.print("The rest is being promoted.")
-    console.print(f"Pinned now: {counted(count('held_blocks'), 'block')} on all tiers")
-    for words in refused if isinstance(refused, list) else ():
-        console.print(f"Not done: {clip(words)}", markup=False)
+    with reading():
+        if len(answer.get("request_ids") or ()) > 1:
+            num_requests = len(answer["request_ids"])
+            console.print(f"This answer has {num_requests} requests. The action is for all.")
+        console.print(
+            f"Tokens: {answer['tokens']:,}, {answer['host_tokens']:,} of them in host memory, "
+            f"{answer['lower_tokens']:,} only on lower tiers"
+        )
+        if answer["unknown_blocks"]:
+            unknown = counted(answer["unknown_blocks"], "block")
+            console.print(f"Lower tiers have not answered about {unknown}.")
+        if action in _DID:
+            console.print(f"{counted(answer['blocks'], 'block')} {_DID[action]}.")
+        if answer["is_under_way"]:
+            console.print("The rest is being promoted.")
+        console.print(f"Pinned now: {counted(answer['held_blocks'], 'block')} on all tiers")
+        for words in answer["refused"]:
+            console.print(f"Not done: {clip(words)}", markup=False)

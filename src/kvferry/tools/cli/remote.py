@@ -30,33 +30,28 @@ ADDRESS = click.argument("address", required=False, metavar="[ADDRESS]")
 
 @dataclass
 class NamespaceUse:
-    """What was found of one namespace."""
+    """What was found of one namespace: its objects, as ``list_ours`` lists them."""
 
     namespace: str
     label: str = ""
-    num_ranks: int = 0
-    ranks: set[int] = field(default_factory=set)
-    paths: list[str] = field(default_factory=list)
-    num_bytes: int = 0
-    oldest: datetime | None = None
-    newest: datetime | None = None
+    objects: list[Any] = field(default_factory=list)
 
-    def add(self, path: str, num_bytes: int, modified: datetime) -> None:
-        self.paths.append(path)
-        self.num_bytes += num_bytes
-        self.oldest = min(modified, self.oldest or modified)
-        self.newest = max(modified, self.newest or modified)
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.objects)
 
     def plain(self) -> dict[str, Any]:
-        times = {"oldest": self.oldest, "newest": self.newest}
+        """The figures as plain data."""
+        times = [each.modified for each in self.objects]
         return {
             "namespace": self.namespace,
             "label": self.label,
-            "ranks": sorted(self.ranks),
-            "num_ranks": self.num_ranks,
-            "objects": len(self.paths),
+            "ranks": sorted({each.rank for each in self.objects}),
+            "num_ranks": self.objects[-1].num_ranks,
+            "objects": len(self.objects),
             "bytes": self.num_bytes,
-            **{name: each.isoformat() if each else None for name, each in times.items()},
+            "oldest": min(times).isoformat(timespec="minutes"),
+            "newest": max(times).isoformat(timespec="minutes"),
         }
 
 
@@ -123,7 +118,7 @@ def purge(
     end = None if age is None else datetime.now(timezone.utc) - timedelta(seconds=age)
     found = _find(where, lambda modified: end is None or modified < end, is_quiet=as_json)
     found = [each for each in found if each.namespace.startswith(namespace)]
-    paths = [path for each in found for path in each.paths]
+    paths = [one.path for each in found for one in each.objects]
     size = rounded_size(sum(each.num_bytes for each in found))
     what = f"{counted(len(paths), 'object')} ({size})"
     if paths and not yes:
@@ -167,9 +162,7 @@ def _find(
             follow(num_listed, None)
             for each in filter(lambda each: wants(each.modified), page):
                 here = found.setdefault(each.namespace, NamespaceUse(each.namespace))
-                here.add(each.path, each.num_bytes, each.modified)
-                here.ranks.add(each.rank)
-                here.num_ranks = each.num_ranks
+                here.objects.append(each)
                 if each.name == "probe" and not here.label:
                     here.label = label_in(store, each.path)
     return sorted(found.values(), key=lambda each: -each.num_bytes)
@@ -210,16 +203,16 @@ def _show(found: list[NamespaceUse], console: Console) -> None:
     left = [name for name in names if name not in ("Objects", "Size")]
     rows = [
         (
-            each.label or "(no name)",
-            each.namespace[:_SHOWN],
-            f"{len(each.ranks)} of {each.num_ranks}",
-            f"{len(each.paths):,}",
-            rounded_size(each.num_bytes),
-            f"{each.oldest:%Y-%m-%d %H:%M}",
-            f"{each.newest:%Y-%m-%d %H:%M}",
+            each["label"] or "(no name)",
+            each["namespace"][:_SHOWN],
+            f"{len(each['ranks'])} of {each['num_ranks']}",
+            f"{each['objects']:,}",
+            rounded_size(each["bytes"]),
+            each["oldest"],
+            each["newest"],
         )
-        for each in found
+        for each in (one.plain() for one in found)
     ]
     console.print(table(names, rows, left=left, style="bold dim"))
     size = rounded_size(sum(each.num_bytes for each in found))
-    console.print(f"{counted(sum(len(each.paths) for each in found), 'object')}, {size} (UTC)")
+    console.print(f"{counted(sum(len(each.objects) for each in found), 'object')}, {size} (UTC)")
