@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,23 +72,14 @@ def marked(word: str) -> list[str]:
 @needs_mooncake
 def test_servers_share_and_one_that_is_killed_harms_no_other(mark: str, tmp_path: Path) -> None:
     html = tmp_path / "report.html"
-    found = CliRunner().invoke(kvferry, [*TINY, "--kill", "--html", str(html), "--json"])
+    found = CliRunner().invoke(kvferry, [*TINY, "--kill", "--html", str(html)])
     assert found.exit_code == 0, found.output
-    assert "are identical on 3 servers, with the store and without" in " ".join(
-        found.output.split()
-    )
-    told = json.loads(found.stdout)["fleet"]
-    assert told["tokens_equal"] is True
-    shared, alone = told["shared"], told["alone"]
-    assert shared["turns"] == alone["turns"] == 15
-    assert shared["bytes_moved"]["tiers->host"] > 0
-    assert "tiers->host" not in alone["bytes_moved"]
-    assert shared["computed_tokens"] < alone["computed_tokens"]
-    for way in (shared, alone):
-        assert way["killed_server"] is not None
-        assert way["resent_turns"], "it was killed in the midst of one"
-        assert len(way["turns_by_server"]) >= 2
-        assert 0 < way["turns_before_kill"] < way["turns"]
+    words = " ".join(found.output.split())
+    assert "are identical on 3 servers, with the store and without" in words
+    assert "Other servers answered 0 turns" not in words, "it was killed in the midst of one"
+    saved = re.search(r"saved the computation of (\d+)% of these prompt tokens", words)
+    assert saved
+    assert int(saved[1]) > 0
     assert "Hit rate after the kill" in found.output
     assert "Big device" not in found.output, "a fleet is shown alone"
     page = html.read_text()

@@ -237,7 +237,7 @@ def test_the_live_page(folder, tmp_path):
 def test_the_report(folder, tmp_path):
     shape = ModelShape(vocab=64, width=32, num_layers=1, num_heads=1, num_kv_heads=1, hidden=32)
     chat = Chat(num_conversations=3, num_turns=2, opening_tokens=64, vocab=shape.vocab)
-    setting = Scenario(chat=chat, shape=shape, device_blocks=20, host_bytes=8 << 20)
+    setting = Scenario(chat=chat, shape=shape, device_blocks=20, host="8MiB")
     page = render("kvferry demo", setting.describe(chat), [compare(setting)])
     head = re.findall(r'<th scope="col">(.*?)</th>', page)
     assert head == ["", "Small + kvferry", "Small device", "Big device"]

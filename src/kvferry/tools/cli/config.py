@@ -10,13 +10,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvferry.config import CONFIG_FILE_ENV, Config, describe, show, variables
 from kvferry.connectors.vllm import CONNECTOR_NAME
 from kvferry.errors import InputError
-from kvferry.tools.cli.output import as_json_option, options
+from kvferry.tools.cli.output import as_json_option, options, table
 
 FILE = {"type": click.Path(dir_okay=False, path_type=Path), "default": None}
 FLAG = {"is_flag": True}
@@ -48,13 +47,13 @@ def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
     if not rows:
         console.print("Every setting has its default.")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("Setting", "Value", "From", "What it does"):
-        table.add_column(name, no_wrap=name == "Setting", overflow="fold")
-    for row in rows:
-        style = "cyan" if row["source"] != "default" else ""
-        table.add_row(*(Text(row[key], style) for key in ("name", "value", "source", "help")))
-    console.print(table)
+    styles = ["cyan" if row["source"] != "default" else "" for row in rows]
+    cells = [
+        [Text(row[key], style) for key in ("name", "value", "source", "help")]
+        for row, style in zip(rows, styles, strict=True)
+    ]
+    heads = ("Setting", "Value", "From", "What it does")
+    console.print(table(heads, cells, left=heads))
     if not all and not changed:
         console.print(
             f"{len(describe()) - len(rows)} more settings have their defaults. --all shows them."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvferry.core.quantities import parse_size
+from kvferry.config import Config
 from kvferry.errors import ConfigError, InputError
-from kvferry.tools.cli.output import as_json_option, options, table
+from kvferry.tools.cli.output import options, table
 from kvferry.tools.demo.model import BLOCK_TOKENS, ModelShape
 from kvferry.tools.demo.mooncake_master import require_mooncake
 from kvferry.tools.demo.parts import Scenario, compare, run_fleet, run_restart
@@ -52,9 +51,8 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
         "File of the report, one page.",
     ),
 )
-@as_json_option
 @click.pass_context
-def demo(ctx: click.Context, /, html: Path | None, as_json: bool, **given: Any) -> None:
+def demo(ctx: click.Context, /, html: Path | None, **given: Any) -> None:
     """See KV blocks leave a small device and come back.
 
     A small decoder on the CPU serves the same conversations three ways. One device holds them all.
@@ -66,11 +64,12 @@ def demo(ctx: click.Context, /, html: Path | None, as_json: bool, **given: Any) 
 
     The exit code is 0 if all tokens agree and 1 if they do not.
     """
-    console = Console(stderr=as_json, highlight=False)
+    console = Console(highlight=False)
     name = "fleet" if given["servers"] else "demo"
     html = html or Path(f"kvferry-{name}.html")
     try:
         scenario = _scenario(given)
+        Config.from_dict({"host": given["host"]})  # refuses a bad size
         if given["kill"] and not given["servers"]:
             raise InputError("--kill kills one of several servers: give --servers too")
         if given["servers"]:
@@ -87,9 +86,6 @@ def demo(ctx: click.Context, /, html: Path | None, as_json: bool, **given: Any) 
     setting = scenario.describe(scenario.short_chat if given["servers"] else scenario.chat)
     html.write_text(render(f"kvferry {name}", setting, list(parts.values())), encoding="utf-8")
     console.print(f"Report: {html}", soft_wrap=True)
-    if as_json:
-        figures = {name: part.to_dict() for name, part in parts.items()}
-        click.echo(json.dumps({"setting": scenario.to_dict(), **figures}))
     ctx.exit(0 if all(part.tokens_equal for part in parts.values()) else TOKENS_DIFFER)
 
 
@@ -106,7 +102,7 @@ def _scenario(given: dict[str, Any]) -> Scenario:
         chat=chat,
         shape=shape,
         device_blocks=given["device_blocks"] or a_quarter,
-        host_bytes=parse_size(given["host"], name="--host"),
+        host=given["host"],
     )
 
 

@@ -7,12 +7,11 @@ from collections import Counter
 from dataclasses import asdict, replace
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.errors import InputError, UnreachableError
-from kvferry.tools.cli.output import as_json_option, found
+from kvferry.tools.cli.output import as_json_option, found, unbroken
 from kvferry.tools.doctor.checks import (
     Environment,
     Finding,
@@ -87,21 +86,14 @@ def _running(url: str) -> Finding:
 
 
 def _show(findings: list[Finding]) -> None:
-    """Print a table on a terminal, else one line for each finding and one for its remedy."""
-    console = Console(highlight=False)
-    width = max(len(finding.name) for finding in findings)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for is_fixed in (True, True, False):
-        table.add_column(no_wrap=is_fixed)
+    """Print a row for each finding, and one for its remedy."""
+    made = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
-        grade, remedy = finding.grade, f"→ {finding.remedy}"
-        if not console.is_terminal:
-            click.echo(f"{grade.value:<4}  {finding.name:<{width}}  {finding.words}")
-            if finding.remedy:
-                click.echo(f"      {'':<{width}}  {remedy}")
-            continue
-        table.add_row(Text(grade.value, style=_STYLES[grade]), finding.name, Text(finding.words))
+        made.add_row(
+            Text(finding.grade.value, style=_STYLES[finding.grade], no_wrap=True),
+            Text(finding.name, no_wrap=True),
+            Text(finding.words),
+        )
         if finding.remedy:
-            table.add_row("", "", Text(remedy, style="dim"))
-    if console.is_terminal:
-        console.print(table)
+            made.add_row("", "", Text(f"→ {finding.remedy}", style="dim"))
+    unbroken().print(made)

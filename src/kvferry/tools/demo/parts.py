@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.core.quantities import MiB
@@ -46,7 +46,7 @@ class Scenario:
     chat: Chat
     shape: ModelShape
     device_blocks: int
-    host_bytes: int
+    host: str
 
     def __post_init__(self) -> None:
         longest, working_set = self.chat.longest, self.chat.num_blocks(BLOCK_TOKENS)
@@ -61,11 +61,6 @@ class Scenario:
                 f"{-(-longest // BLOCK_TOKENS)}, and fewer than the {working_set} of all leave "
                 "something to offload"
             )
-        if self.host_bytes < self.shape.block_bytes:
-            raise InputError(
-                f"host memory of {self.host_bytes} bytes holds not even one block of "
-                f"{self.shape.block_bytes} bytes"
-            )
 
     @property
     def short_chat(self) -> Chat:
@@ -77,7 +72,7 @@ class Scenario:
     def server(self, **settings: Any) -> ServerSetup:
         """The setup of a server process with kvferry."""
         # This small model computes faster than a real one, so loads are not left to measurements.
-        kept = {"host": f"{self.host_bytes}B", "load_policy": "always", **settings}
+        kept = {"host": self.host, "load_policy": "always", **settings}
         return ServerSetup(self.shape, self.device_blocks, kept)
 
     def describe(self, chat: Chat) -> str:
@@ -91,11 +86,6 @@ class Scenario:
             f"({self.shape.num_layers} layers, width {self.shape.width}) with fixed random weights "
             "on this machine's CPU."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The setting as plain data."""
-        sizes = {"working_set_blocks": self.chat.num_blocks(BLOCK_TOKENS)}
-        return asdict(self) | sizes | {"block_tokens": BLOCK_TOKENS}
 
 
 WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big device"}

@@ -67,19 +67,6 @@ class Run:
             rounds.setdefault(turn.id.rpartition("-")[2], []).append(turn.first_token_seconds)
         return [float(np.median(rounds[number])) for number in sorted(rounds)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as plain data."""
-        return {
-            **vars(self),
-            "turns": len(self.turns),
-            "ttft_p50_seconds": self.first_token_seconds(),
-            "ttft_p95_seconds": self.first_token_seconds(95),
-            "ttft_p50_seconds_by_turn": self.first_token_by_round(),
-            "generated_tokens": self.generated_tokens,
-            "hit_rate": hit_rate(self.turns),
-            **{f"{kind}_tokens": self.tokens(kind) for kind in ("prompt", *_SOURCES)},
-        }
-
 
 Row = tuple[str, Callable[[Run], str]]
 FIRST_TOKEN: Row = ("First token p50", lambda run: show_seconds(run.first_token_seconds()))
@@ -130,11 +117,6 @@ class Part:
         """The table's head and its lines."""
         head = ["", *(run.title for run in self.runs.values())]
         return [head, *([name, *map(show, self.runs.values())] for name, show in self.rows)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as plain data."""
-        runs = {name: run.to_dict() for name, run in self.runs.items()}
-        return {"tokens_equal": self.tokens_equal, **runs}
 
 
 _COLOURS = ("teal", "orange", "grey")

@@ -77,14 +77,14 @@ def fail(name: str, words: str, remedy: str) -> Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. ``speed`` and ``width`` are the link's under load, None if a guest hides them."""
+    """One card. ``speed`` (GT/s) and ``width`` are the link's under load, 0 if a guest hides it."""
 
     identity: DeviceIdentity
     batch_form: BatchForm
-    speed: str | None = None
-    width: str | None = None
-    max_speed: str | None = None
-    max_width: str | None = None
+    speed: float = 0
+    width: float = 0
+    max_speed: float = 0
+    max_width: float = 0
 
 
 def look_at_gpu(device: int) -> Gpu:
@@ -97,13 +97,13 @@ def look_at_gpu(device: int) -> Gpu:
         folder = f"/sys/bus/pci/devices/{domain[-4:]}:{rest}"
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
         with driver.current():
-            link = _copying(driver, lambda: [_read_value(f"{folder}/{name}") for name in names])
+            link = _copying(driver, lambda: [_read_number(f"{folder}/{name}") for name in names])
         return Gpu(identity, driver.batch_form, *link)
     finally:
         driver.close()
 
 
-def _copying(driver: Driver, look: Callable[[], list[str | None]]) -> list[str | None]:
+def _copying(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
     """Read the link while copies run, because an idle card lowers it."""
     stream = driver.create_stream(Priority.LOW)
     host = driver.alloc_host(_WAKE_BYTES)
@@ -146,9 +146,10 @@ def room_of(path: str) -> tuple[int, int] | None:
     return usage.total, usage.free
 
 
-def _read_value(path: str) -> str | None:
-    text = (read_text(path) or "").strip()
-    return None if not text or text.lower().startswith("unknown") or text in ("0", "255") else text
+def _read_number(path: str) -> float:
+    """The number that a file begins with, as in "32.0 GT/s PCIe"; 0 if it is unknown."""
+    found = re.match(r"[\d.]+", read_text(path) or "")
+    return float(found[0]) if found and found[0] != "255" else 0.0
 
 
 @dataclass(frozen=True)
@@ -308,33 +309,23 @@ def _link(gpu: Gpu) -> Finding:
     if not (gpu.speed and gpu.width and gpu.max_speed and gpu.max_width):
         return ok("link", "unknown, as usual in a guest; bench/copy_paths.py measures it")
     now, most = _link_words(gpu.speed, gpu.width), _link_words(gpu.max_speed, gpu.max_width)
-    times = _number(gpu.max_width) / (_number(gpu.width) or 1)
-    if times > 1:
-        return warn(
-            "link",
-            f"{now}, but the card supports {most}: copies take {times:.0f} times as long",
+    if now == most:
+        return ok("link", f"{now}, its maximum")
+    remedy = (
+        "look for a limit on the link's generation in the firmware's settings, for a riser or "
+        "switch of an older generation, and for corrected errors in dmesg"
+    )
+    if gpu.width < gpu.max_width:
+        remedy = (
             "reseat the card, or move it to a slot with all lanes; look for slot bifurcation in "
-            "the firmware's settings",
+            "the firmware's settings"
         )
-    if _number(gpu.speed) < _number(gpu.max_speed):
-        return warn(
-            "link",
-            f"{now} while copying, but the card supports {most}",
-            "look for a limit on the link's generation in the firmware's settings, for a riser or "
-            "switch of an older generation, and for corrected errors in dmesg",
-        )
-    return ok("link", f"{now}, its maximum")
+    return warn("link", f"{now} while copying, but the card supports {most}", remedy)
 
 
-def _link_words(speed: str, width: str) -> str:
-    generation = _GENERATIONS.get(_number(speed))
-    return f"PCIe generation {generation} x{width}" if generation else f"{speed} x{width}"
-
-
-def _number(text: str) -> float:
-    """The number at the start of a text, as in "32.0 GT/s PCIe", else 0."""
-    found = re.match(r"[\d.]+", text)
-    return float(found[0]) if found else 0.0
+def _link_words(speed: float, width: float) -> str:
+    generation = _GENERATIONS.get(speed)
+    return f"PCIe {f'generation {generation}' if generation else f'{speed} GT/s'} x{width:.0f}"
 
 
 def _numa(env: Environment, gpu: Gpu) -> Finding:
