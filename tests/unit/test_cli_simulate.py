@@ -39,8 +39,8 @@ def test_json(trace: Path) -> None:
     data = json.loads(done.stdout)
     small, large = data["scores"]
     assert (small["policy"], small["capacity_blocks"]) == ("lru", [10])
-    assert small["hit_ratio"] < large["hit_ratio"] == large["bound_hit_ratio"]
-    assert data["requests"] == 70
+    assert small["hit_ratio"] < large["hit_ratio"] == data["bound"][1]["hit_ratio"]
+    assert data["num_requests"] == 70
 
 
 def test_sizes_are_blocks_where_it_is_known_what_a_token_takes(trace: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -17,9 +18,9 @@ from kvferry.core.quantities import parse_count, parse_size, quoted
 from kvferry.errors import ConfigError
 from kvferry.settings.eviction import DEFAULT_TIER_POLICY, POLICIES, read_policy
 from kvferry.sim.simulation import (
-    ALL_KNOWING,
     LOAD_SECONDS,
     PREFILL_SECONDS,
+    Score,
     Simulated,
     Simulation,
     Trial,
@@ -52,7 +53,7 @@ def read_policies(text: str) -> tuple[str, ...]:
 
 
 def read_capacities(text: str, block_bytes: int | None) -> Names:
-    """Read capacities such as ``3000``, ``64GiB`` or ``3000+30000``."""
+    """Read capacities such as ``3000``, ``64GiB`` or ``3000+30000``, each as the user wrote it."""
     found: Names = {}
     for part in text.split(","):
         if part.strip():
@@ -163,11 +164,13 @@ def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None
             simulated = simulate(asked, lambda share: follow(round(100 * share), 100))
     except KeyboardInterrupt:
         ctx.exit(_INTERRUPTED)
-    data = as_data(asked, simulated, names, time.monotonic() - began)
     if as_json:
-        click.echo(json.dumps(data))
+        scores, bounds = (
+            [score.as_data() for score in each] for each in (simulated.scores, simulated.bounds)
+        )
+        click.echo(json.dumps({**asdict(simulated.trace), "scores": scores, "bound": bounds}))
     else:
-        _put_figures(data, unbroken())
+        _put_figures(simulated, names, time.monotonic() - began, unbroken())
 
 
 def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
@@ -194,83 +197,47 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
     return asked, names
 
 
-def as_data(
-    asked: Simulation, simulated: Simulated, names: Names, seconds: float
-) -> dict[str, Any]:
-    """All figures, as ``--json`` gives them."""
+def _put_figures(simulated: Simulated, names: Names, seconds: float, console: Console) -> None:
     trace = simulated.trace
-    bounds = {score.trial.capacity[0]: score for score in simulated.bounds}
-    scores = []
-    for score in simulated.scores:
-        bound = bounds.get(sum(score.trial.capacity))
-        ratio = round(bound.whole.hit_ratio, 5) if bound else None
-        name = {"capacity": names[score.trial.capacity]}
-        scores.append({**name, **score.as_data(), "bound_hit_ratio": ratio})
-    return {
-        "trace": [str(path) for path in asked.paths],
-        "block_tokens": trace.block_tokens,
-        "requests": trace.num_requests,
-        "blocks": trace.num_blocks,
-        "tokens": trace.num_tokens,
-        "trace_seconds": round(trace.seconds, 3),
-        "skipped_lines": trace.num_bad,
-        "complaints": list(trace.complaints),
-        "out_of_order": trace.num_late,
-        "keep_partial": asked.keep_partial,
-        "hints": asked.hints,
-        "seconds": round(seconds, 2),
-        "scores": scores,
-        "bound": [score.as_data() for score in simulated.bounds],
-    }
-
-
-def _put_figures(data: dict[str, Any], console: Console) -> None:
     console.print(
-        f"{data['requests']:,} requests over {timedelta(seconds=round(data['trace_seconds']))}, "
-        f"{data['blocks']:,} blocks of {data['block_tokens']} tokens, {data['tokens']:,} prompt "
+        f"{trace.num_requests:,} requests over {timedelta(seconds=round(trace.seconds))}, "
+        f"{trace.num_blocks:,} blocks of {trace.block_tokens} tokens, {trace.num_tokens:,} prompt "
         "tokens.",
         markup=False,
     )
-    for words in data["complaints"]:
+    for words in trace.complaints:
         console.print(f"left out: {words}", markup=False, style="yellow")
-    if data["skipped_lines"]:
-        console.print(f"{data['skipped_lines']:,} lines in all were left out.", style="yellow")
-    if data["out_of_order"]:
-        console.print(f"{data['out_of_order']:,} requests were not in the order of time.")
-    heads, *rows = _rows(data)
-    console.print(table(heads, rows, left=["Policy"]))
+    if trace.num_bad:
+        console.print(f"{trace.num_bad:,} lines in all were left out.", style="yellow")
+    if trace.num_late:
+        console.print(f"{trace.num_late:,} requests were not in the order of time.")
+    num_tiers = max(len(capacity) for capacity in names)
+    columns = ["Hit ratio", *simulated.scores[0].parts, *(f"tier {n}" for n in range(1, num_tiers))]
+    heads = ["Capacity", "Policy", *columns, "Of best", "Tokens saved", "Seconds saved"]
+    rows = []
+    bounds = {bound.trial.capacity[0]: bound for bound in simulated.bounds}
+    for capacity, found in groupby(simulated.scores, key=lambda score: score.trial.capacity):
+        bound = bounds.get(sum(capacity))
+        if bound:
+            rows.append([names[capacity], *_row(bound, bound, num_tiers)])
+        rows += [[names[capacity], *_row(score, bound, num_tiers)] for score in found]
+    console.print(table([*heads, "Evicted", "us"], rows, left=["Policy"]))
     console.print(
         "Hit ratio: share of all looked up blocks that hit. Seconds saved: prefill at "
         f"{1 / PREFILL_SECONDS:,.0f} tokens a second, less loads at {1 / LOAD_SECONDS:,.0f}. "
-        f"us: processor time of a request. Took {data['seconds']:g} s.",
+        f"us: processor time of a request. Took {seconds:.2f} s.",
         style="dim",
     )
 
 
-def _rows(data: dict[str, Any]) -> list[list[str]]:
-    """The table: its head, then for each capacity the bound and the policies."""
-    scores = data["scores"]
-    tiers = range(1, max(len(score["capacity_blocks"]) for score in scores))
-    columns = ["Hit ratio", *scores[0]["parts"], *(f"tier {tier}" for tier in tiers)]
-    more = ["Of best", "Tokens saved", "Seconds saved", "Evicted", "us"]
-    rows = [["Capacity", "Policy", *columns, *more]]
-    bounds = {bound["capacity_blocks"][0]: bound for bound in data["bound"]}
-    for capacity, found in groupby(scores, key=lambda score: str(score["capacity"])):
-        first, *others = found
-        bound = bounds.get(sum(first["capacity_blocks"]))
-        shown = [*([bound] if bound else ()), first, *others]
-        rows += [["" if at else capacity, *_row(each, tiers)] for at, each in enumerate(shown)]
-    return rows
-
-
-def _row(score: dict[str, Any], tiers: range) -> list[str]:
-    is_bound = score["policy"] == ALL_KNOWING
-    found = [*score["hit_blocks_by_tier"], *[0] * len(tiers)]
-    best = score.get("bound_hit_ratio")
-    row = [score["policy"]]
-    row += [f"{part['hit_ratio']:.4f}" for part in (score, *score["parts"].values())]
-    row += ["" if is_bound else f"{found[n] / max(1, score['blocks']):.4f}" for n in tiers]
-    row += [f"{score['hit_ratio'] / best:.0%}" if best else "", f"{score['token_ratio']:.1%}"]
-    row.append(f"{score['seconds_saved']:,.0f}")
-    micros = score["seconds"] / max(1, score["requests"]) * 1e6
-    return [*row, *(("", "") if is_bound else (f"{score['evicted']:,}", f"{micros:.0f}"))]
+def _row(score: Score, bound: Score | None, num_tiers: int) -> list[str]:
+    whole = score.whole
+    found = [*whole.hits, *[0] * num_tiers][1:num_tiers]
+    row = [score.trial.policy]
+    row += [f"{part.hit_ratio:.4f}" for part in (whole, *score.parts.values())]
+    row += ["" if score is bound else f"{n / max(1, whole.blocks):.4f}" for n in found]
+    best = bound.whole.hit_ratio if bound else 0.0
+    row += [f"{whole.hit_ratio / best:.0%}" if best else "", f"{whole.token_ratio:.1%}"]
+    row.append(f"{whole.seconds_saved:,.0f}")
+    micros = score.seconds / max(1, whole.requests) * 1e6
+    return [*row, *(("", "") if score is bound else (f"{score.evicted:,}", f"{micros:.0f}"))]

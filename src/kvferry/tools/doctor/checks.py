@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -162,7 +161,6 @@ class Environment:
     """
 
     machine: Machine = field(default_factory=Machine)
-    python: tuple[int, int] = sys.version_info[:2]
     gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
     cards: Callable[[], tuple[str, ...]] = find_cards
     package: Callable[[str], str | None] = package_version
@@ -178,7 +176,7 @@ class Environment:
 def examine(env: Environment) -> list[Finding]:
     """Run all checks. A check that breaks is a finding, not the end."""
     settings, config = check_settings(env)
-    findings = [check_python(env), settings]
+    findings = [settings]
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("gpu", lambda: check_gpu(env)),
         ("host memory", lambda: check_memory(env, config)),
@@ -195,13 +193,6 @@ def examine(env: Environment) -> list[Finding]:
                 warn(name, f"could not be checked: {type(error).__name__}: {error}", remedy)
             )
     return findings
-
-
-def check_python(env: Environment) -> Finding:
-    version = ".".join(map(str, env.python))
-    if (3, 10) <= env.python <= (3, 14):
-        return ok("python", version)
-    return fail("python", f"{version} is not supported", "use Python 3.10 to 3.14")
 
 
 def check_settings(env: Environment) -> tuple[Finding, Config]:
