@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,73 +26,59 @@ MIN_IDS = 8192
 """Of 4,096 blocks: few transfers need a larger buffer, which takes time to make."""
 
 
-@dataclass(eq=False)
-class _Buffer:
+class _Buffer(NamedTuple):
     host: int
     device: int
     ids: Int64s
     event: int
-    is_fenced: bool = True
-    """Whether the event marks the end of its use; until then only its taker knows."""
+    """Reached when the last job that had the buffer has ended."""
 
 
 class IdBuffers:
-    """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time.
-
-    A buffer holds the block ids of a job and then its slot numbers. It is taken by ``put`` and
-    free again when the event recorded by ``fence`` is reached.
-    """
+    """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._handles = Handles()
         self._buffers: list[_Buffer] = []  # the one used last at the end
-        self._taken: _Buffer | None = None
 
     def prepare(self) -> None:
         """Have buffers for all parts of a job before the first one."""
         while len(self._buffers) < NUM_PARTS:
             self._buffers.append(self._make(MIN_IDS))
 
-    def put(self, job: CopyJob, stream: int, *, in_place: int = 0) -> int:
-        """Write the ids of ``job``; returns where kernels on ``stream`` may read them.
+    @contextmanager
+    def lend(self, job: CopyJob, stream: int, *, sent_on: int, in_place: int = 0) -> Iterator[int]:
+        """Where kernels may read the job's block ids and then its slot numbers.
 
-        That is in host memory for up to ``in_place`` blocks.
+        Kernels come after what is sent on ``sent_on``: nothing for up to ``in_place`` blocks, whose
+        ids are read in host memory. What is queued on ``stream`` when the ``with`` block ends is
+        all that reads them.
         """
         count = len(job.device_blocks)
-        buffer = self._taken = self._take(2 * count)
-        buffer.is_fenced = False
+        buffer = self._take(2 * count)
         buffer.ids[:count] = job.device_blocks
         buffer.ids[count : 2 * count] = job.host_slots
-        if count <= in_place:
-            return buffer.host
-        self._driver.copy_async(buffer.device, buffer.host, 16 * count, stream)
-        return buffer.device
-
-    def fence(self, stream: int) -> None:
-        """What was queued on ``stream`` until now is all that reads the buffer last written."""
-        buffer, self._taken = self._taken, None
-        if buffer is not None:
-            # If the record is refused the buffer is never used again: better than used too early.
+        # If a call is refused the buffer is never used again: better than used too early.
+        if count > in_place:
+            self._driver.copy_async(buffer.device, buffer.host, 16 * count, sent_on)
+        try:
+            yield buffer.device if count > in_place else buffer.host
+        finally:
             self._driver.record_event(buffer.event, stream)
-            buffer.is_fenced = True
+            self._buffers.append(buffer)
 
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
-        self._buffers, self._taken = [], None
+        self._buffers = []
         self._handles.close()
 
     def _take(self, count: int) -> _Buffer:
         """A free buffer of at least ``count`` ids, the one idle longest, or a new one."""
         for index, buffer in enumerate(self._buffers):
-            if buffer.ids.size >= count and self._is_free(buffer):
-                self._buffers.append(self._buffers.pop(index))
-                return buffer
-        self._buffers.append(self._make(count))
-        return self._buffers[-1]
-
-    def _is_free(self, buffer: _Buffer) -> bool:
-        return buffer.is_fenced and self._driver.event_is_done(buffer.event)
+            if buffer.ids.size >= count and self._driver.event_is_done(buffer.event):
+                return self._buffers.pop(index)
+        return self._make(count)
 
     def _make(self, count: int) -> _Buffer:
         size = max(MIN_IDS, 1 << (count - 1).bit_length())

@@ -32,13 +32,11 @@ class KernelPath(Path):
 
     def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
         prepared = self._kernels.get(job)
-        try:
-            arguments = prepared.begin(job, self._ids.put(job, stream, in_place=MAX_READ_IN_PLACE))
+        with self._ids.lend(job, stream, sent_on=stream, in_place=MAX_READ_IN_PLACE) as ids:
+            arguments = prepared.begin(job, ids)
             arguments.packed_base = job.host_base
             arguments.packed_pitch = job.host_pitch
             self._kernels.launch(prepared, stream)
-        finally:
-            self._ids.fence(stream)
 
     def prepare(self, job: CopyJob) -> None:
         self._kernels.get(job)
