@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
-import platform
-from typing import Any
-
 import numpy as np
 import pytest
-from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import LAYOUTS, make_kv
 from tests.fakes.rig import INTERPRETED, PATHS, Rig
 
@@ -16,7 +11,6 @@ ALL = (*PATHS, *INTERPRETED)
 
 # Bytes per page: odd and even, below, at and above the words and rows of a kernel.
 PAGES = [1, 6, 17, 513, 2048, 2053]
-MAP_32BIT = 0x40  # not among mmap's names on every Python
 
 
 def check_store(rig: Rig) -> None:
@@ -51,26 +45,6 @@ def check_load(rig: Rig) -> None:
 @pytest.mark.parametrize("path", ALL)
 def test_bytes_arrive_exactly(path: str, layout: str, page: int) -> None:
     rig = Rig(make_kv(layout, page=page, seed=page), path=path, seed=page)
-    check_store(rig)
-    check_load(rig)
-
-
-class LowDriver(FakeDriver):
-    """Allocates below 2 GiB, as the heap of an interpreter does that was linked to one place."""
-
-    def _alloc(self, name: str, table: dict[int, Any], num_bytes: int) -> int:
-        raw = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_32BIT)
-        address = np.frombuffer(raw, np.uint8).ctypes.data
-        table[address] = raw
-        self._ranges[address] = address + num_bytes
-        return address
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="MAP_32BIT is of x86-64")
-@pytest.mark.parametrize("path", PATHS)
-def test_low_addresses_are_addresses_too(path: str) -> None:
-    """An address that fits 32 bits must not become a 32-bit number on its way to a kernel."""
-    rig = Rig(make_kv("mixed", page=17, seed=1), path=path, driver=LowDriver(seed=1))
     check_store(rig)
     check_load(rig)
 
