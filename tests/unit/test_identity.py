@@ -340,7 +340,7 @@ REFUSED: list[tuple[str, Callable[[Any], object], list[Any]]] = [
     (r"hash \d must be bytes", lambda bad: adopt(namespace(), bad), [[b""], [123], [b"ok", "x"]]),
     ("epoch|group", lambda bad: scope(*bad), [(-1, 0), (0, -1), (1.5, 0), ("1", 0), (2**63, 0)]),
     ("epoch", lambda bad: namespace(epoch=bad), [10**5000]),
-    ("tokens", lambda bad: chain(namespace(), bad), [[1, 10**5000], [-1]]),
+    ("token", lambda bad: chain(namespace(), bad), [[1, 10**5000], [-1]]),
     (
         "extra",
         lambda bad: chain(namespace(), TWELVE, extra=bad),
