@@ -17,11 +17,8 @@ Fault = Callable[[Way, Key], None]
 """Called for each block; what it raises is that block's error. One that blocks is a hung medium."""
 
 
-class _Faulty(memory.DictTier[Any]):
+class _Faulty(memory.MemoryTier):
     """A tier of ours with ``delay`` seconds per batch, ``fault``, ``lose`` and ``go_away``."""
-
-    delay = 0.0
-    fault: Fault | None = None
 
     def go_away(self, reason: str) -> None:
         """Out of order from now on; what is here stays."""
@@ -41,43 +38,33 @@ class _Faulty(memory.DictTier[Any]):
             time.sleep(self.delay)
         return super()._carry_out(task)
 
-    def _move(self, task: Task, at: int, name: Any, key: Key) -> str:
+    def __init__(
+        self, *sizes: int, delay: float = 0.0, fault: Fault | None = None, **options: Any
+    ) -> None:
+        super().__init__(*sizes, **options)
+        self.delay, self.fault = delay, fault
+
+    def lose(self, names: SlotArray | Keys) -> None:
+        """These hold nothing any more, as a failing medium would have it."""
+        self._lose(names if isinstance(names, Keys) else names.tolist())
+
+    def _move(self, task: Task, at: int, name: int | Key) -> str:
         way = task.batch.way
         try:
             if way is Way.WRITE and isinstance(name, int):
                 self._lose((name,))
             if self.fault is not None:
-                self.fault(way, key)
+                self.fault(way, task.batch.keys[at])
         except KvferryError as error:
             return f"tier {self.name}: {error}"
         except Exception as error:
             return f"tier {self.name}: {type(error).__name__}: {error}"
-        return super()._move(task, at, name, key)
+        return super()._move(task, at, name)
 
 
-class MemoryTier(_Faulty, memory.MemoryTier):
+class MemoryTier(_Faulty):
     """With numbered places."""
-
-    def __init__(
-        self, *sizes: int, delay: float = 0.0, fault: Fault | None = None, **options: Any
-    ) -> None:
-        super().__init__(*sizes, **options)
-        self.delay, self.fault = delay, fault
-
-    def lose(self, places: SlotArray) -> None:
-        """These places hold nothing any more, as a failing medium would have it."""
-        self._lose(places.tolist())
 
 
 class KeyedMemoryTier(_Faulty, memory.KeyedMemoryTier):
     """By key."""
-
-    def __init__(
-        self, *sizes: int, delay: float = 0.0, fault: Fault | None = None, **options: Any
-    ) -> None:
-        super().__init__(*sizes, **options)
-        self.delay, self.fault = delay, fault
-
-    def lose(self, keys: Keys) -> None:
-        """These keys are not here any more."""
-        self._lose(keys)

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kvferry.core.keys import Key
 from kvferry.core.quantities import format_size, parse_size
 from kvferry.errors import ConfigError
-from kvferry.tiers.contract import Batch, Result, TierSetup, Way
+from kvferry.tiers.contract import Result, TierSetup, Way
 from kvferry.tiers.queued import Task, ThreadedTier
 from kvferry.types import TierName
 
 MEMORY = TierName("memory")
 
-_Name = TypeVar("_Name", int, Key)
 
-
-class DictTier(ThreadedTier, Generic[_Name]):
-    """Blocks in a dict, one ``bytes`` each. Owns the bytes; the contract's plainest reading."""
+class MemoryTier(ThreadedTier):
+    """Blocks in a dict, one ``bytes`` each, by their places. The contract's plainest reading."""
 
     _most_blocks: int | None = None
 
-    def __init__(self, block_bytes: int, *, name: TierName = MEMORY, num_threads: int = 2) -> None:
+    def __init__(
+        self,
+        num_places: int | None,
+        block_bytes: int,
+        *,
+        name: TierName = MEMORY,
+        num_threads: int = 2,
+    ) -> None:
+        self.num_places = num_places
         super().__init__(name, block_bytes, num_threads=num_threads)
-        self._blocks: dict[_Name, bytes] = {}
-
-    @abstractmethod
-    def _names(self, batch: Batch) -> Iterable[_Name]:
-        """What each block of a batch is kept under: its place, or its key."""
+        self._blocks: dict[Any, bytes] = {}
 
     def forget(self) -> None:
         with self._changed:
@@ -41,34 +41,33 @@ class DictTier(ThreadedTier, Generic[_Name]):
 
     def _carry_out(self, task: Task) -> Result:
         batch = task.batch
+        names = list(batch.keys) if batch.places is None else batch.places.tolist()
         reasons: dict[int, str] = {}
-        for at, (name, key) in enumerate(zip(self._names(batch), batch.keys, strict=True)):
-            reason = task.stopped or self.ailment or self._move(task, at, name, key)
+        for at, name in enumerate(names):
+            reason = task.stopped or self.ailment or self._move(task, at, name)
             if reason:
                 reasons[at] = reason
         ok = np.array([at not in reasons for at in range(len(batch))])
         return Result(batch.id, ok, reasons, int(ok.sum()) * batch.block_bytes)
 
-    def _move(self, task: Task, at: int, name: _Name, key: Key) -> str:
+    def _move(self, task: Task, at: int, name: int | Key) -> str:
         """Look up, write or read one block; return why it failed, or nothing."""
-        way, is_current = task.batch.way, task.generation == self._generation
-        if way is Way.FIND:
-            return "" if name in self._blocks and is_current else "not here"
-        pieces = zip(task.batch.addresses[at].tolist(), task.batch.sizes.tolist(), strict=True)
-        if way is Way.WRITE:
+        batch, pieces = task.batch, list[tuple[int, int]]()
+        if batch.way is not Way.FIND:
+            pieces = list(zip(batch.addresses[at].tolist(), batch.sizes.tolist(), strict=True))
+        if batch.way is Way.WRITE:
             return self._keep(task, name, b"".join(ctypes.string_at(*piece) for piece in pieces))
-        block = self._blocks.get(name) if is_current else None
+        block = self._blocks.get(name) if task.generation == self._generation else None
         if block is None:
-            return (
-                f"tier {self.name}: {name if isinstance(name, int) else name.hex()} holds nothing"
-            )
+            named = name if isinstance(name, int) else name.hex()
+            return f"tier {self.name}: {named} holds nothing"
         start = 0
         for address, size in pieces:
             ctypes.memmove(address, block[start : start + size], size)
             start += size
         return ""
 
-    def _keep(self, task: Task, name: _Name, block: bytes) -> str:
+    def _keep(self, task: Task, name: int | Key, block: bytes) -> str:
         with self._changed:
             if task.generation != self._generation:
                 return f"tier {self.name} was told to forget it"
@@ -78,44 +77,14 @@ class DictTier(ThreadedTier, Generic[_Name]):
             return ""
 
 
-class MemoryTier(DictTier[int]):
-    """The reference for tiers with numbered places."""
+class KeyedMemoryTier(MemoryTier):
+    """The same by keys. With ``most_blocks``, the oldest block makes room for a new one."""
 
     def __init__(
-        self,
-        num_places: int,
-        block_bytes: int,
-        *,
-        name: TierName = MEMORY,
-        num_threads: int = 2,
+        self, block_bytes: int, *, most_blocks: int | None = None, name: TierName = MEMORY
     ) -> None:
-        self.num_places = num_places
-        super().__init__(block_bytes, name=name, num_threads=num_threads)
-
-    def _names(self, batch: Batch) -> Iterable[int]:
-        assert batch.places is not None
-        return batch.places.tolist()
-
-
-class KeyedMemoryTier(DictTier[Key]):
-    """The reference for tiers that find blocks by their keys.
-
-    With ``most_blocks``, the oldest block makes room for a new one.
-    """
-
-    def __init__(
-        self,
-        block_bytes: int,
-        *,
-        most_blocks: int | None = None,
-        name: TierName = MEMORY,
-        num_threads: int = 2,
-    ) -> None:
-        super().__init__(block_bytes, name=name, num_threads=num_threads)
+        super().__init__(None, block_bytes, name=name)
         self._most_blocks = most_blocks
-
-    def _names(self, batch: Batch) -> Iterable[Key]:
-        return batch.keys
 
 
 def open_placed(setup: TierSetup) -> MemoryTier:
