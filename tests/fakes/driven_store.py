@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvferry.tiers.contract import Way
-from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
+from kvferry.tiers.contract import BatchId, Result, Way
+from kvferry.tiers.ipc.messages import OrderMessage
 from kvferry.tiers.remote import health, process
 from kvferry.tiers.remote.client import Fault, Unavailable
 from kvferry.tiers.remote.objects import ObjectFormat
@@ -76,17 +76,15 @@ class Busy:
     def ailment(self) -> str:
         return self.breaker.ailment
 
-    def order(
-        self, num_blocks: int, *, within: float, way: Way = Way.FIND
-    ) -> asyncio.Task[ResultMessage]:
+    def order(self, num_blocks: int, *, within: float, way: Way = Way.FIND) -> asyncio.Task[Result]:
         return self.carry(self.batch(num_blocks, within, way))
 
-    def carry(self, batch: InFlightBatch) -> asyncio.Task[ResultMessage]:
+    def carry(self, batch: InFlightBatch) -> asyncio.Task[Result]:
         return self.loop.create_task(self.transfers.carry(batch))
 
     def batch(self, num_blocks: int, within: float, way: Way) -> InFlightBatch:
         message = OrderMessage(
-            id=0,
+            id=BatchId(0),
             way=way,
             generation=0,
             deadline=self.loop.now + within,

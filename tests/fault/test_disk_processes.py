@@ -22,13 +22,13 @@ from tests.fakes.drives import ThreadDrive, Weather
 
 from kvferry.core.keys import Key
 from kvferry.errors import StoreInUseError
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import BatchId, Result, Way
 from kvferry.tiers.disk import drive
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.disk.tier import Launch, start_drive
 from kvferry.tiers.ipc.memory import StatusPage
-from kvferry.tiers.ipc.messages import Channel, FrameKind, ResultMessage, frame, pack_result
+from kvferry.tiers.ipc.messages import Channel, FrameKind, frame, pack_result
 from kvferry.tiers.ipc.process import ChildProcess
 
 
@@ -139,7 +139,7 @@ def test_a_drive_that_answers_what_cannot_be_loses_its_orders_and_comes_back(
         weather.fault = hang
         life.send(Way.READ, range(4), life.fresh(4))
         (number,) = life.tier._orders
-        wrong = ResultMessage(number, np.ones(3, dtype=bool), {}, 0, 0.0)
+        wrong = Result(BatchId(number), np.ones(3, dtype=bool), {}, 0, 0.0)
         weather.drives[0].say(pack_result(wrong))
         life.wait_ailing()
         gate.set()

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import BatchId, Result, Way
 from kvferry.tiers.disk import io_queue as module
 from kvferry.tiers.disk.io_queue import IoQueue, Job
-from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
+from kvferry.tiers.ipc.messages import OrderMessage
 
 DEADLINE = 10.0
 WAYS = [Way.READ, Way.WRITE]
@@ -30,7 +30,7 @@ class IoQueueMachine(RuleBasedStateMachine):
         self.clock.start()
         self.queue = IoQueue(self.answer, blocks_per_job=3, deadline=DEADLINE)
         self.sent: dict[int, OrderMessage] = {}
-        self.answers: dict[int, ResultMessage] = {}
+        self.answers: dict[int, Result] = {}
         self.jobs: list[Job] = []
         self.delivering: list[Job] = []
         self.good: dict[int, set[int]] = {}
@@ -40,15 +40,15 @@ class IoQueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.clock.stop()
 
-    def answer(self, result: ResultMessage) -> None:
-        assert result.id not in self.answers, "answered twice"
-        assert all(job.order.message.id != result.id for job in self.delivering)
-        order = self.sent[result.id]
+    def answer(self, result: Result) -> None:
+        assert result.batch_id not in self.answers, "answered twice"
+        assert all(job.order.message.id != result.batch_id for job in self.delivering)
+        order = self.sent[result.batch_id]
         good = {at for at in range(len(order.places)) if result.ok[at]}
-        assert good <= self.good[result.id], "said to have moved, and has not"
+        assert good <= self.good[result.batch_id], "said to have moved, and has not"
         assert set(result.reasons) == set(range(len(order.places))) - good
         assert result.num_bytes == 8 * len(good)
-        self.answers[result.id] = result
+        self.answers[result.batch_id] = result
 
     @rule(
         way=st.sampled_from(WAYS),
@@ -58,7 +58,7 @@ class IoQueueMachine(RuleBasedStateMachine):
     def submit(self, way: Way, places: list[int], within: float) -> None:
         number = len(self.sent)
         order = OrderMessage(
-            number,
+            BatchId(number),
             way,
             0,
             self.now + within,

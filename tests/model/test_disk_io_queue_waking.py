@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import BatchId, Way
 from kvferry.tiers.disk.io_queue import IoQueue, Job
 from kvferry.tiers.ipc.messages import OrderMessage
 
@@ -65,7 +65,7 @@ class History:
 
     def submit(self, way: Way, count: int) -> None:
         order = OrderMessage(
-            len(self.orders),
+            BatchId(len(self.orders)),
             way,
             0,
             1e12,

@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import BatchId, Result, Way
 from kvferry.tiers.disk import state
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage, open_own_memory
 from kvferry.tiers.ipc.messages import (
     Channel,
     FrameKind,
     OrderMessage,
-    ResultMessage,
     frame,
     pack_order,
     pack_result,
@@ -39,11 +38,11 @@ LONG = 60.0
     count=st.integers(1, 40),
     pieces=st.integers(1, 3),
     way=st.sampled_from([Way.READ, Way.WRITE]),
-    number=st.integers(0, 2**62),
+    number=st.integers(0, 2**62).map(BatchId),
     data=st.data(),
 )
 def test_orders_and_results_arrive_as_they_were_sent(
-    count: int, pieces: int, way: Way, number: int, data: st.DataObject
+    count: int, pieces: int, way: Way, number: BatchId, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(number)
     order = OrderMessage(
@@ -63,8 +62,8 @@ def test_orders_and_results_arrive_as_they_were_sent(
     bad = data.draw(st.dictionaries(st.integers(0, count - 1), st.text(max_size=20)))
     ok = np.ones(count, dtype=bool)
     ok[list(bad)] = False
-    result = unpack_result(pack_result(ResultMessage(number, ok, bad, 77, 0.25))[8:])
-    assert (result.id, result.num_bytes, result.seconds) == (number, 77, 0.25)
+    result = unpack_result(pack_result(Result(number, ok, bad, 77, 0.25))[8:])
+    assert (result.batch_id, result.num_bytes, result.seconds) == (number, 77, 0.25)
     assert np.array_equal(result.ok, ok)
     assert dict(result.reasons) == bad
 

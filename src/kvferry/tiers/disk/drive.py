@@ -25,14 +25,13 @@ from kvferry.tiers.disk.protocol import (
     Count,
     DriveSetup,
     ReadyMessage,
-    all_failed,
     put_blocks,
 )
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.ipc import child, messages
 from kvferry.tiers.ipc.memory import HEARTBEAT, MAX_THREADS
-from kvferry.tiers.ipc.messages import Channel, FrameKind, OrderMessage, frame
+from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 
 log = logging.getLogger(__name__)
 
@@ -144,19 +143,10 @@ class DriveServer:
 
     def _obey(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
-            self._submit(messages.unpack_order(body))
+            self._queue.submit(messages.unpack_order(body))
         elif kind is FrameKind.FORGET:
             number, is_kept = messages.unpack(body)
             self._commits.reset(number, is_kept=bool(is_kept))
-
-    def _submit(self, order: OrderMessage) -> None:
-        places, count = order.places, self._store.num_places
-        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < count:
-            reason = f"the store has {count} places, and was asked for {int(places.max())}"
-            failed = all_failed(order.id, len(places), reason)
-            self._channel.send(messages.pack_result(failed))
-            return
-        self._queue.submit(order)
 
     def _sweep(self) -> None:
         self._status.add(HEARTBEAT, 1)

@@ -27,9 +27,9 @@ import numpy as np
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import Result, Way
 from kvferry.tiers.disk.block_file import BlockFile
-from kvferry.tiers.ipc.messages import Flags, Numbers, OrderMessage, ResultMessage
+from kvferry.tiers.ipc.messages import Flags, Numbers, OrderMessage
 
 MAX_ERRORS = 16
 """So many calls to the drive in a row must fail before its process ends."""
@@ -76,7 +76,7 @@ class IoQueue:
     """Owns the queues and the orders. Any thread may use it."""
 
     def __init__(
-        self, answer: Callable[[ResultMessage], None], *, blocks_per_job: int, deadline: float
+        self, answer: Callable[[Result], None], *, blocks_per_job: int, deadline: float
     ) -> None:
         """``answer`` sends a result. A job has ``deadline`` seconds.
 
@@ -261,7 +261,7 @@ class IoQueue:
         del self._orders[message.id]
         num_bytes = int(order.ok.sum()) * order.block_bytes
         seconds = time.monotonic() - order.began
-        self._answer(ResultMessage(message.id, order.ok, order.reasons, num_bytes, seconds))
+        self._answer(Result(message.id, order.ok, order.reasons, num_bytes, seconds))
 
 
 class DriveHealth:

@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Recovered
 from kvferry.tiers.disk.superblock import DiskBound, StoreAt, StoreIdentity
 from kvferry.tiers.ipc.memory import StatusPage
-from kvferry.tiers.ipc.messages import Numbers, ResultMessage, Words
+from kvferry.tiers.ipc.messages import Numbers, Words
 
 COMMIT_SECONDS = 0.5
 """The longest a written block waits before the commit that makes it durable begins."""
@@ -139,12 +139,6 @@ def figures_of(status: StatusPage) -> DiskFigures:
         pending=get(Count.PENDING),
         durable_lag=max(0.0, time.monotonic() - since * _MICRO) if since else 0.0,
     )
-
-
-def all_failed(order_id: int, count: int, reason: str) -> ResultMessage:
-    """Return the result of an order of which nothing moved."""
-    ok = np.zeros(count, dtype=bool)
-    return ResultMessage(order_id, ok, dict.fromkeys(range(count), reason), 0, 0.0)
 
 
 def add_up(parts: list[DiskFigures]) -> DiskFigures:

@@ -41,7 +41,6 @@ from kvferry.tiers.disk.protocol import (
     DriveSetup,
     ReadyMessage,
     add_up,
-    all_failed,
     figures_of,
     take_blocks,
 )
@@ -54,7 +53,6 @@ from kvferry.tiers.ipc.messages import (
     FrameKind,
     Numbers,
     OrderMessage,
-    ResultMessage,
     Words,
 )
 from kvferry.tiers.ipc.process import ChildProcess
@@ -134,7 +132,7 @@ class DriveClient:
         self,
         setup: DriveSetup,
         changed: threading.Condition,
-        ended: Callable[[int, ResultMessage | str], None],
+        ended: Callable[[int, Result | str], None],
         launch: Launch = start_drive,
     ) -> None:
         self.path = setup.path
@@ -309,9 +307,9 @@ class DriveClient:
         with self._changed:
             if kind is FrameKind.RESULT:
                 result = messages.unpack_result(body)
-                if result.id in self._orders:
-                    self._ended(result.id, result)
-                    self._orders.discard(result.id)
+                if result.batch_id in self._orders:
+                    self._ended(result.batch_id, result)
+                    self._orders.discard(result.batch_id)
             elif kind is FrameKind.AILS:
                 self._said = messages.unpack(body)
                 self._ail(self._said)
@@ -532,7 +530,7 @@ class DiskTier:
                 self._orders[number] = (entry, positions)
                 drive = self._drives[at]
                 order = OrderMessage(
-                    number,
+                    BatchId(number),
                     batch.way,
                     drive.number,
                     batch.deadline,
@@ -624,11 +622,12 @@ class DiskTier:
             self._abandoned = tuple({self._orders[number][0].batch.id: None for number in left})
             return self._abandoned
 
-    def _order_ended(self, number: int, result: ResultMessage | str) -> None:
+    def _order_ended(self, number: int, result: Result | str) -> None:
         """One drive's part of a batch ended, or failed as a whole; the lock is held."""
         entry, positions = self._orders[number]
         if isinstance(result, str):
-            result = all_failed(number, len(positions), result)
+            ok, reasons = np.zeros(len(positions), dtype=bool), range(len(positions))
+            result = Result(BatchId(number), ok, dict.fromkeys(reasons, result))
         if len(result.ok) != len(positions):
             raise IntegrityError(f"{len(result.ok)} results for {len(positions)} blocks")
         del self._orders[number]

@@ -23,7 +23,6 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import IntegrityError
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import BatchId, Result, Way
 
 _CHUNK = 256 << 10
 _MAX_BODY_BYTES = 64 << 20
@@ -214,7 +213,7 @@ class OrderMessage:
     ``places`` are the child's own, for a tier that has places.
     """
 
-    id: int
+    id: BatchId
     way: Way
     generation: int
     deadline: float
@@ -222,17 +221,6 @@ class OrderMessage:
     keys: Words
     sizes: Numbers
     addresses: Numbers
-
-
-@dataclass(frozen=True, eq=False)
-class ResultMessage:
-    """The result of an order: ``ok`` and ``reasons`` by position in the order."""
-
-    id: int
-    ok: Flags
-    reasons: Mapping[int, str]
-    num_bytes: int
-    seconds: float
 
 
 def pack_order(order: OrderMessage) -> bytes:
@@ -258,19 +246,20 @@ def unpack_order(body: bytes) -> OrderMessage:
     )
 
 
-def pack_result(result: ResultMessage) -> bytes:
+def pack_result(result: Result) -> bytes:
     """Return the frame of a result. Equal reasons are sent once: most blocks share one."""
     groups: dict[str, list[int]] = {}
     for position, reason in result.reasons.items():
         groups.setdefault(reason, []).append(int(position))
-    head = (result.id, result.num_bytes, result.seconds)
+    head = (result.batch_id, result.num_bytes, result.seconds)
     return frame(FrameKind.RESULT, marshal.dumps((*head, result.ok.tobytes(), groups)))
 
 
-def unpack_result(body: bytes) -> ResultMessage:
+def unpack_result(body: bytes) -> Result:
     number, num_bytes, seconds, ok, groups = marshal.loads(body)
     reasons = {at: reason for reason, positions in groups.items() for at in positions}
-    return ResultMessage(number, np.frombuffer(ok, bool).copy(), reasons, num_bytes, seconds)
+    ok = np.frombuffer(ok, bool).copy()
+    return Result(BatchId(number), ok, reasons, num_bytes, seconds)
 
 
 def pack(kind: FrameKind, *values: int | str) -> bytes:

@@ -36,14 +36,13 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
-from kvferry.tiers.contract import Way
+from kvferry.tiers.contract import Result, Way
 from kvferry.tiers.ipc import child
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import (
     Channel,
     FrameKind,
     OrderMessage,
-    ResultMessage,
     frame,
     pack,
     pack_result,
@@ -95,12 +94,12 @@ class InFlightBatch:
         """Seconds until its deadline."""
         return self.order.deadline - time.monotonic()
 
-    def result(self, block_bytes: int, seconds: float) -> ResultMessage:
+    def result(self, block_bytes: int, seconds: float) -> Result:
         """The message to the engine."""
         ok = np.array([end is None for end in self.ends], dtype=bool)
         reasons = {at: end.reason for at, end in enumerate(self.ends) if end is not None}
         moved = 0 if self.order.way is Way.FIND else int(ok.sum()) * block_bytes
-        return ResultMessage(self.order.id, ok, reasons, moved, seconds)
+        return Result(self.order.id, ok, reasons, moved, seconds)
 
 
 _Step = Callable[[InFlightBatch, Sequence[int]], Awaitable[None]]
@@ -135,7 +134,7 @@ class StoreTransfers:
         keys = list(Keys(order.keys))
         return InFlightBatch(order, self._objects.names(keys, order.generation), keys)
 
-    async def carry(self, batch: InFlightBatch) -> ResultMessage:
+    async def carry(self, batch: InFlightBatch) -> Result:
         """Carry a batch out, until its deadline."""
         start, way = time.perf_counter(), batch.order.way
         step = {Way.FIND: self._find, Way.READ: self._read, Way.WRITE: self._write}[way]

@@ -239,12 +239,11 @@ class RemoteTier(QueuedTier):
         self.refusal_to_write = reason
 
     def _take_result(self, body: bytes) -> None:
-        got = unpack_result(body)
-        task = self._tasks.get(BatchId(got.id))
+        result = unpack_result(body)
+        task = self._tasks.get(result.batch_id)
         if task is None:
             return
         batch = task.batch
-        result = Result(batch.id, got.ok, got.reasons, got.num_bytes, got.seconds)
         if task.generation != self._generation and batch.way is not Way.WRITE:
             result = Result.all_failed(batch, f"tier {self.name} was told to forget it")
         reasons = {at: f"tier {self.name}: {why}" for at, why in result.reasons.items()}
