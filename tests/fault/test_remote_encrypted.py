@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -188,18 +187,6 @@ def test_forged_objects_are_misses_and_are_replaced() -> None:
         assert found.ok.tolist() == [number not in changed for number in ALL]
         store.write(ALL)
         assert store.reads(ALL) == [True] * 8
-
-
-def test_the_key_comes_from_a_file_or_the_environment_and_is_shown_nowhere(tmp_path: Path) -> None:
-    file, secret = tmp_path / "key", os.urandom(32)
-    file.touch(0o600)
-    file.write_bytes(secret)
-    config = Config.from_dict({"remote": "s3://bucket", "remote_key_file": str(file)})
-    assert config.remote_key({}) == secret
-    env = {"KVFERRY_REMOTE": "s3://bucket", REMOTE_KEY_ENV: base64.b64encode(secret).decode()}
-    config = Config.load(None, env)
-    assert config.remote_key(env) == secret
-    assert env[REMOTE_KEY_ENV] not in repr(config)
 
 
 def test_a_key_that_cannot_be_used_is_refused_before_anything_is_shared(tmp_path: Path) -> None:

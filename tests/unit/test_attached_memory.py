@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.errors import InputError, LayoutError
+from kvferry.errors import LayoutError
 
 BLOCKS, TOKENS = 6, 4
 
@@ -127,19 +127,6 @@ def test_tensors_that_share_bytes_are_both_named() -> None:
         attach({"tight": tight})
 
 
-@pytest.mark.parametrize("axis", [True, 0.0, "0", None, 9, -9, [0]])
-def test_a_block_axis_that_is_none(axis: Any) -> None:
-    with pytest.raises(InputError, match="axis"):
-        attach([layer()], block_axis=axis)
-
-
-@pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f2", ">f4", "c16", "V3", "i4,f8", "M8[s]"])
-def test_every_kind_of_plain_bytes_is_taken(dtype: str) -> None:
-    with attach([layer(dtype)]) as ferry:
-        keys = ferry.keys(range(TOKENS))
-        assert ferry.wait(ferry.store(keys, [1])).num_blocks == 1
-
-
 def test_a_map_that_is_private_and_writable_is_taken(tmp_path: Path) -> None:
     file = tmp_path / "kv"
     file.write_bytes(bytes(BLOCKS * 4096))
@@ -174,17 +161,6 @@ def test_such_a_torch_tensor_is_refused_by_name(words: str) -> None:
         attach({"layers.0": torch.zeros(BLOCKS, 8), "layers.1": bad})
     with pytest.raises(LayoutError, match=words.split("_")[0]):
         attach({"layers.0": bad})
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_fake_tensor_is_refused_by_name() -> None:
-    torch = pytest.importorskip("torch")
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        fake = torch.zeros(BLOCKS, 8)
-    with pytest.raises(LayoutError, match=r"layers\.0"):
-        attach({"layers.0": fake})
 
 
 class OnGpu:

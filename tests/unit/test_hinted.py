@@ -149,15 +149,6 @@ def test_of_several_groups_each_is_looked_for():
     assert desk.pool.counts.pinned == 4
 
 
-def test_groups_with_windows_take_hints_too():
-    desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=8), slots=32)
-    say(desk, "a", 1, 6, pin_seconds=60)
-    assert 0 < desk.pool.counts.pinned <= 8
-    say(desk, "b", 2, 6, ended=True)
-    desk.keep("c", story(3, 8), 32)
-    desk.scheduler.check_integrity()
-
-
 def test_over_ends_what_was_said_of_going_on_but_no_pin():
     desk = Desk(slots=16, pin_share=0.5)
     for number in (1, 2):
