@@ -25,7 +25,7 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import BlockNames, Key, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.tiering import GroupLookup, LowerTiers
+from kvferry.scheduler.tiering import GroupLookup, LowerTiers, Run
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
@@ -378,7 +378,7 @@ class Matcher:
             wanted.append(self.names[g].all(found.keys).take(lacking).array)
         return Keys(np.concatenate(wanted))
 
-    def to_promote(self, found: Lookup) -> list[GroupLookup]:
+    def to_promote(self, found: Lookup) -> list[Run]:
         """By group, the run of blocks to complete for the longer hit."""
         assert found.host is not None
         runs = []
@@ -387,8 +387,8 @@ class Matcher:
             lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
-                before = self.names[g].before(found.keys, run.start) if run.start else None
-                runs.append(group.run(run, before, self._chained[g]))
+                before = self.names[g].before(found.keys, run.start)
+                runs.append(Run(group, group.part(run), before, self._chained[g]))
         return runs
 
     # -- lengths --------------------------------------------------------------------------------

@@ -64,11 +64,6 @@ class Presence(NamedTuple):
     unknown: Flags
     slots: SlotArray = NO_SLOTS
 
-    def part(self, where: slice) -> Presence:
-        """The same of a part of the keys."""
-        readable, known, unknown, slots = self
-        return Presence(readable[where], known[where], unknown[where], slots[where])
-
 
 class LowerTier(ABC):
     """One tier below the host, by its name on the workers' side.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,19 +60,13 @@ class TierLookup:
     readable: Flags
     unknown: Flags
 
-    def part(self, where: slice) -> TierLookup:
-        """The same of a part of the keys."""
-        found = [each.part(where) for each in self.found]
-        return TierLookup(self.tiers, found, self.readable[where], self.unknown[where])
-
 
 @dataclass(eq=False, slots=True)
 class GroupLookup:
     """What was found of one group's blocks from number ``first`` on, which have these keys.
 
     ``slots`` are the host's, also of blocks on their way in; ``cached`` tells which can be read.
-    ``below`` is what lower tiers have; None where no longer hit is possible. For a run of blocks
-    to bring up ``parent`` is the key before it, and ``chained`` says that each needs that one.
+    ``below`` is what lower tiers have; None where no longer hit is possible.
     """
 
     first: int
@@ -79,8 +74,6 @@ class GroupLookup:
     slots: SlotArray
     cached: Flags
     below: TierLookup | None = None
-    parent: Key | None = None
-    chained: bool = False
 
     def whole(self, flags: Flags, before: bool) -> Flags:
         """Flags of these blocks, and the same one for each block before them."""
@@ -90,13 +83,17 @@ class GroupLookup:
         """Where these blocks of the group are among those that were looked up."""
         return slice(max(0, blocks.start - self.first), max(0, blocks.stop - self.first))
 
-    def run(self, blocks: range, parent: Key | None, chained: bool) -> GroupLookup:
-        """The same of these blocks alone."""
-        part, keys, below = self.part(blocks), self.keys, self.below
-        if len(blocks) < len(self.slots):
-            keys, below = keys[part], below.part(part) if below is not None else None
-        first, slots, cached = blocks.start, self.slots[part], self.cached[part]
-        return GroupLookup(first, keys, slots, cached, below, parent, chained)
+
+class Run(NamedTuple):
+    """A part of a group's blocks to complete in the host, behind ``parent``.
+
+    Where they are ``chained`` each needs the one before it.
+    """
+
+    group: GroupLookup
+    part: slice
+    parent: Key | None
+    chained: bool
 
 
 class LowerTiers:
@@ -205,9 +202,7 @@ class LowerTiers:
                 room -= len(move.keys)
         return room
 
-    def promote(
-        self, runs: Sequence[GroupLookup], room: int, *, tenant: int = 0
-    ) -> set[TransferId]:
+    def promote(self, runs: Sequence[Run], room: int, *, tenant: int = 0) -> set[TransferId]:
         """Bring up those blocks of the runs that the host lacks, into at most ``room`` slots.
 
         The runs were looked up just now. Returns the transfers to wait for, also those that others
@@ -221,29 +216,27 @@ class LowerTiers:
         return transfers
 
     def _promote(
-        self,
-        run: GroupLookup,
-        room: int,
-        tenant: int,
-        transfers: set[TransferId],
-        *,
-        is_first: bool,
+        self, run: Run, room: int, tenant: int, transfers: set[TransferId], *, is_first: bool
     ) -> int:
         """Add the ``transfers`` that bring up one run; returns the room that is left."""
-        start, parent, lookup = 0, run.parent, run.below
+        group, part, parent, chained = run
+        start, lookup, known = part.start, group.below, group.slots != NO_SLOT
+        keys, num_keys = group.keys, len(known)
         assert lookup is not None
-        known, num_keys = run.slots != NO_SLOT, len(run.slots)
-        while room > 0 and start < num_keys:
-            stop = start + min(room, self.piece_slots, num_keys - start)
+        while room > 0 and start < part.stop:
+            stop = start + min(room, self.piece_slots, part.stop - start)
             if not known[start:stop].all():
                 number, stop = _source(lookup, known, start, stop)
                 if number is None:
                     break
-                keys = run.keys[start:stop] if stop - start < num_keys else run.keys
                 # A reservation may evict what the lookup has found of later pieces and runs.
-                found = run.slots[:stop] if is_first and not start else None
+                found = group.slots[start:stop] if is_first and start == part.start else None
                 lease = self._host.reserve(
-                    keys, parent=parent, chained=run.chained, found=found, tenant=tenant
+                    keys if stop - start == num_keys else keys[start:stop],
+                    parent=parent,
+                    chained=chained,
+                    found=found,
+                    tenant=tenant,
                 )
                 if lease is None:
                     break
@@ -251,15 +244,15 @@ class LowerTiers:
                 if not lookup.found[number].readable[at].all():
                     lease.abort()  # the host has evicted some of the run meanwhile
                     break
-                coming = run.keys.take(at) if len(at) < num_keys else run.keys
                 slots = lookup.found[number].slots
                 src = slots[at] if len(slots) else slots
+                coming = keys if len(at) == num_keys else keys.take(at)
                 transfers.add(self._lift(lookup.tiers[number], coming, src, lease))
                 room -= len(at)
                 if len(at) < np.count_nonzero(~known[start:stop]):
                     break  # the host has no room for all of it: what follows could not be reached
-            if stop < num_keys:
-                parent = run.keys[stop - 1]
+            if stop < part.stop:
+                parent = keys[stop - 1]
             start = stop
         return room
 
@@ -270,9 +263,11 @@ class LowerTiers:
         self._busy[tier.name].begin(self._clock())
         return transfer_id
 
-    def _bringing(self, run: GroupLookup) -> set[TransferId]:
+    def _bringing(self, run: Run) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
-        coming = run.keys.array[(run.slots != NO_SLOT) & ~run.cached, 0]
+        group, part = run.group, run.part
+        is_coming = (group.slots[part] != NO_SLOT) & ~group.cached[part]
+        coming = group.keys.array[part][is_coming, 0]
         return {
             transfer_id
             for transfer_id, move in self.moves.items()
@@ -283,19 +278,19 @@ class LowerTiers:
         """Each of these tiers has brought something, or begun to, at this time or later."""
         return min(self._busy[name].since for name in names)
 
-    def worth_promoting(self, runs: Sequence[GroupLookup], num_tokens: int) -> Decision:
+    def worth_promoting(self, runs: Sequence[Run], num_tokens: int) -> Decision:
         """Whether these runs, of so many tokens, come up sooner than they are computed.
 
         The speed is that of the tier which has most of them.
         """
-        counts, tiers, num_lacking = Counter[int](), self.tiers, 0
-        for run in runs:
-            assert run.below is not None
-            tiers, lacks = tuple(run.below.tiers), run.slots == NO_SLOT
+        counts, num_lacking, size = Counter[LowerTier](), 0, self._slot_bytes
+        for group, part, _, _ in runs:
+            assert group.below is not None
+            lacks = group.slots[part] == NO_SLOT
             num_lacking += int(np.count_nonzero(lacks))
-            for number, found in enumerate(run.below.found):
-                counts[number] += int(np.count_nonzero(found.readable & lacks))
-        tier, size = tiers[counts.most_common(1)[0][0]], self._slot_bytes
+            for tier, found in zip(group.below.tiers, group.below.found, strict=True):
+                counts[tier] += int(np.count_nonzero(found.readable[part] & lacks))
+        ((tier, _),) = counts.most_common(1)
         moves = [move for move in self.moves.values() if move.upward and not move.late]
         num_queued = sum([len(move.keys) for move in moves if move.tier is tier])
         return self._worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
