@@ -53,11 +53,11 @@ class World:
         )
 
     def wait(self, name: str, request: str = "") -> Deferred | None:
-        return self.rests.wait(request or name, 16, key(name))
+        return self.rests.add(request or name, 16, key(name))
 
     def hold(self, name: str, request: str = "") -> None:
         held = (DeviceBlocks(0, np.array([0])),)
-        self.rests.hold(request or name, 16, key(name), [[0]], held)
+        self.rests.add(request or name, 16, key(name), [[0]], held)
 
     def due(self, *, is_idle: bool = False) -> list[str]:
         return [rest.request for rest in self.rests.take_due(is_idle=is_idle)]

@@ -10,7 +10,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
-from kvferry.scheduler.recovery import agreed, united, within
+from kvferry.scheduler.tier import agreed, united
 from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.types import Opened, TierName
 
@@ -44,9 +44,13 @@ def test_ranks_with_places_of_their_own_add_up() -> None:
 
 
 def test_places_that_others_lack_are_left_out() -> None:
-    kept, places = within(found((1, 7), (2, 3)), 4)
-    assert kept == keys([2])
-    assert places.tolist() == [3]
+    ranks = [
+        Opened(8, keys([1, 2]).array, as_slots([7, 3])),
+        Opened(4, keys([2]).array, as_slots([3])),
+    ]
+    tier = lower_tier(DISK, 4, WriteMode.SPILL, recovered=ranks)
+    assert tier.pool is not None
+    assert tier.pool.match(keys([2])) == tier.pool.counts.cached == 1
 
 
 def test_a_tier_that_is_wrong_begins_empty(caplog: pytest.LogCaptureFixture) -> None:

@@ -616,7 +616,7 @@ class Request:
         waits = deferred.stores_late and is_short and not deferred.engine.evicts
         if waits and not progress.is_outdated:
             key = chain[storable // requests.matcher.hash_tokens - 1]
-            twin = deferred.wait(self, storable, key)
+            twin = deferred.add(self, storable, key)
             if twin is not None:
                 twin.request.end_left()
             return ()
@@ -628,7 +628,7 @@ class Request:
             return self._store(tables, storable)
         held = held_blocks(tables, requests.sizes, from_token)
         key = chain[storable // requests.matcher.hash_tokens - 1]
-        deferred.hold(self, storable, key, tables, held)
+        deferred.add(self, storable, key, tables, held)
         return held
 
     def store_left(self, rest: Deferred, deferred: DeferredStores) -> tuple[Ordered, ...]:

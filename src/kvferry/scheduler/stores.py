@@ -341,23 +341,22 @@ class DeferredStores:
         """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
-    def wait(self, request: Any, num_tokens: int, key: Key) -> Deferred | None:
-        """Let a short rest wait; returns what waited with the same end: one is enough."""
-        twin = self._take_waiting(key) if self._rests else None
-        self._rests.append(Deferred(request, num_tokens, key, self._clock()))
-        return twin
-
-    def hold(
+    def add(
         self,
         request: Any,
         num_tokens: int,
         key: Key,
-        tables: Sequence[BlockTable],
-        held: tuple[DeviceBlocks, ...],
-    ) -> None:
-        """Remember one whose blocks are held."""
+        tables: Sequence[BlockTable] | None = None,
+        held: tuple[DeviceBlocks, ...] = (),
+    ) -> Deferred | None:
+        """Remember one: with its ``held`` blocks, or a short rest that waits.
+
+        Returns what waited with the same end: one is enough.
+        """
+        twin = self._take_waiting(key) if self._rests and not held else None
         self._rests.append(Deferred(request, num_tokens, key, self._clock(), tables, held))
-        self.num_held += 1
+        self.num_held += bool(held)
+        return twin
 
     def put_back(self, rests: Sequence[Deferred]) -> None:
         """They could not be stored whole yet: again in the next step, and before all others."""

@@ -39,7 +39,6 @@ _CLEAN_SECONDS = 0.1
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 30.0
 """How long nothing is spilled to a tier after a transfer to it has failed."""
 
-_SAY_AFTER, _SAY_EVERY = 2.0, 5.0
 _LOOK_RESTS = 20
 """A flush searches the whole host again after so many times the last search's duration. A search of
 100,000 blocks takes 13 ms, and a new request waits for it. (2 vCPU, Python 3.11, 2026-11-16.)"""
@@ -88,15 +87,16 @@ class Writeback:
         self._num_changes = 0  # moves that ended, and tiers that went or came back
         self._clean = (-1, -1, -1)  # the state in which nothing was left to spill
         self._clean_until = 0.0
-        self._flush_tiers = {spec.name for spec in config.all_tiers if spec.outlives_us}
-        can_flush = any(t.name in self._flush_tiers and t.write is WriteMode.SPILL for t in tiers)
-        self._flush_seconds = config.tier_flush if can_flush else 0.0  # of one flush
+        lasting = {spec.name for spec in config.all_tiers if spec.outlives_us}
+        spilled = [tier for tier in tiers if tier.name in lasting and tier.pool is not None]
+        spilled = [tier for tier in spilled if tier.write is WriteMode.SPILL]
+        self._flushed = spilled[0] if spilled else None  # the tier that outlives this process
+        self._flush_seconds = config.tier_flush if spilled else 0.0  # of one flush
         most_flushing = min(_FLUSH_PIECES * piece_slots, host.num_slots // _FLUSHING_SHARE)
         self._most_flushing = max(1, most_flushing)
         self._left = Keys.empty()  # what the last search for a flush found, and is not sent yet
-        self._num_found = 0
         self._seen = host.generation
-        self._began = self._say_at = self._look_at = 0.0
+        self._began = self._look_at = 0.0
 
     def _set_up(self, tier: LowerTier, config: Config) -> None:
         setting = {DISK: config.disk_admission, REMOTE: config.remote_admission}
@@ -186,7 +186,7 @@ class Writeback:
     @property
     def can_flush(self) -> bool:
         """Whether a tier that outlives the process is spilled to and can be used."""
-        return bool(self._flush_seconds) and self._flush_tier() is not None
+        return bool(self._flush_seconds and self._flushed and not self._flushed.ailment)
 
     @property
     def flush_is_due(self) -> bool:
@@ -209,8 +209,8 @@ class Writeback:
 
         It searches the whole host where something was stored since the last search.
         """
-        tier = self._flush_tier()
-        if tier is None or not self.flush_is_due:
+        tier = self._flushed
+        if tier is None or tier.ailment or not self.flush_is_due:
             self._left, self._seen = Keys.empty(), self._host.generation
             return
         now = self._clock()
@@ -222,46 +222,23 @@ class Writeback:
             log.info("%d blocks that only host memory holds are not written", len(self._left))
             self._left = Keys.empty()
             return
-        self._report(tier.name, now)
         moves = self._moves.values()
         num_going = sum(len(m.keys) for m in moves if m.tier is tier and not m.upward)
         count = self._most_flushing - num_going
         if count > 0:
             # A run's end comes before its beginning here, as it should be evicted on the tier.
             keys, self._left = self._left[:count][::-1], self._left[count:]
-            self._flush_to(tier, keys, now)
-
-    def _flush_to(self, tier: LowerTier, keys: Keys, now: float) -> None:
-        wanted = self._host.cached(keys) & ~tier.known(keys, now)
-        wanted[wanted] = self._admits(tier, keys.take(wanted))
-        self._send(tier, keys.take(wanted))
-
-    def _flush_tier(self) -> LowerTier | None:
-        for tier in self._tiers:
-            if tier.name in self._flush_tiers and tier.pool is not None and not tier.ailment:
-                return tier if tier.write is WriteMode.SPILL else None
-        return None
+            wanted = self._host.cached(keys) & ~tier.known(keys, now)
+            wanted[wanted] = self._admits(tier, keys.take(wanted))
+            self._send(tier, keys.take(wanted))
 
     def _search(self, tier: LowerTier, now: float) -> None:
         self._seen = self._host.generation
         found = self._host.eviction.coldest(self._host.num_slots)
         self._left = found.take(~tier.known(found, now))
-        self._num_found = len(self._left)
-        self._began, self._say_at = now, now + _SAY_AFTER
+        self._began = now
         done = self._clock()
         self._look_at = done + _LOOK_RESTS * (done - now)
-
-    def _report(self, name: TierName, now: float) -> None:
-        if now >= self._say_at:
-            self._say_at = now + _SAY_EVERY
-            log.info(
-                "writing to %s what only host memory holds: %d of %d blocks, %.0f of %.0f s",
-                name,
-                self._num_found - len(self._left),
-                self._num_found,
-                now - self._began,
-                self._flush_seconds,
-            )
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -269,36 +246,21 @@ class Writeback:
         self, tier: LowerTier, keys: Keys, parent: Key | None = None, *, chained: bool = False
     ) -> bool:
         """Order these blocks down, each as its tenant's; whether any of them goes."""
-        if not len(keys):
-            return False
-        owners = self._host.eviction.tenants_of(keys)
-        if owners is None or chained:  # blocks stored together, as a chain, are one tenant's
-            tenant = 0 if owners is None else int(owners[0])
-            return self._send_one(tier, keys, parent, chained=chained, tenant=tenant)
-        has_sent = False
-        for tenant in np.unique(owners).tolist():
-            has_sent |= self._send_one(tier, keys.take(owners == tenant), tenant=tenant)
+        owners, parts, has_sent = self._host.eviction.tenants_of(keys), {0: keys}, False
+        if owners is not None:  # of a chain, which is stored together, they are all one tenant's
+            parts = {tenant: keys.take(owners == tenant) for tenant in np.unique(owners).tolist()}
+        for tenant, part in parts.items() if len(keys) else ():
+            room = tier.reserve(part, self._clock(), parent=parent, chained=chained, tenant=tenant)
+            if room is None:
+                continue
+            positions, writing = room
+            going = part.take(positions)
+            reading = self._host.lease(going, Purpose.COPY)
+            assert reading is not None
+            transfer_id = self._transfers.move(HOST, tier.name, going, reading, writing)
+            self._moves[transfer_id] = Move(tier, going, upward=False)
+            has_sent = True
         return has_sent
-
-    def _send_one(
-        self,
-        tier: LowerTier,
-        keys: Keys,
-        parent: Key | None = None,
-        *,
-        chained: bool = False,
-        tenant: int,
-    ) -> bool:
-        room = tier.reserve(keys, self._clock(), parent=parent, chained=chained, tenant=tenant)
-        if room is None:
-            return False
-        positions, writing = room
-        going = keys.take(positions)
-        reading = self._host.lease(going, Purpose.COPY)
-        assert reading is not None
-        transfer_id = self._transfers.move(HOST, tier.name, going, reading, writing)
-        self._moves[transfer_id] = Move(tier, going, upward=False)
-        return True
 
     def _admits(self, tier: LowerTier, keys: Keys) -> npt.NDArray[np.bool_]:
         admission = self._admissions.get(tier.name)
