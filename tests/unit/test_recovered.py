@@ -10,8 +10,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.slots import as_slots
 from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import agreed, united
-from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
+from kvferry.scheduler.tier import SlotTier, WriteMode, agreed, lower_tier, united
 from kvferry.types import Opened, TierName
 
 DISK = TierName("disk")
