@@ -16,7 +16,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache.reach import FullAttention, Group
@@ -26,66 +25,7 @@ from kvferry.errors import ConfigError, InputError, LayoutError
 from kvferry.ferry import Ferry
 from kvferry.rank import Contents, RankMemory
 from kvferry.transfer.engine.cpu import Stream
-from kvferry.transfer.layout import GroupLayout, TensorView, describe, named_tensors
-
-_CPU = "cpu"
-
-
-@dataclass(frozen=True)
-class AttachedTensors:
-    """Tensors of one group, all on one device, whose bytes may be read and written.
-
-    Holds them, because copies go by address: they must live as long as anything may be copied.
-    """
-
-    tensors: Mapping[str, Any]
-    layout: GroupLayout
-    device: str
-
-    @classmethod
-    def of(cls, kv: Mapping[str, Any] | Sequence[Any], block_axis: int) -> AttachedTensors:
-        """LayoutError, with the tensor's name, for memory that cannot be copied from and to."""
-        tensors = named_tensors(kv)
-        for name, tensor in tensors.items():
-            if isinstance(tensor, TensorView):
-                raise LayoutError(f"{name} is a view without a dtype; give the tensor itself")
-        layout = describe(tensors, block_axis=block_axis)
-        device = _common_device(tensors)
-        return cls(tensors, layout, device)
-
-    @property
-    def dtype(self) -> str:
-        """What the bytes mean, of all tensors: one name, or one for each where they differ."""
-        names = [str(tensor.dtype) for tensor in self.tensors.values()]
-        return names[0] if len(set(names)) == 1 else json.dumps(names)
-
-    @property
-    def gpu(self) -> int | None:
-        """The GPU they are on; None for ordinary memory."""
-        return None if self.device == _CPU else int(self.device.partition(":")[2])
-
-
-def _common_device(tensors: Mapping[str, Any]) -> str:
-    """The device of all tensors: ``cpu``, or such as ``cuda:0``."""
-    devices = {}
-    for name, tensor in tensors.items():
-        kind = getattr(getattr(tensor, "device", None), "type", None)  # numpy's device is a word
-        devices[name] = _CPU if kind in (None, _CPU) else f"{kind}:{tensor.device.index or 0}"
-    first, device = next(iter(devices.items()))
-    for name, other in devices.items():
-        if other != device:
-            raise LayoutError(
-                f"{name} is on {_words(other)}, {first} on {_words(device)}; the tensors of one "
-                "ferry must be on one device"
-            )
-    if device.partition(":")[0] not in (_CPU, "cuda"):
-        raise LayoutError(f"{first} is on {device}; kvferry copies to CUDA and CPU")
-    return device
-
-
-def _words(device: str) -> str:
-    return "the CPU" if device == _CPU else device
-
+from kvferry.transfer.layout import describe, named_tensors
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +65,23 @@ def attach(
         raise InputError(f"compute must be a kvferry Stream, got {type(compute).__name__}")
     logging.getLogger("kvferry").setLevel(config.log_level.upper())
     kinds = _checked_groups(groups, config.block_tokens)
-    attached = _attached(kv, kinds, block_axis, is_grouped=groups is not None)
+    named = [named_tensors(each) for each in _by_group(kv, groups)]
+    layouts = tuple(describe(tensors, block_axis=block_axis) for tensors in named)
+    gpu = _gpu_of(named)
+    if gpu is not None and compute is not None:
+        raise InputError("compute is for tensors in ordinary memory; on a GPU it is torch's stream")
+    geometry: list[dict[str, Any]] = [
+        {"block_bytes": layout.block_bytes, "segments": layout.sizes.tolist()} for layout in layouts
+    ]
+    if groups is not None:
+        kinds_of = zip(kinds, geometry, strict=True)
+        geometry = [{"kind": repr(group), **part} for group, part in kinds_of]
     namespace = Namespace(
         model=model,
         revision=revision,
-        dtype=_one_or_all([each.dtype for each in attached]),
-        layout=_one_or_all([each.layout.format for each in attached]),
-        geometry=_geometry(kinds, attached, is_grouped=groups is not None),
+        dtype="; ".join(map(_dtype, named)),
+        layout="; ".join(layout.format for layout in layouts),
+        geometry=geometry if groups is not None else geometry[0],
         block_tokens=config.block_tokens,
         overrides=overrides,
         salt=salt,
@@ -144,13 +94,10 @@ def attach(
             " and ".join(lasting),
             model,
         )
-    layouts, gpu = tuple(each.layout for each in attached), attached[0].gpu
-    if gpu is not None and compute is not None:
-        raise InputError("compute is for tensors in ordinary memory; on a GPU it is torch's stream")
     rank = RankMemory.open(layouts, config, gpu=gpu, compute=compute, contents=Contents(namespace))
     with ExitStack() as undo:
         undo.callback(rank.close)
-        ferry = Ferry(layouts, kinds, namespace, config, rank, keep_alive=attached)
+        ferry = Ferry(layouts, kinds, namespace, config, rank, keep_alive=named)
         undo.pop_all()
     return ferry
 
@@ -187,35 +134,40 @@ def _checked_groups(groups: Sequence[Group] | None, block_tokens: int) -> tuple[
     return tuple(groups)
 
 
-def _attached(
-    kv: Any, groups: Sequence[Group], block_axis: int, *, is_grouped: bool
-) -> tuple[AttachedTensors, ...]:
-    if not is_grouped:
-        return (AttachedTensors.of(kv, block_axis),)
+def _by_group(kv: Any, groups: Sequence[Group] | None) -> Sequence[Tensors]:
+    if groups is None:
+        return (kv,)
     if isinstance(kv, Mapping) or not isinstance(kv, Sequence) or len(kv) != len(groups):
         count = len(kv) if hasattr(kv, "__len__") else type(kv).__name__
         raise InputError(
             f"with {len(groups)} groups kv is a list of as many lists (or mappings) of tensors, "
             f"one for each group; got {count}"
         )
-    attached = tuple(AttachedTensors.of(tensors, block_axis) for tensors in kv)
-    for number, each in enumerate(attached):
-        if each.device != attached[0].device:
-            raise InputError(f"the tensors of groups 0 and {number} are not on one device")
-    return attached
+    return kv
 
 
-def _one_or_all(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else "; ".join(words)
+def _dtype(tensors: Mapping[str, Any]) -> str:
+    """What the bytes mean, of all tensors: one name, or one for each where they differ."""
+    names = [str(tensor.dtype) for tensor in tensors.values()]
+    return names[0] if len(set(names)) == 1 else json.dumps(names)
 
 
-def _geometry(
-    groups: Sequence[Group], attached: Sequence[AttachedTensors], *, is_grouped: bool
-) -> Described:
-    parts = [
-        {"block_bytes": each.layout.block_bytes, "segments": each.layout.sizes.tolist()}
-        for each in attached
-    ]
-    if not is_grouped:
-        return parts[0]
-    return [{"kind": repr(group), **part} for group, part in zip(groups, parts, strict=True)]
+def _gpu_of(named: Sequence[Mapping[str, Any]]) -> int | None:
+    """The GPU that all tensors are on; None for ordinary memory."""
+    places = []
+    for name, tensor in (item for tensors in named for item in tensors.items()):
+        kind = getattr(getattr(tensor, "device", None), "type", None)  # numpy's device is a word
+        places.append(
+            (name, f"{kind}:{tensor.device.index or 0}" if kind not in (None, "cpu") else "")
+        )
+    first, device = places[0]
+    for name, other in places:
+        if other != device:
+            raise LayoutError(
+                f"{name} is on {other or 'the CPU'}, {first} on {device or 'the CPU'}; the tensors "
+                "of one ferry must be on one device"
+            )
+    kind, _, number = device.partition(":")
+    if kind not in ("", "cuda"):
+        raise LayoutError(f"{first} is on {device}; kvferry copies to CUDA and CPU")
+    return int(number) if number else None
