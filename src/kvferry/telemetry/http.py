@@ -272,7 +272,8 @@ class HttpServer:
         server = await asyncio.start_server(self._converse, sock=self._listener, backlog=_BACKLOG)
         await self._end.wait()
         server.close()
-        await asyncio.sleep(_LAST_SECONDS / 10)  # clients that were just let in begin to converse
+        for _ in range(10):  # turns of the loop in which clients that were let in begin to converse
+            await asyncio.sleep(0)
         last = [task for each, task in self._connections.items() if task and each not in self._idle]
         if last:
             await asyncio.wait(last, timeout=_LAST_SECONDS)
