@@ -187,6 +187,7 @@ _BACKLOG = 128
 _CHUNK = 64 << 10
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
+_SHORTAGE_SECONDS = 1.0
 _LAST_SECONDS = 0.25
 """So long clients have at the end to take an answer that was being worked out."""
 
@@ -229,7 +230,8 @@ class HttpServer:
         self._orders = orders
         self._patience = patience
         self._local_only = is_loopback(self.host)
-        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self._idle: dict[asyncio.StreamWriter, None] = {}
         """Those that read a request or wait for the client to leave, in the order they began to."""
         self._worked = 0.0
@@ -269,19 +271,37 @@ class HttpServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._converse, sock=self._listener, backlog=_BACKLOG)
+        self._let_clients_in()
         await self._end.wait()
-        server.close()
-        for _ in range(10):  # turns of the loop in which clients that were let in begin to converse
-            await asyncio.sleep(0)
-        last = [task for each, task in self._connections.items() if task and each not in self._idle]
+        self._loop.remove_reader(self._listener)
+        await asyncio.sleep(0)  # clients that were just let in begin to converse
+        last = [task for each, task in self._connections.items() if each not in self._idle]
         if last:
             await asyncio.wait(last, timeout=_LAST_SECONDS)
-        tasks = [task for task in self._connections.values() if task is not None]
+        tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # sockets are closed in the loop's next turn
+
+    def _let_in(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it has gone again
+        except OSError as error:  # no descriptors are left
+            log.warning("port %d lets no client in for now: %s", self.port, error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_SHORTAGE_SECONDS, self._let_clients_in)
+            return
+        client.setblocking(False)
+        task = self._loop.create_task(self._converse(client))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _let_clients_in(self) -> None:
+        if not self._end.is_set():
+            self._loop.add_reader(self._listener, self._let_in)
 
     def _rest(self) -> None:
         """However many clients come, most of the time is the engine's."""
@@ -290,13 +310,20 @@ class HttpServer:
             time.sleep(seconds)
             self._worked = time.thread_time()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(self, client: socket.socket) -> None:
         """One client, from its first byte to its last."""
+        try:
+            reader, writer = await asyncio.open_connection(sock=client)
+        except OSError:
+            client.close()
+            return
         if len(self._connections) >= MAX_CONNECTIONS:
             self._end_one(next(iter(self._idle), writer))
         if writer.transport.is_closing():
             return
-        self._connections[writer] = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[writer] = task
         self._idle[writer] = None
         patience = self._patience
         try:
