@@ -84,33 +84,6 @@ _SERVICE_LINK = re.compile(
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
-def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """The file's name for messages, and its names and values: its table ``kvferry`` if it has one.
-
-    ConfigError where it cannot be read, is too large, or is not of its kind.
-    """
-    path = Path(path)
-    where, suffix = _plain(str(path), _LONGEST_PATH), path.suffix.lower()
-    parsers: dict[str, Callable[[str], object]] = {
-        ".toml": tomllib.loads,
-        ".json": json.loads,
-    }
-    if suffix not in parsers:
-        raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
-    content = read_file(path, f"{where}:", _MOST_FILE_BYTES)
-    try:
-        data = parsers[suffix](content.decode())
-    except ValueError as error:  # not UTF-8, or a parser's error
-        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: nested too deep") from None
-    if isinstance(data, dict) and "kvferry" in data:
-        data = data["kvferry"]
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected a table of settings, got {shown(data)}")
-    return where, data
-
-
 def _plain(name: str, most: int) -> str:
     """A name in a message, as it is, unless it is long or made of something else."""
     return name if name.isprintable() and len(name) <= most else quoted(name)
@@ -417,5 +390,20 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    where, table = read_table(path)
-    return _read(table, where)
+    """The settings in a file: in its table ``kvferry`` if it has one."""
+    path = Path(path)
+    where, suffix = _plain(str(path), _LONGEST_PATH), path.suffix.lower()
+    if suffix not in (".toml", ".json"):
+        raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
+    text = read_file(path, f"{where}:", _MOST_FILE_BYTES)
+    try:
+        parse: Callable[[str], object] = tomllib.loads if suffix == ".toml" else json.loads
+        data = parse(text.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, or a parser's error
+        words = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: {words}") from None
+    if isinstance(data, dict) and "kvferry" in data:
+        data = data["kvferry"]
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a table of settings, got {shown(data)}")
+    return _read(data, where)

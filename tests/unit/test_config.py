@@ -170,7 +170,7 @@ def test_addresses():
     for address in wrong:
         refused(Config.from_dict, {"metrics_host": address})
     for address in ("0.0.0.0", "::1", "::", "node-7.cluster_a", "fe80::1%eth0"):
-        for written in (address, f" {address} ", *[f"[{address}]"] * (":" in address)):
+        for written in (address, f" {address} "):
             assert Config.from_dict({"metrics_host": written}).metrics_host == address
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ipaddress
 import os
 import re
 import stat
@@ -132,8 +131,6 @@ def _key_of(content: bytes, what: str) -> bytes:
     return key
 
 
-_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -159,25 +156,6 @@ class Kind(Generic[T]):
     show: Callable[[T], str] = str
 
 
-def _read_address(name: str, value: object) -> str:
-    text = value.strip() if isinstance(value, str) else ""
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1]
-    if not _HOST_NAME.fullmatch(text) and not _is_ipv6(text):
-        raise ConfigError(
-            f"{name}: expected an address such as 127.0.0.1 or ::1, got {shown(value)}"
-        )
-    return text
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return text.isascii() and text.isprintable()
-
-
 class Bytes(int):
     """A size that was read before: it may be small, where a bare number may not."""
 
@@ -196,7 +174,6 @@ SECONDS_OR_ZERO = Kind(
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
 SHARE = Kind("share", lambda name, value: parse_share(value, name=name), show_share)
 PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))
-ADDRESS = Kind("address", _read_address)
 
 
 def one_of(*choices: str) -> Kind[str]:
@@ -214,7 +191,7 @@ def one_of(*choices: str) -> Kind[str]:
     return Kind("|".join(choices), read)
 
 
-def matching(pattern: str, expected: str) -> Kind[str]:
+def matching(pattern: str, expected: str, words: str = "text") -> Kind[str]:
     """Text of this pattern; ``expected`` describes it."""
 
     def read(name: str, value: object) -> str:
@@ -223,7 +200,12 @@ def matching(pattern: str, expected: str) -> Kind[str]:
             raise ConfigError(f"{name}: expected {expected}, got {shown(value)}")
         return text
 
-    return Kind(expected, read)
+    return Kind(words, read)
+
+
+_HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"
+_IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?"
+ADDRESS = matching(f"{_HOST_NAME}|{_IPV6}", "an address such as 127.0.0.1 or ::1", "address")
 
 
 def optional(kind: Kind[T]) -> Kind[T | None]:
