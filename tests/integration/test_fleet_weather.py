@@ -93,7 +93,7 @@ def answers_of(
         Engine(Decoder(SHAPE), 24, settings) as engine,
     ):
         said = serve(engine, CHAT, lambda _: after(next(numbers)))
-        engine.check_integrity()
+        engine.pool.check_integrity()
         assert engine.ferry is not None
         return said, engine.ferry.stats().bytes_moved.get((REMOTE, HOST), 0)
 

@@ -587,7 +587,7 @@ def test_an_engine_whose_copies_all_fail_still_answers() -> None:
             for request in requests:
                 engine.submit(request)
             engine.run()
-            engine.check_integrity()
+            engine.pool.check_integrity()
             answers.append([request.generated for request in requests])
             assert bool(engine.ferry.stats().failed) == broken
     assert answers[0] == answers[1]

@@ -40,7 +40,7 @@ def test_a_small_host_and_a_tier_below_it_change_no_token() -> None:
     }
     with Engine(Decoder(SHAPE), 22, settings) as engine:
         assert serve(engine, chat) == truth
-        engine.check_integrity()
+        engine.pool.check_integrity()
         assert engine.ferry is not None
         moved = engine.ferry.stats().bytes_moved
         assert moved["memory", "host"] > 0 < moved["host", "device"]

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from contextlib import suppress
+from dataclasses import asdict
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def show(text: str) -> None:
     """As ``top`` would, at two widths."""
     watch = Watch("u", look=lambda url: parse(text, at=1.0), explain=lambda url: {})
     view = watch.look()
-    json.dumps(view.as_dict(), allow_nan=False)
+    json.dumps(asdict(view), allow_nan=False)
     for width in (20, 200):
         file = io.StringIO()
         Console(file=file, width=width, color_system=None).print(Screen(view))

@@ -97,7 +97,7 @@ def _scenario(given: dict[str, Any]) -> Scenario:
         opening_tokens=given["opening_tokens"],
         vocab=shape.vocab,
     )
-    a_quarter = max(-(-chat.longest // BLOCK_TOKENS), chat.num_blocks(BLOCK_TOKENS) // 4)
+    a_quarter = max(-(-max(chat.lengths) // BLOCK_TOKENS), chat.num_blocks(BLOCK_TOKENS) // 4)
     return Scenario(
         chat=chat,
         shape=shape,

@@ -53,7 +53,7 @@ def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
     elif found:
         _show(found)
     else:
-        click.echo(f"No store in {', '.join(map(str, _roots(paths)))}.")
+        click.echo("There is no store.")
 
 
 @disk.command()
@@ -134,35 +134,21 @@ def purge(
         ctx.exit(NOT_RIGHT)
 
 
-def _roots(paths: Sequence[Path]) -> list[Path]:
-    """The directories of the named stores."""
-    if not paths:
-        directories = Config.load().disk
-        if not directories:
-            raise ConfigError(
-                "no directory is named: give one, or set disk (KVFERRY_DISK, or the file that "
-                "KVFERRY_CONFIG names)"
-            )
-        return [Path(directory) for directory in directories]
-    roots = []
-    for path in paths:
-        path = path.absolute()
-        if not path.exists():
-            raise StoreError(f"there is no {path}")
-        is_store = any(folder.path == path for folder in stores_under(path.parent))
-        roots.append(path.parent if is_store else path)
-    return list(dict.fromkeys(roots))
-
-
 def _stores(paths: Sequence[Path]) -> list[StoreFolder]:
-    """The named stores, and all stores in the named directories."""
-    named = {path.absolute() for path in paths}
-    found: list[StoreFolder] = []
-    for root in _roots(paths):
-        here = stores_under(root)
-        is_whole = not named or root in named
-        found += [folder for folder in here if is_whole or folder.path in named]
-    return found
+    """The named stores, and all stores in the named directories, each once."""
+    named = paths or [Path(directory) for directory in Config.load().disk]
+    if not named:
+        raise ConfigError(
+            "no directory is named: give one, or set disk (KVFERRY_DISK, or the file that "
+            "KVFERRY_CONFIG names)"
+        )
+    found: dict[Path, StoreFolder] = {}
+    for path in map(Path.absolute, named):
+        if paths and not path.exists():
+            raise StoreError(f"there is no {path}")
+        here = [folder for folder in stores_under(path.parent) if folder.path == path]
+        found |= {folder.path: folder for folder in here or stores_under(path)}
+    return list(found.values())
 
 
 def _plain(folder: StoreFolder) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
 
     The exit code is 1 if there is no answer, or the request is not remembered.
     """
-    url = found(url, explains=True)
+    url = found(url)
     try:
         answer = scrape.explain(url, request_id)
         if as_json:
@@ -179,7 +179,7 @@ def control(
     """
     try:
         order, token = _order(action, given), _token(token_file)
-        url = found(url, explains=True)
+        url = found(url)
         answer = read_json(post(f"{url}/control/{action}", order, token))
         if as_json:
             click.echo(json.dumps(answer))

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.errors import UnreachableError
-from kvferry.tools.top.scrape import VLLM_PORT, base_url, find_endpoints
+from kvferry.tools.top.scrape import base_url, find_endpoints
 from kvferry.tools.words import clean
 
 _PIPE_WIDTH = 1000
@@ -27,23 +26,14 @@ url_option = click.option(
 )
 
 
-def found(url: str | None, *, explains: bool = False) -> str:
-    """The given address, or the first of the usual ones that has kvferry.
+def found(url: str | None) -> str:
+    """The given address, or the first of the usual ones that has kvferry: its own before vLLM's.
 
-    Further ones are named on standard error. With ``explains`` vLLM's own does not count.
+    Further ones are named on standard error.
     """
     if url is not None:
         return base_url(url)
     urls = find_endpoints()
-    if explains:
-        vllms = urls[-1]
-        urls = [each for each in urls if not each.endswith(f":{VLLM_PORT}")]
-        if not urls:
-            raise UnreachableError(
-                f"{vllms} has kvferry's metrics but does not explain requests. kvferry's own "
-                "endpoint does: vLLM's log has its address, unless metrics_port is none or "
-                "kvferry is idle"
-            )
     if len(urls) > 1:
         click.echo(f"Found {', '.join(urls)}. Using {urls[0]}.", err=True)
     return urls[0]

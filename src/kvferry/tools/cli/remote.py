@@ -124,9 +124,9 @@ def purge(
     if paths and not yes:
         _show(found, unbroken(stderr=True))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
-    removed = _remove(where, paths, is_quiet=as_json)
+    _remove(where, paths, is_quiet=as_json)
     if as_json:
-        click.echo(json.dumps({"address": str(where), "removed": removed}))
+        click.echo(json.dumps({"address": str(where), "removed": len(paths)}))
     else:
         click.echo(f"Removed {what}." if paths else f"Nothing to remove in {where}.")
 
@@ -168,22 +168,15 @@ def _find(
     return sorted(found.values(), key=lambda each: -each.num_bytes)
 
 
-def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> int:
+def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> None:
     from kvferry.tiers.remote.listing import remove
     from kvferry.tiers.remote.stores import open_bucket
 
-    num_removed = 0
-    try:
-        with _failing(where), progress("Removing objects", is_hidden=is_quiet) as follow:
-            store = open_bucket(where, os.environ)
-            for at in range(0, len(paths), _BATCH):
-                remove(store, paths[at : at + _BATCH])
-                num_removed = min(at + _BATCH, len(paths))
-                follow(num_removed, len(paths))
-    finally:
-        if num_removed < len(paths):
-            click.echo(f"{num_removed:,} of {len(paths):,} objects were removed.", err=True)
-    return num_removed
+    with _failing(where), progress("Removing objects", is_hidden=is_quiet) as follow:
+        store = open_bucket(where, os.environ)
+        for at in range(0, len(paths), _BATCH):
+            remove(store, paths[at : at + _BATCH])
+            follow(min(at + _BATCH, len(paths)), len(paths))
 
 
 @contextmanager

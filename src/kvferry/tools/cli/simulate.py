@@ -30,7 +30,6 @@ from kvferry.telemetry.traces import TraceReader
 from kvferry.tools.cli.output import as_json_option, options, progress, table, unbroken
 
 _MOST_BLOCKS = 1 << 30
-_MOST_TRIALS = 1000
 _INTERRUPTED = 130
 
 Names = dict[tuple[int, ...], str]
@@ -61,8 +60,6 @@ def read_capacities(text: str, block_bytes: int | None) -> Names:
             found.setdefault(tiers, part.strip())
     if not found:
         raise ConfigError("--capacity: name at least one, such as 3000 or 3000+30000")
-    if len(found) > _MOST_TRIALS:
-        raise ConfigError(f"--capacity: at most {_MOST_TRIALS}, got {len(found)}")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import click
@@ -92,11 +92,6 @@ def top(
 
     The exit code is 1 if the endpoint does not answer.
     """
-    if web and (json or once):
-        raise click.UsageError(
-            f"{'--json' if json else '--once'} prints and --web serves: give only one of them. "
-            "The page's server has the view as JSON under /view.json."
-        )
     try:
         watch = Watch(found(url))
         if web:
@@ -113,7 +108,7 @@ def top(
 
 def _print(view: View, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(view.as_dict()))
+        click.echo(json.dumps(asdict(view)))
     else:
         Console(highlight=False).print(Screen(view))
 

@@ -229,10 +229,6 @@ class Engine(Closing):
         """One key per full block of these tokens."""
         return chain(self.namespace, tokens)
 
-    def check_integrity(self) -> None:
-        """Prove that every device block is free, and cached under its key or not at all."""
-        self.pool.check_integrity()
-
     def close(self) -> None:
         """End kvferry's copies. Safe to call twice."""
         if self.ferry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -30,14 +29,8 @@ main()
 
 def require_mooncake() -> None:
     """Raise InputError with a remedy if Mooncake cannot run here."""
-    lacking = [name for name in ("mooncake", "xxhash") if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise InputError(
-            f"servers that share need a Mooncake store, and {' and '.join(lacking)} cannot be "
-            f"imported: {install('mooncake')}"
-        )
     tried = subprocess.run(
-        [sys.executable, "-c", "import mooncake.store"],
+        [sys.executable, "-c", "import mooncake.store, xxhash"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -46,8 +39,9 @@ def require_mooncake() -> None:
     if tried.returncode:
         raise InputError(
             "servers that share need a Mooncake store, and Mooncake cannot be loaded here "
-            f"({(tried.stderr.strip().splitlines() or ['no message'])[-1]}). It needs libibverbs1, "
-            "libnuma1 and liburing2: apt-get install them. In a checkout, make fleet fetches them."
+            f"({(tried.stderr.strip().splitlines() or ['no message'])[-1]}): "
+            f"{install('mooncake')}. It needs libibverbs1, libnuma1 and liburing2: apt-get "
+            "install them. In a checkout, make fleet fetches them."
         )
 
 
@@ -78,12 +72,13 @@ class MooncakeMaster(Closing):
 
     def _wait_for(self, port: int) -> None:
         end = time.monotonic() + _START_SECONDS
-        while not _answers(port):
-            if self._process.poll() is not None:
-                raise TransferError(f"mooncake_master ended with {self._process.returncode}")
-            if time.monotonic() > end:
-                raise TransferError(f"mooncake_master did not answer in {_START_SECONDS:.0f} s")
+        while self._process.poll() is None and time.monotonic() < end:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                return
             time.sleep(0.02)
+        code = self._process.poll()
+        raise TransferError(f"mooncake_master does not answer (exit code {code})")
 
     def close(self) -> None:
         self._process.terminate()
@@ -102,10 +97,3 @@ def _free_ports(count: int) -> list[int]:
     with ExitStack() as socks:
         bound = [socks.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(sock.getsockname()[1]) for sock in bound]
-
-
-def _answers(port: int) -> bool:
-    with suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        return True
-    return False

@@ -27,7 +27,6 @@ from kvferry.tools.demo.report import (
     Row,
     Run,
     hit_rate,
-    ignore_turn,
 )
 from kvferry.tools.demo.servers import ServerSetup, run_servers
 from kvferry.tools.demo.workload import Chat, Dialogue
@@ -49,7 +48,7 @@ class Scenario:
     host: str
 
     def __post_init__(self) -> None:
-        longest, working_set = self.chat.longest, self.chat.num_blocks(BLOCK_TOKENS)
+        longest, working_set = max(self.chat.lengths), self.chat.num_blocks(BLOCK_TOKENS)
         if longest > self.shape.max_tokens:
             raise InputError(
                 f"a conversation grows to {longest} tokens, the model ends at "
@@ -79,12 +78,9 @@ class Scenario:
         """The setting in words."""
         return (
             f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
-            f"at a time. Each starts with about {chat.opening_tokens} tokens. Each turn adds about "
-            f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. "
-            f"Together they need {chat.num_blocks(BLOCK_TOKENS):,} KV blocks of {BLOCK_TOKENS} "
-            f"tokens. A small device has {self.device_blocks:,}. The model is a numpy decoder "
-            f"({self.shape.num_layers} layers, width {self.shape.width}) with fixed random weights "
-            "on this machine's CPU."
+            f"at a time. Together they need {chat.num_blocks(BLOCK_TOKENS):,} KV blocks of "
+            f"{BLOCK_TOKENS} tokens. A small device has {self.device_blocks:,}. The model is a "
+            "numpy decoder with fixed random weights on this machine's CPU."
         )
 
 
@@ -92,7 +88,7 @@ WAYS = {"kvferry": "Small + kvferry", "small": "Small device", "roomy": "Big dev
 """A small device with kvferry, without, and a device with room for the working set."""
 
 
-def compare(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
+def compare(scenario: Scenario, on_turn: OnTurn | None = None) -> Part:
     """Serve the workload each way."""
     alone = replace(scenario.server(), settings=None)
     roomy = replace(alone, device_blocks=scenario.chat.num_blocks(BLOCK_TOKENS))
@@ -141,7 +137,7 @@ def _sooner(before: Run, after: Run) -> tuple[str, str, str]:
     return f"{ratio:.1f}×", "sooner first token (median)", _change(FIRST_TOKEN, before, after)
 
 
-def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
+def run_restart(scenario: Scenario, on_turn: OnTurn | None = None) -> Part:
     """Serve, stop, and serve again. The disk is a temporary directory.
 
     Raises:
@@ -179,7 +175,7 @@ def run_restart(scenario: Scenario, on_turn: OnTurn = ignore_turn) -> Part:
 
 
 def run_fleet(
-    scenario: Scenario, num_servers: int, *, kill: bool = False, on_turn: OnTurn = ignore_turn
+    scenario: Scenario, num_servers: int, *, kill: bool = False, on_turn: OnTurn | None = None
 ) -> Part:
     """Serve with a shared store, which starts and ends here, then without.
 

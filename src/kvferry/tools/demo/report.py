@@ -22,10 +22,6 @@ OnTurn = Callable[[str, int, Turn], None]
 """Called after every turn with the title of the run, its number of turns, and the turn."""
 
 
-def ignore_turn(title: str, num_turns: int, turn: Turn) -> None:
-    """Show no progress."""
-
-
 def hit_rate(turns: Sequence[Turn]) -> float:
     """The share of prompt tokens that were not computed."""
     prompts = sum(turn.prompt_tokens for turn in turns)

@@ -119,7 +119,7 @@ def run_servers(
     title: str,
     setup: ServerSetup,
     dialogue: Dialogue,
-    on_turn: OnTurn,
+    on_turn: OnTurn | None,
     *,
     num_servers: int = 1,
     kill: bool = False,
@@ -149,7 +149,7 @@ def run_servers(
         while not dialogue.is_over:
             while (question := dialogue.ask()) is not None:
                 server = send(question)
-                if kill and run.killed_server is None and dialogue.num_waiting < half:
+                if kill and run.killed_server is None and len(run.turns) >= half:
                     run.killed_server, run.turns_before_kill = server, len(run.turns)
                     servers.kill(server)
             server, answer = servers.hear()
@@ -164,7 +164,8 @@ def run_servers(
                 dialogue.answered(turn.id, turn.answer)
                 run.turns.append(turn)
                 run.turns_by_server[server] += 1
-                on_turn(title, dialogue.num_turns, turn)
+                if on_turn:
+                    on_turn(title, dialogue.num_turns, turn)
         run.seconds = time.monotonic() - began
         for server in tuple(servers.alive):
             servers.say(server, None)

@@ -37,7 +37,7 @@ def serve_questions(setup: ServerSetup, router: Connection) -> None:
                 question = router.recv()
                 if question is None:
                     engine.run()
-                    engine.check_integrity()
+                    engine.pool.check_integrity()
                     router.send(_answer(engine))
                 else:
                     engine.submit(ServedRequest(**question))

@@ -28,13 +28,20 @@ class Chat:
     seed: int = 0
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest conversation after its last turn."""
-        return max(self._final_lengths())
+    def lengths(self) -> list[int]:
+        """Tokens of each conversation after its last turn."""
+        return [
+            len(self.opening(number))
+            + sum(
+                len(self.question(number, turn)) + self.answer_length(number, turn)
+                for turn in range(self.num_turns)
+            )
+            for number in range(self.num_conversations)
+        ]
 
     def num_blocks(self, block_tokens: int) -> int:
         """Blocks of all conversations at their longest: the working set."""
-        return sum(-(-length // block_tokens) for length in self._final_lengths())
+        return sum(-(-length // block_tokens) for length in self.lengths)
 
     def rounds(self) -> list[list[int]]:
         """The order of the conversations in each round."""
@@ -57,16 +64,6 @@ class Chat:
         length = int(rng.integers(-(-about // 2), about + about // 2 + 1))
         tokens: list[int] = rng.integers(0, self.vocab, length).tolist()
         return tokens
-
-    def _final_lengths(self) -> list[int]:
-        return [
-            len(self.opening(number))
-            + sum(
-                len(self.question(number, turn)) + self.answer_length(number, turn)
-                for turn in range(self.num_turns)
-            )
-            for number in range(self.num_conversations)
-        ]
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,6 @@ class Dialogue:
         )
         self._under_way: dict[str, int] = {}
         self.num_turns = len(self._waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def is_over(self) -> bool:

@@ -34,8 +34,6 @@ from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
 
 _PLUGINS = "vllm.general_plugins"
 _RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
-_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
-"""By gigatransfers per second and lane."""
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 _LEAST_SHM = 1 * GiB
 
@@ -126,8 +124,8 @@ def find_cards() -> tuple[str, ...]:
         names = os.listdir("/dev")
     except OSError:
         return ()
-    nvidia = {name for name in names if name.startswith("nvidia") and name[6:].isdigit()}
-    return tuple(sorted(f"/dev/{name}" for name in nvidia | ({"kfd"} & set(names))))
+    found = (name for name in names if name.startswith("nvidia") and name[6:].isdigit())
+    return tuple(sorted(f"/dev/{name}" for name in found))
 
 
 def package_version(name: str) -> str | None:
@@ -299,7 +297,8 @@ def _without(env: Environment, error: str) -> Finding:
 def _link(gpu: Gpu) -> Finding:
     if not (gpu.speed and gpu.width and gpu.max_speed and gpu.max_width):
         return ok("link", "unknown, as usual in a guest; bench/copy_paths.py measures it")
-    now, most = _link_words(gpu.speed, gpu.width), _link_words(gpu.max_speed, gpu.max_width)
+    now = f"{gpu.speed:g} GT/s x{gpu.width:g}"
+    most = f"{gpu.max_speed:g} GT/s x{gpu.max_width:g}"
     if now == most:
         return ok("link", f"{now}, its maximum")
     remedy = (
@@ -312,11 +311,6 @@ def _link(gpu: Gpu) -> Finding:
             "the firmware's settings"
         )
     return warn("link", f"{now} while copying, but the card supports {most}", remedy)
-
-
-def _link_words(speed: float, width: float) -> str:
-    generation = _GENERATIONS.get(speed)
-    return f"PCIe {f'generation {generation}' if generation else f'{speed} GT/s'} x{width:.0f}"
 
 
 def _numa(env: Environment, gpu: Gpu) -> Finding:

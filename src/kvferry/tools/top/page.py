@@ -75,7 +75,7 @@ class PageServer(Closing):
             self._latest = {
                 "interval": self._interval,
                 "error": "",
-                "view": view.as_dict(),
+                "view": asdict(view),
                 "shown": asdict(Shown.of(view)),
             }
         except UnreachableError as error:
