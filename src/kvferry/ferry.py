@@ -536,8 +536,8 @@ class Ferry(Closing):
     def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
         """Serve ``/metrics`` and ``/explain`` until closed; return the address.
 
-        Port 0 takes any that is free. Questions are answered in :meth:`poll`. Called again, it
-        returns the address where it already serves.
+        Port 0 takes any that is free. :meth:`poll` counts what ended and answers questions. Called
+        again, it returns the address where it already serves.
         """
         if self._endpoint is None:
             from kvferry.telemetry.endpoint import ControlApi, Endpoint

@@ -53,6 +53,7 @@ def test_metrics_and_explanations_over_http(ferry):
     assert url == ferry.serve_metrics(0)
     assert url.startswith("http://127.0.0.1:")
     hit = work(ferry)
+    ferry.poll()  # an idle ferry counts what ended
     status, body, headers = ask(url, "/metrics")
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
