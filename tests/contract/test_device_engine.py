@@ -110,11 +110,11 @@ def test_a_caller_waits_for_a_thread_that_hangs_no_longer_than_its_time() -> Non
     rig.load([4], [2])
     path: Any = rig.engine._queues[Direction.LOAD].path
     assert path.entered.wait(60.0)
-    rig.engine._close_timeout = 0.05
+    rig.engine.close_timeout = 0.05
     with pytest.raises(DeadlineError):
         rig.engine.order_compute_after_loads()
     gate.set()
-    rig.engine._close_timeout = 60.0
+    rig.engine.close_timeout = 60.0
     rig.engine.order_compute_after_loads()
     rig.drain_ok()
     assert rig.kv.block(2) == rig.slot(4)
@@ -142,7 +142,7 @@ def test_use_after_close_is_refused() -> None:
 
 def test_a_device_that_never_ends_does_not_hold_close_for_ever() -> None:
     rig = Rig()
-    rig.engine._close_timeout = 0.05
+    rig.engine.close_timeout = 0.05
     rig.driver.timeline.frozen = {rig.compute}
     transfer = rig.store([0], [0])
     assert rig.engine.drain(0.01) == []

@@ -102,12 +102,13 @@ class Rig:
                 num_slots=num_slots,
                 compute_stream=lambda: self.compute,
                 paths=make(self.driver),
-                patience=patience,
-                close_timeout=LONG,
             )
         except Exception:
             self.let_go()
             raise
+        self.engine.close_timeout = LONG
+        for queue in self.engine._queues.values():
+            queue.patience = patience
         self.opened.append(self)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> TransferId:

@@ -152,9 +152,7 @@ class Driver:
         self._closed = False
         self._calls = {name: self.bind(name, *argtypes) for name, argtypes in _CALLS.items()}
         self._copy = self._calls["cuMemcpyAsync"]
-        self._event_record = self._calls["cuEventRecord"]
         self._event_query = self._calls["cuEventQuery"]
-        self._stream_wait_event = self._calls["cuStreamWaitEvent"]
         self._exchange_capture_mode: Callable[..., int] | None = None
         with suppress(DriverError):  # a driver without it has no captures to break either
             self._exchange_capture_mode = self.bind("cuThreadExchangeStreamCaptureMode", _OUT)
@@ -275,10 +273,7 @@ class Driver:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Hold later work on ``stream`` until the last record of ``event`` so far is reached."""
-        code = self._stream_wait_event(stream, event, 0)
-        if code != SUCCESS:
-            asked = f"stream {stream:#x}, event {event:#x}"
-            self.check(code, f"cuStreamWaitEvent({asked})")
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     # -- events ------------------------------------------------------------------------------
 
@@ -291,9 +286,7 @@ class Driver:
         self._call("cuEventDestroy_v2", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        code = self._event_record(event, stream)
-        if code != SUCCESS:
-            self.check(code, f"cuEventRecord(event {event:#x}, stream {stream:#x})")
+        self._call("cuEventRecord", event, stream)
 
     def event_is_done(self, event: int) -> bool:
         """Whether the work before the last record has ended; raises the fault of that work."""

@@ -64,10 +64,10 @@ class PendingCopy:
 
 
 class CopyQueue:
-    """Owns one direction's copies in flight and their thread; leaves stream and path to the engine.
+    """Owns one direction's copies in flight and their thread; leaves the stream to the engine."""
 
-    ``patience`` is how long a driver may refuse to say whether a copy is over.
-    """
+    patience = 5.0
+    """For how many seconds a driver may refuse to say whether a copy is over."""
 
     def __init__(
         self,
@@ -77,8 +77,6 @@ class CopyQueue:
         path: Path,
         order_events: EventPool,
         timing_events: EventPool,
-        *,
-        patience: float,
     ) -> None:
         self.stream = stream
         self.path = path
@@ -86,7 +84,6 @@ class CopyQueue:
         self._driver = driver
         self._order_events = order_events
         self._timing_events = timing_events
-        self._patience = patience
         self._open: deque[PendingCopy] = deque()
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # there is something for the thread
@@ -269,7 +266,7 @@ class CopyQueue:
         now = time.monotonic()
         if copy.trouble_since is None:
             copy.trouble_since = now
-        if now - copy.trouble_since < self._patience:
+        if now - copy.trouble_since < self.patience:
             return False
         words = "%s queue: gave up on transfer %d: %s"
         log.error(words, self._name, copy.transfer_id, copy.reason)

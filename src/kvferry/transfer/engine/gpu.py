@@ -44,6 +44,9 @@ class GpuEngine(Closing):
     "queued so far" means something only there; ``poll`` may be called from any thread.
     """
 
+    close_timeout = 30.0
+    """How many seconds callers wait for copies that a driver holds up."""
+
     def __init__(
         self,
         driver: Driver,
@@ -56,8 +59,6 @@ class GpuEngine(Closing):
         paths: Mapping[Direction, Path],
         rank: Rank = FIRST_RANK,
         host_chunk: int | None = None,
-        patience: float = 5.0,
-        close_timeout: float = 30.0,
     ) -> None:
         self._jobs = JobFactory(
             layouts,
@@ -69,7 +70,6 @@ class GpuEngine(Closing):
         self._driver = driver
         self._rank = rank
         self._compute_stream = compute_stream
-        self._close_timeout = close_timeout
         self._lock = threading.Lock()
         self._ended: list[Receipt] = []
         self._closed = False
@@ -77,7 +77,7 @@ class GpuEngine(Closing):
         self._timing_events = EventPool(driver, timing=True)
         self._in_parts: dict[TransferId, PendingCopy] = {}
         self._streams = Handles()
-        self._queues = self._open_queues(paths, patience)
+        self._queues = self._open_queues(paths)
 
     def prepare(self) -> None:
         """Make what the first transfers need: kernels, tables, buffers, the ring."""
@@ -158,8 +158,8 @@ class GpuEngine(Closing):
         if not loads.num_open:
             return
         with self._driver.current():
-            if not loads.flush(self._close_timeout):
-                raise DeadlineError(f"loads were not queued within {self._close_timeout} seconds")
+            if not loads.flush(self.close_timeout):
+                raise DeadlineError(f"loads were not queued within {self.close_timeout} seconds")
             event = self._order_events.take()
             try:
                 self._driver.record_event(event, loads.stream)
@@ -197,9 +197,9 @@ class GpuEngine(Closing):
         if self._closed:
             return
         self._closed = True
-        receipts = self.drain(self._close_timeout)
+        receipts = self.drain(self.close_timeout)
         for queue in self._queues.values():
-            for copy in queue.close(self._close_timeout):
+            for copy in queue.close(self.close_timeout):
                 copy.fail(DeadlineError("still in flight when the engine was closed"))
                 self._release_ready(copy)
                 receipts.append(copy.receipt(self._rank))
@@ -233,9 +233,7 @@ class GpuEngine(Closing):
 
     # -- what the engine owns ----------------------------------------------------------------
 
-    def _open_queues(
-        self, paths: Mapping[Direction, Path], patience: float
-    ) -> dict[Direction, CopyQueue]:
+    def _open_queues(self, paths: Mapping[Direction, Path]) -> dict[Direction, CopyQueue]:
         """A request waits for its load; no request waits for a store, so it yields to the model."""
         priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
         with self._driver.current():
@@ -257,7 +255,6 @@ class GpuEngine(Closing):
                 paths[direction],
                 self._order_events,
                 self._timing_events,
-                patience=patience,
             )
             for direction, stream in streams.items()
         }
