@@ -1,8 +1,7 @@
-"""A bucket as a store: many requests at once.
+"""A bucket as a store: an object per block, many requests at once.
 
-Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
-answer a missing bucket as a missing object. Nothing here rests on that: an object is verified when
-it is read, and a server that overwrites it writes the same bytes.
+Nothing here rests on what a server does with a name that is there: an object is verified when it is
+read, and a server that overwrites one writes the same block.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore import exceptions
 
 from kvferry.settings.tiers import FILES, RemoteAddress
 from kvferry.tiers.contract import Way
@@ -64,7 +62,6 @@ class BucketClient:
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._probe_name = f"{self._prefix}{folder}/probe"
         self._label = (PROBE + label.encode())[:MOST_LABEL]
-        self._can_create = True
         self._is_folder = address.kind == FILES
         self._object_bytes = object_bytes
         self.num_calls = most_calls(object_bytes)
@@ -87,7 +84,7 @@ class BucketClient:
         try:
             if way is Way.WRITE:
                 content = self._label.ljust(size, b"\0")
-                await self._put(self._probe_name, content, "overwrite")
+                await self._put(self._probe_name, content)
             got = await read_object(self._store, self._probe_name, range(max(size, MOST_LABEL) + 1))
         except FileNotFoundError as error:
             is_bucket = way is Way.READ and not _NO_BUCKET.search(str(error))
@@ -133,7 +130,7 @@ class BucketClient:
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[Unavailable | Fault | None]:
         try:
-            ends = await asyncio.gather(*map(self._put_one, names, objects, replace))
+            ends = await asyncio.gather(*map(self._put_one, names, objects))
         except asyncio.CancelledError:
             # The request may go on reading them below, for as long as a request may take.
             loop = asyncio.get_running_loop()
@@ -142,25 +139,15 @@ class BucketClient:
         self.staging.give_back(*objects)
         return list(ends)
 
-    async def _put_one(
-        self, name: str, stored: memoryview, replace: bool
-    ) -> Unavailable | Fault | None:
+    async def _put_one(self, name: str, stored: memoryview) -> Fault | None:
         try:
-            if self._can_create and not replace:
-                try:
-                    await self._put(self._path(name), stored, "create")
-                    return None
-                except exceptions.AlreadyExistsError:
-                    return None  # by this or another server: the same bytes
-                except (exceptions.NotSupportedError, NotImplementedError):
-                    self._can_create = False
-            await self._put(self._path(name), stored, "overwrite")
+            await self._put(self._path(name), stored)
         except Exception as error:
             return Fault(reason_of(error))
         return None
 
-    async def _put(self, path: str, stored: Any, mode: Any) -> None:
-        await obstore.put_async(self._store, path, stored, mode=mode, use_multipart=False)
+    async def _put(self, path: str, stored: Any) -> None:
+        await obstore.put_async(self._store, path, stored, mode="overwrite", use_multipart=False)
 
     async def forget(self, folder: str) -> None:
         def remove_all() -> None:
