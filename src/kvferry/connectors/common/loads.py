@@ -7,135 +7,116 @@ receipts of all ranks, and orders them to tell the engine (:class:`EndedLoad`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
-from kvferry.connectors.common.messages import EndedLoad
+from kvferry.connectors.common.messages import EndedLoad, StepOrders
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import Landing, TransferId
-
-_transfer_of = attrgetter("transfer")
+from kvferry.types import Landing, Plan, TransferId
 
 
-class LoadInPieces:
-    """One load whose blocks are ordered as they reach the host. Owns what of it has landed."""
+@dataclass(eq=False)
+class PromisedLoad:
+    """One load that the engine counts on. Owns what of it was ordered, sent, and has landed.
 
-    def __init__(self, request: Request, blocks: tuple[int, ...], epoch: int) -> None:
-        self.request = request
-        self._blocks = blocks
-        self._lost = dict.fromkeys(blocks)
-        self._epoch = epoch
-        self._ordered: dict[TransferId, list[int]] = {}  # not yet handed to the ranks
-        self._sent: dict[TransferId, list[int]] = {}
+    ``ordered`` transfers, with their device blocks, are not yet handed to the ranks; ``lost`` are
+    the ``blocks`` that have not landed. If it ``is_early``, its request may run before it lands.
+    """
 
-    def order(self, piece: Ordered) -> None:
-        self._ordered[piece.transfer] = piece.blocks.tolist()
-
-    def send(self) -> None:
-        """A plan goes to the ranks. Pieces that were cancelled are not in it."""
-        loading = self.request.loading
-        self._sent |= {id_: b for id_, b in self._ordered.items() if id_ in loading}
-        self._ordered.clear()
+    request: Request
+    blocks: tuple[int, ...]
+    ordered: dict[TransferId, list[int]]
+    lost: dict[int, None]
+    epoch: int
+    is_early: bool
+    is_in_pieces: bool
+    sent: dict[TransferId, list[int]] = field(default_factory=dict)
 
     def land(self, landing: Landing) -> None:
-        for block in self._sent.pop(landing.transfer_id, ()):
+        for block in self.sent.pop(landing.transfer_id, ()):
             if not landing.reason:
-                self._lost.pop(block, None)
+                self.lost.pop(block, None)
 
     @property
     def has_ended(self) -> bool:
         """Whether no piece of it is under way on any rank, and none will be ordered."""
-        return not (self._ordered or self._sent or self.request.has_more_to_load)
+        return not (self.ordered or self.sent or self.request.has_more_to_load)
 
     def ended(self) -> EndedLoad:
-        return EndedLoad(self._blocks, tuple(self._lost), self._epoch)
-
-
-class WholeLoad(NamedTuple):
-    """A load in one piece; if it ``is_early``, its request may run before it lands."""
-
-    transfers: tuple[TransferId, ...]
-    blocks: tuple[int, ...]
-    is_early: bool
+        return EndedLoad(self.blocks, tuple(self.lost), self.epoch)
 
 
 class PromisedLoads:
     """Loads that the engine waits for and that no rank was told of, and all loads in pieces."""
 
     def __init__(self) -> None:
-        self.whole: dict[Request, WholeLoad] = {}
-        self.pieces: dict[Request, LoadInPieces] = {}
-        self.ended: dict[str, EndedLoad] = {}
+        self.loads: dict[Request, PromisedLoad] = {}
 
     def promise(
         self,
         request: Request,
         blocks: tuple[int, ...],
-        ordered: Sequence[Ordered],
+        ordered: Iterable[Ordered],
         *,
         epoch: int,
         is_early: bool = False,
     ) -> None:
         """The engine counts on ``blocks``; ``ordered`` is what will fill them, or nothing."""
-        if not ordered:
-            self.ended[request.id] = EndedLoad(blocks, blocks, epoch)
-        elif request.has_more_to_load:
-            self.pieces[request] = LoadInPieces(request, blocks, epoch)
-            self.order(ordered)
-        else:
-            self.whole[request] = WholeLoad(tuple(map(_transfer_of, ordered)), blocks, is_early)
+        self.loads[request] = PromisedLoad(
+            request,
+            blocks,
+            {piece.transfer: piece.blocks.tolist() for piece in ordered},
+            dict.fromkeys(blocks),
+            epoch,
+            is_early,
+            request.has_more_to_load,
+        )
 
     def order(self, pieces: Iterable[Ordered]) -> None:
         """More pieces were ordered."""
         for piece in pieces:
-            self.pieces[piece.request].order(piece)
+            self.loads[piece.request].ordered[piece.transfer] = piece.blocks.tolist()
 
     def land(self, landed: Iterable[Landing]) -> None:
         """These transfers have ended on every rank."""
         for landing in landed:
-            for load in self.pieces.values():
+            for load in self.loads.values():
                 load.land(landing)
 
     @property
     def are_ending(self) -> bool:
         """Whether the ranks are about to be told that a load in pieces has ended."""
-        return any(load.has_ended for load in self.pieces.values())
+        return any(load.is_in_pieces and load.has_ended for load in self.loads.values())
 
-    def take_loads(self) -> tuple[dict[str, tuple[TransferId, ...]], frozenset[str]]:
-        """Loads of a step's plan, and the names of those whose requests may run before they land.
+    def orders(self, plan: Plan, **facts: Any) -> StepOrders:
+        """The orders of a step: loads whose end the ranks tell, and loads that have ended.
 
         Loads that were cancelled since they were ordered are not among them.
         """
-        loads, early = {}, set()
-        for request, load in self.whole.items():
-            if request.loading.issuperset(load.transfers):
-                loads[request.id] = load.transfers
-                if load.is_early:
-                    early.add(request.id)
-        self.whole.clear()
-        return loads, frozenset(early)
-
-    def take_ended(self) -> dict[str, EndedLoad]:
-        """Loads that the ranks are to tell the engine of. Call it with every plan."""
-        for request, load in tuple(self.pieces.items()):
-            load.send()
+        loads, ended, early = {}, {}, set()
+        for request, load in tuple(self.loads.items()):
+            ordered, load.ordered = load.ordered, {}
+            if ordered and not load.is_in_pieces:
+                if request.loading.issuperset(ordered):
+                    loads[request.id] = tuple(ordered)
+                    if load.is_early:
+                        early.add(request.id)
+                del self.loads[request]
+                continue
+            for each, blocks in ordered.items():
+                if each in request.loading:
+                    load.sent[each] = blocks
             if load.has_ended:
-                del self.pieces[request]
-                self.ended[request.id] = load.ended()
-        ended, self.ended = self.ended, {}
-        return ended
+                ended[request.id] = load.ended()
+                del self.loads[request]
+        return StepOrders(plan, loads, ended, early=frozenset(early), **facts)
 
     @property
     def unkept(self) -> dict[str, EndedLoad]:
         """Every load that the engine waits for and no rank was told of, as it stands now."""
-        pieces = {request.id: load.ended() for request, load in self.pieces.items()}
-        whole = {
-            request.id: EndedLoad(load.blocks, load.blocks) for request, load in self.whole.items()
-        }
-        return self.ended | pieces | whole
+        return {request.id: load.ended() for request, load in self.loads.items()}
 
 
 # -- on a rank ----------------------------------------------------------------------------------

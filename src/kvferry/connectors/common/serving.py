@@ -229,7 +229,7 @@ class Serving:
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
         # A request may want the blocks of a load that ends: the device has them soon.
-        if self._promises.pieces and self._promises.are_ending:
+        if self._promises.loads and self._promises.are_ending:
             self._num_quiet = 0
             return None
         state = self._state_of(request)
@@ -353,12 +353,9 @@ class Serving:
         epoch, computes = self.scheduler.epoch, step.num_tokens > 0
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
-        promises = self._promises
-        if not (promises.whole or promises.pieces or promises.ended):
+        if not self._promises.loads:
             return StepOrders(plan, computes=computes, epoch=epoch)
-        loads, early = promises.take_loads()
-        ended = promises.take_ended() if promises.pieces or promises.ended else {}
-        return StepOrders(plan, loads, ended, computes=computes, epoch=epoch, early=early)
+        return self._promises.orders(plan, computes=computes, epoch=epoch)
 
     def _only_decodes(self, step: Step) -> bool:
         """Whether this step decodes one more token of each running request, as most steps do.
@@ -481,7 +478,7 @@ class Serving:
             self.engine.hold(settled.ordered)
             self._promises.order(settled.ordered)
         if settled.landed:
-            if self._promises.pieces:
+            if self._promises.loads:
                 self._promises.land(settled.landed)
             if self.events is not None:
                 self.events.settled()
@@ -541,9 +538,7 @@ class Serving:
         scheduler = self.scheduler
         is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
-        promises = self._promises
-        is_promised = promises.whole or promises.pieces or promises.ended
-        return bool(is_moving or is_left or is_promised or self.reports.has_orders)
+        return bool(is_moving or is_left or self._promises.loads or self.reports.has_orders)
 
     def frees_soon(self) -> bool:
         """Whether waiting for copies under way would give the engine a block.
