@@ -24,8 +24,10 @@ from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.tier import Stripes
 from kvferry.tiers.ipc.child import EngineLink, serve_engine
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
-from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
+from kvferry.tiers.ipc.messages import Channel, Flags, FrameKind, Numbers, frame
 from kvferry.tiers.ipc.process import ChildProcess
+
+LONG = 60.0
 
 
 def signal_drives(number: int) -> None:
@@ -128,8 +130,27 @@ class WeatheredFile(BlockFile):
         os.close(fd)
 
 
+class Lent(EngineMemory):
+    """The engine's memory, until the drive is killed."""
+
+    is_taken_back = False
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(pid)
+        self.lock = threading.Lock()
+
+    def deliver(self, here: Numbers, there: Numbers, sizes: Numbers) -> Flags:
+        with self.lock:
+            if self.is_taken_back:
+                return np.zeros(len(sizes), dtype=bool)
+            return super().deliver(here, there, sizes)
+
+
 class ThreadDrive(ChildProcess):
-    """A drive that is a thread: as a process, but that killing it cannot end a call under way."""
+    """A drive that is a thread: as a process, but that killing it cannot end a call under way.
+
+    Then it keeps its store until the call ends, as a process does that hangs in the kernel.
+    """
 
     def __init__(self, setup: DriveSetup, open_file: Callable[..., BlockFile] = BlockFile) -> None:
         ours, theirs = socket.socketpair()
@@ -137,6 +158,7 @@ class ThreadDrive(ChildProcess):
         self.pid = os.getpid()
         self._theirs = Channel(theirs)
         self._page = StatusPage(os.dup(self.status.fd))
+        self._memory = Lent(self.pid)
         self._open_file = open_file
         self.server: DriveServer | None = None
         self.channel = Channel(ours)
@@ -149,16 +171,23 @@ class ThreadDrive(ChildProcess):
         self._theirs.send(data)
 
     def _run(self) -> None:
-        serve_engine(self._serve, self._theirs, self._page, EngineMemory(self.pid))
+        serve_engine(self._serve, self._theirs, self._page, self._memory)
         self._theirs.close()
         self._page.close()
 
     def _serve(self, engine: EngineLink) -> None:
-        self.server = DriveServer(engine, open_file=self._open_file)
-        self.server.serve()
+        server = self.server = DriveServer(engine, open_file=self._open_file)
+        server.serve()
+        self._theirs.end()
+        if server._is_hung:
+            server._queue.close(LONG, "killed")
+            self._let_go()
+            server._commits.close(LONG)
 
     def kill(self) -> None:
         """Touch the engine's memory no more, and end."""
+        with self._memory.lock:
+            self._memory.is_taken_back = True
         if self.server is not None:
             self.server._queue.close(0.0, "killed")
         self._theirs.end()
@@ -171,12 +200,15 @@ class ThreadDrive(ChildProcess):
 
     def die(self) -> None:
         """As a process does: the journal hears of nothing more, and the store is free."""
+        self._let_go()
+        self.kill()
+
+    def _let_go(self) -> None:
         assert self.server is not None
         store = self.server._store
         for file in (store.index._table.file, store.index._state):
             file.close()
         store._lock.close()
-        self.kill()
 
     def wait(self, timeout: float) -> bool:
         self._thread.join(timeout)

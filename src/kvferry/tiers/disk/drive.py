@@ -54,6 +54,7 @@ class DriveServer:
         self._status = engine.status
         self._open_file = open_file
         self._budget: state.DayBudget | None = None
+        self._is_hung = False
 
     def serve(self) -> None:
         """Open the store and serve it until the engine hangs up or is gone.
@@ -87,7 +88,7 @@ class DriveServer:
         health = self._health = DriveHealth(
             queue,
             file,
-            lambda reason: self._channel.send(messages.pack(FrameKind.AILS, reason)),
+            lambda reason: self._channel.send(messages.pack(FrameKind.REFUSED, reason)),
             path=setup.path,
             keep_free=setup.bound.keep_free,
         )
@@ -155,10 +156,14 @@ class DriveServer:
         began, deadline = self._commits.began, self._queue.deadline
         if began and time.monotonic() - began > deadline:
             hung = hung or f"no answer for {deadline:g} s"
-        self._health.ail(hung)
+        if hung:
+            self._is_hung = True
+            self._health.end(hung)
 
     def _close(self) -> None:
         """Commit what is there and go. What hangs is left: the process ends all the same."""
+        if self._is_hung:
+            return
         end = time.monotonic() + _CLOSE_SECONDS
         self._queue.close(_CLOSE_SECONDS, self._health.failure or "the tier was closed")
         if self._commits.close(max(0.1, end - time.monotonic())):

@@ -5,12 +5,9 @@
     order ──cut──> jobs: runs of neighbouring places ──> reads  ──> threads ──┐
                                                     └──> writes ──> threads ──┴──> one result
 
-A job that has not begun when its order is late, or the drive ails, fails without a thread. One that
-is in flight longer than the deadline is given up: the drive ails until it returns, and what it then
-brings is not delivered.
-
-A block that fails is a failed block. Many in a row, a file that is gone, a commit that fails: the
-process ends, and the next one tries again. No room to write is a failed block, too.
+A job that has not begun when its order is late fails without a thread. A block that fails is a
+failed block, also where there is no room to write. Many in a row, a job in flight longer than the
+deadline, a file that is gone, a commit that fails: the process ends, and the next one tries again.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ MAX_ERRORS = 16
 """So many calls to the drive in a row must fail before its process ends."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_LATE = _NOT_BEGUN, _NO_ANSWER = "not begun in time", "no answer"
+_NOT_BEGUN = "not begun in time"
 
 
 @dataclass(eq=False)
@@ -46,10 +43,6 @@ class Order:
     ok: Flags
     began: float
     num_jobs: int = 0
-    num_delivering: int = 0
-    """Threads that write into the engine's memory for it right now."""
-    is_over: bool = False
-    """The result was sent: the engine's memory is not ours any more."""
     reasons: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,10 +86,9 @@ class IoQueue:
         self._ended = threading.Condition(self._lock)
         self._waiting: dict[Way, deque[Job]] = {Way.READ: deque(), Way.WRITE: deque()}
         self._in_flight: dict[Way, set[Job]] = {Way.READ: set(), Way.WRITE: set()}
-        self._orders: dict[int, Order] = {}
         self.num_late = 0
-        """Blocks whose time was up before the drive answered."""
-        self._ailment = ""
+        """Blocks whose time was up before the drive was asked."""
+        self._refusal = ""
         self._write_refusal = ""
         self._is_closed = False
 
@@ -109,10 +101,10 @@ class IoQueue:
         jobs = [Job(order, by_place[at : at + size]) for at in range(0, len(by_place), size)]
         order.num_jobs = len(jobs)
         with self._lock:
-            self._orders[message.id] = order
-            reason = order.skip_reason(now) or self._refusal(message.way)
+            reason = self._skip_reason(order, now)
             if reason:
-                self._end_order(order, reason)
+                order.reasons = dict.fromkeys(range(len(order.ok)), reason)
+                self._end_order(order)
                 return
             self._waiting[message.way].extend(jobs)
             self._work[message.way].notify(len(jobs))
@@ -127,7 +119,7 @@ class IoQueue:
                 job = self._waiting[way].popleft()
                 self._wake_writers()
                 now = time.monotonic()
-                reason = job.order.skip_reason(now) or self._refusal(way)
+                reason = self._skip_reason(job.order, now)
                 if not reason:
                     job.began = now
                     self._in_flight[way].add(job)
@@ -148,127 +140,85 @@ class IoQueue:
         if not self._waiting[Way.READ] and self._waiting[Way.WRITE]:
             self._work[Way.WRITE].notify(len(self._waiting[Way.WRITE]))
 
-    def begin_delivery(self, job: Job) -> bool:
-        """Whether the engine's memory is still ours to write; then :meth:`end_delivery` must come.
-
-        Between the two, the order's result is not sent.
-        """
-        with self._lock:
-            if job.order.is_over:
-                return False
-            job.order.num_delivering += 1
-            return True
-
-    def end_delivery(self, job: Job) -> None:
-        with self._lock:
-            job.order.num_delivering -= 1
-
-    def end(self, job: Job, reasons: dict[int, str]) -> bool:
-        """A job is done but for the positions in ``reasons``; False if it had been given up."""
+    def end(self, job: Job, reasons: dict[int, str]) -> None:
+        """A job is done but for the positions in ``reasons``."""
         with self._lock:
             order = job.order
             self._in_flight[order.message.way].discard(job)
             self._ended.notify_all()
-            if order.is_over:
-                return False
             order.ok[job.positions] = True
             for position, reason in reasons.items():
                 order.ok[position] = False
                 order.reasons[position] = reason
             self._count_down(order)
-            return True
 
     def sweep(self) -> str:
-        """End what never will begin or took too long; return why the drive hangs, if it does."""
+        """End what never will begin; return why the drive hangs, if a job takes too long."""
         now = time.monotonic()
         with self._lock:
-            for way, jobs in self._waiting.items():
-                for job in [job for job in jobs if job.order.is_over or job.order.skip_reason(now)]:
+            for jobs in self._waiting.values():
+                for job in [job for job in jobs if job.order.skip_reason(now)]:
                     jobs.remove(job)
-                    self._fail(job, job.order.skip_reason(now))
-                if self._refusal(way):
-                    self._fail_waiting(way)
+                    self._fail(job, _NOT_BEGUN)
             self._wake_writers()
-            hung = [
-                job
-                for jobs in self._in_flight.values()
-                for job in jobs
-                if now - job.began > self.deadline
-            ]
-            reason = f"{_NO_ANSWER} for {self.deadline:g} s" if hung else ""
-            for job in hung:
-                if not job.order.is_over and not job.order.num_delivering:
-                    self._end_order(job.order, reason)
-        return reason
+            began = [job.began for jobs in self._in_flight.values() for job in jobs]
+        is_hung = bool(began) and now - min(began) > self.deadline
+        return f"no answer for {self.deadline:g} s" if is_hung else ""
 
-    def ail(self, reason: str) -> None:
-        """Fail everything that waits, and all that comes, until called with an empty reason."""
+    def shut(self, reason: str) -> None:
+        """Fail everything that waits, and all that comes."""
         with self._lock:
-            self._ailment = reason
+            self._refusal = self._refusal or reason
             for way in self._waiting:
-                if self._refusal(way):
-                    self._fail_waiting(way)
+                self._fail_waiting(way, reason)
 
     def refuse_writes(self, reason: str) -> None:
-        """As :meth:`ail`, for writes alone."""
+        """Fail all writes that wait, and all that come, until called with an empty reason."""
         with self._lock:
             self._write_refusal = reason
             if reason:
-                self._fail_waiting(Way.WRITE)
+                self._fail_waiting(Way.WRITE, reason)
 
-    def close(self, timeout: float, reason: str) -> bool:
-        """Fail what waits and end the threads; return whether nothing is in flight any more.
-
-        From here on nothing is delivered: the engine has its memory back.
-        """
+    def close(self, timeout: float, reason: str) -> None:
+        """Fail what waits, wait at most so long for what is in flight, and end the threads."""
         with self._lock:
-            self.ail(reason)
-            is_done = self._ended.wait_for(lambda: not any(self._in_flight.values()), timeout)
-            for order in list(self._orders.values()):
-                if not order.num_delivering:
-                    self._end_order(order, reason)
+            self.shut(reason)
+            self._ended.wait_for(lambda: not any(self._in_flight.values()), timeout)
             self._is_closed = True
             for work in self._work.values():
                 work.notify_all()
-            return is_done
 
-    def _refusal(self, way: Way) -> str:
-        return self._ailment or (self._write_refusal if way is Way.WRITE else "")
+    def _skip_reason(self, order: Order, now: float) -> str:
+        refusal = self._refusal or (self._write_refusal if order.message.way is Way.WRITE else "")
+        return order.skip_reason(now) or refusal
 
-    def _fail_waiting(self, way: Way) -> None:
+    def _fail_waiting(self, way: Way, reason: str) -> None:
         jobs = self._waiting[way]
         while jobs:
-            self._fail(jobs.popleft(), self._refusal(way))
+            self._fail(jobs.popleft(), reason)
 
     def _fail(self, job: Job, reason: str) -> None:
-        if not job.order.is_over:
-            for position in job.positions.tolist():
-                job.order.reasons[position] = reason
-            self._count_down(job.order)
+        for position in job.positions.tolist():
+            job.order.reasons[position] = reason
+        self._count_down(job.order)
 
     def _count_down(self, order: Order) -> None:
         order.num_jobs -= 1
         if not order.num_jobs:
-            self._end_order(order, "")
+            self._end_order(order)
 
-    def _end_order(self, order: Order, reason: str) -> None:
-        """Send the result; ``reason`` is for blocks that have not ended by themselves."""
-        for position in np.flatnonzero(~order.ok).tolist():
-            order.reasons.setdefault(position, reason)
-        self.num_late += sum(why.startswith(_LATE) for why in order.reasons.values())
-        order.is_over = True
-        message = order.message
-        del self._orders[message.id]
+    def _end_order(self, order: Order) -> None:
+        self.num_late += sum(why == _NOT_BEGUN for why in order.reasons.values())
         num_bytes = int(order.ok.sum()) * order.block_bytes
         seconds = time.monotonic() - order.began
-        self._answer(Result(message.id, order.ok, order.reasons, num_bytes, seconds))
+        self._answer(Result(order.message.id, order.ok, order.reasons, num_bytes, seconds))
 
 
 class DriveHealth:
-    """Decides when the drive cannot be used, or takes no writes. Any thread may use it.
+    """Decides when the drive takes no writes, and when the process has to end.
 
-    A drive that hangs may come back. After any other fault the process has to end: the next one,
-    which its engine starts after a while, finds out whether the drive is well.
+    Any thread may use it. After every fault of the drive the process ends: the next one, which its
+    engine starts after a while, finds out whether the drive is well.
     """
 
     def __init__(
@@ -280,13 +230,12 @@ class DriveHealth:
         path: str,
         keep_free: int,
     ) -> None:
-        """``tell`` sends the engine why the drive cannot be used; empty when it can be again."""
+        """``tell`` sends the engine why the drive cannot be used."""
         self._queue = queue
         self._file = file
         self._tell = tell
         self._path = path
         self._keep_free = keep_free
-        self._ailment = ""
         self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
         self.failure = ""
         """Why the process has to end; empty while it has not."""
@@ -303,15 +252,9 @@ class DriveHealth:
 
     def end(self, reason: str) -> None:
         """The process has to end."""
-        self.failure = self.failure or reason
-        self.ail(reason)
-
-    def ail(self, reason: str) -> None:
-        """Note why the drive cannot be used; an empty reason: it can."""
-        reason = self.failure or reason
-        if reason != self._ailment:
-            self._ailment = reason
-            self._queue.ail(reason)
+        if not self.failure:
+            self.failure = reason
+            self._queue.shut(reason)
             self._tell(reason)  # after the queue: the failed results arrive before this
 
     def check(self) -> None:

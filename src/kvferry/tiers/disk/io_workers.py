@@ -241,14 +241,9 @@ class IoWorker:
             except Exception as error:  # a thread that dies leaves its order waiting for ever
                 said = str(error) if isinstance(error, KvferryError) else repr(error)
                 self._fail(job.positions, Count.OTHER_FAILURES, said)
-                self._leave_nothing(places)
-            if not queue.end(job, self._reasons):  # it was answered as failed long ago
-                self._leave_nothing(places)
-
-    def _leave_nothing(self, places: Numbers) -> None:
-        """A write that failed leaves no block."""
-        if self._way is Way.WRITE:
-            self._context.commits.lose(places)
+                if self._way is Way.WRITE:  # that failed leaves no block
+                    self._context.commits.lose(places)
+            queue.end(job, self._reasons)
 
     def _fail(self, positions: Numbers, count: Count, reason: str) -> None:
         for position in positions.tolist():
@@ -278,7 +273,7 @@ class IoWorker:
 
     def _deliver(self, job: Job, positions: Numbers, good: Numbers) -> None:
         context = self._context
-        if not len(good) or not context.queue.begin_delivery(job):
+        if not len(good):
             return
         here, there, sizes = self._segments(job, positions, good)
         context.status.set_copying(self._number, True)
@@ -286,7 +281,6 @@ class IoWorker:
             arrived = context.memory.deliver(here, there, sizes)
         finally:
             context.status.set_copying(self._number, False)
-            context.queue.end_delivery(job)
         is_whole = arrived.reshape(len(good), -1).all(axis=1)
         self._fail_unreachable(positions[good[~is_whole]])
         context.status.add(Count.READ_BYTES, int(is_whole.sum()) * job.order.block_bytes)
@@ -297,7 +291,7 @@ class IoWorker:
         num_bytes = len(positions) * job.order.block_bytes
         if context.budget is not None and not context.budget.take(num_bytes):
             self._fail(positions, Count.OTHER_FAILURES, "no bytes are left of disk_write_per_day")
-            self._leave_nothing(places)
+            context.commits.lose(places)
             return
         with context.cpu_slots:
             here, there, sizes = self._segments(job, positions, np.arange(len(positions)))
@@ -305,9 +299,6 @@ class IoWorker:
             fetched = segments.reshape(len(positions), -1).all(axis=1)
             self._fail_unreachable(positions[~fetched])
             context.commits.begin_write(places)
-            if not context.queue.begin_delivery(job):
-                return  # given up meanwhile: the memory may have been used again while we read it
-            context.queue.end_delivery(job)
             proofs = context.prover.prove(self._buffer, places, keys)
         at = np.flatnonzero(fetched)
         whole = np.zeros(len(positions), dtype=bool)

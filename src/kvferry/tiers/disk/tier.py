@@ -2,9 +2,9 @@
 
 A drive as its engine sees it::
 
-    starting ──> up <──> ails ──┐
-       ^                        │ it died, or does not answer: killed
-       └────── away, a while ───┘
+    starting ──> up ──┐
+       ^              │ it died, had to end, or does not answer: killed
+       └── a while ───┘
 
 A thread for each drive does the waiting. What was in flight on a drive that is gone has failed, and
 its memory is ours again.
@@ -140,9 +140,7 @@ class DriveClient:
         """What the drive said when it was first up; None until then."""
         self.ailment = STARTING
         self.refusal = ""
-        """Why it could not be opened, the last time."""
-        self._said = ""
-        """Why the process itself says that the drive cannot be used."""
+        """Why its process could not open it, or had to end, the last time."""
         self.recovered: tuple[Numbers, Words] | None = None
         self.number = 0
         """The reset number that the drive is to have; orders carry it."""
@@ -278,7 +276,8 @@ class DriveClient:
                 reason = f"the drive process sent an invalid reply: {_words(error)}"
             if not child.wait(0 if reason else 1.0):
                 is_safe = child.take_back_memory()
-            self._lose(child, reason or f"the drive process {child.ending}", is_safe)
+            reason = self.refusal or reason or f"the drive process {child.ending}"
+            self._lose(child, reason, is_safe)
         finally:
             child.close()
 
@@ -310,9 +309,6 @@ class DriveClient:
                 if result.batch_id in self._orders:
                     self._ended(result.batch_id, result)
                     self._orders.discard(result.batch_id)
-            elif kind is FrameKind.AILS:
-                self._said = messages.unpack(body)
-                self._ail(self._said)
             elif kind is FrameKind.FORGOT:
                 self._persisted = messages.unpack(body)
             elif kind is FrameKind.READY:
@@ -339,7 +335,7 @@ class DriveClient:
         self.ready = replace(ready, num_recovered=0)  # a store that was gone has another id now
         if not self.has_forgotten:
             self._send_reset(child)
-        self.refusal = self._said = ""
+        self.refusal = ""
         self._ail("")
 
     def _ail(self, reason: str) -> None:
@@ -363,10 +359,9 @@ class DriveClient:
             last = replace(figures_of(child.status), pending=0, durable_lag=0.0)
             self._past = add_up([self._past, last])
             self._child = None
-            if self.ready is None:
-                self.refusal = self.refusal or reason
             if not self._is_closing:
-                self._ail(self.refusal or self._said or reason)
+                self.refusal = reason
+                self._ail(reason)
             if is_safe:
                 for order_id in self._orders:
                     self._ended(order_id, reason)

@@ -89,5 +89,7 @@ def main(serve: Serve) -> None:
     log.addHandler(_LogHandler(channel))
     mem_fd = None if memory < 0 else memory
     serve_engine(serve, channel, StatusPage(page), EngineMemory(pid, mem_fd))
-    # A thread that hangs in the kernel must not keep the process: no waiting, no clearing up.
+    # A thread that hangs in the kernel must not keep the process: no waiting, no clearing up. It
+    # may keep the socket open, too.
+    channel.end()
     os._exit(0)
