@@ -158,7 +158,7 @@ class PlainMooncake:
         assert self._store.setup(host, "P2PHANDSHAKE", 0, 16 * MiB, "tcp", "", place) == 0
         self._memory = memory
         slots = memory.host.tier
-        assert self._store.register_buffer(slots.address, slots.bytes.nbytes) == 0
+        assert self._store.register_buffer(slots.address, slots.chunks.num_bytes) == 0
 
     def put(self, names: list[str]) -> None:
         for some, places, sizes in self._batches(names, self._memory.sent):

@@ -176,7 +176,7 @@ def test_a_tier_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
     _, gate = pending(ferry)
     ferry._rank.tiers["tiers"]._close_seconds = 0.05
     assert bring(ferry, 0) == (0, b"")
-    rows = ferry._rank.host.tier.bytes
+    rows = ferry._rank.host.tier.rows
     ferry.close()  # returns, and leaves the memory that the medium may still write to
     mover = ferry._rank.tiers["tiers"]
     assert mover.is_stuck

@@ -181,7 +181,7 @@ class HostMemory(Closing):
         memory = shared if shared is not None else PrivateMemory(chunks.num_bytes)
         self.tier = HostTier(chunks.num_slots, slot_bytes, chunks=chunks, memory=memory)
         self._shared = shared
-        self._bytes = self.tier.bytes
+        self._bytes = memory.bytes[: chunks.num_bytes]
         self._chunks = chunks
         self._registrar = registrar if pin is not Pin.NEVER else None
         self._busy = busy

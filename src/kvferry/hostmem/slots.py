@@ -10,7 +10,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +28,6 @@ _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
-
-
-class Memory(Protocol):
-    """A run of bytes that begins on a page, mapped while a reference to ``bytes`` exists."""
-
-    @property
-    def bytes(self) -> Bytes: ...
 
 
 class PrivateMemory:
@@ -315,21 +307,17 @@ class HostTier:
         slot_bytes: int,
         *,
         chunks: Chunks | None = None,
-        memory: Memory | None = None,
+        memory: PrivateMemory | SharedMemory | None = None,
     ) -> None:
         """``memory`` (default: private) holds the slots as ``chunks`` lays them out."""
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.chunks = chunks if chunks is not None else Chunks.lay_out(num_slots, slot_bytes)
         memory = memory if memory is not None else PrivateMemory(self.chunks.num_bytes)
-        if memory.bytes.nbytes < self.chunks.num_bytes:
-            raise InputError(
-                f"{num_slots} slots need {self.chunks.num_bytes} bytes of memory, "
-                f"got {memory.bytes.nbytes}"
-            )
-        self._bytes: Bytes | None = memory.bytes[: self.chunks.num_bytes]
         self._rows: Bytes | None = np.lib.stride_tricks.as_strided(
-            self._bytes, shape=(num_slots, slot_bytes), strides=(self.pitch, 1)
+            memory.bytes[: self.chunks.num_bytes],
+            shape=(num_slots, slot_bytes),
+            strides=(self.pitch, 1),
         )
 
     @property
@@ -345,13 +333,6 @@ class HostTier:
         return self._rows
 
     @property
-    def bytes(self) -> Bytes:
-        """All of the memory, also the bytes between slots."""
-        if self._bytes is None:
-            raise ClosedError("the host memory is closed")
-        return self._bytes
-
-    @property
     def address(self) -> int:
         """Where slot 0 begins; slot ``i`` begins ``i * pitch`` later."""
         return int(self.rows.ctypes.data)
@@ -359,4 +340,3 @@ class HostTier:
     def close(self) -> None:
         # The mapping goes when the last array over it does: an engine may still hold one.
         self._rows = None
-        self._bytes = None

@@ -341,7 +341,7 @@ class TierMover:
         abandoned = self._tier.close(self._close_seconds)
         if abandoned:
             self.is_stuck = True
-            _kept.append(self._host.bytes)
+            _kept.append(self._host.rows)
             log.error(
                 "tier %s: %d batches never ended; the host memory they touch stays as it is",
                 self._tier.name,

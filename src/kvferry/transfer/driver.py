@@ -326,16 +326,11 @@ class Driver:
             byref(c_size_t(0)),
             1,
         ]
-        failed = c_size_t(len(sizes))
-        if self._batch_has_fail_index:
-            arguments.append(byref(failed))
+        if self.batch_form is BatchForm.WITH_FAIL_INDEX:
+            arguments.append(byref(c_size_t()))
         code = self._batch(*arguments, stream)
         if code:
-            asked = f"{len(sizes)} copies, stream {stream:#x}"
-            if failed.value < len(sizes):
-                i = failed.value
-                asked += f"; copy {i}: {sizes[i]} bytes from {srcs[i]:#x} to {dsts[i]:#x}"
-            self.check(code, f"cuMemcpyBatchAsync({asked})")
+            self.check(code, f"cuMemcpyBatchAsync({len(sizes)} copies, stream {stream:#x})")
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -371,7 +366,7 @@ class Driver:
 
     def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
         """Find the batch copy by the version of its form, asking this driver, not a header."""
-        self.batch_form, self._batch, self._batch_has_fail_index = BatchForm.ABSENT, None, False
+        self.batch_form, self._batch = BatchForm.ABSENT, None
         try:
             look_up = self.bind(
                 "cuGetProcAddress_v2", c_char_p, c_void_p, c_int, c_uint64, c_void_p
@@ -388,7 +383,6 @@ class Driver:
             code = look_up(b"cuMemcpyBatchAsync", byref(address), form.value, 0, byref(status))
             if code == 0 and address.value:
                 self.batch_form = form
-                self._batch_has_fail_index = form is BatchForm.WITH_FAIL_INDEX
                 self._batch = prototype(address.value)
                 return
 
