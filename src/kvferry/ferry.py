@@ -33,7 +33,7 @@ from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.source import Mailbox, Source
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.tickets import BlockTables, Hit, Tables, Ticket, Tickets
+from kvferry.tickets import Hit, Tables, Ticket, Tickets, whole_tables
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import DEVICE, FIRST_RANK, HOST, MatchState
 from kvferry.worker import Worker
@@ -111,7 +111,7 @@ class Ferry(Closing):
         """``keep_alive`` is memory that is copied by address: held until no copy runs."""
         self.namespace = namespace
         self._layouts = tuple(layouts)
-        self._tables = BlockTables(self._layouts)
+        self._num_blocks = [layout.num_blocks for layout in layouts]
         self._config = config
         self._keep_alive = keep_alive
         self._rank = rank
@@ -255,7 +255,8 @@ class Ferry(Closing):
             raise _not_a_hit(hit)
         request = hit.request
         needed = request.needed_blocks if len(self._layouts) > 1 else ()
-        tables = self._tables.whole(device_blocks, before=hit.on_device, needed=needed)
+        first = hit.on_device
+        tables = whole_tables(self._num_blocks, device_blocks, before=first, needed=needed)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + hit.num_blocks:
             raise InputError(
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
@@ -307,7 +308,7 @@ class Ferry(Closing):
         first = first if type(first) is int else integer(first, "first")
         num_keys = len(keys.array)
         before = min(max(0, first), num_keys)
-        tables = self._tables.whole(device_blocks, before=before)
+        tables = whole_tables(self._num_blocks, device_blocks, before=before)
         if first != before or (len(tables) == 1 and len(tables[0]) != num_keys):
             raise InputError(
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK, Ordered
-from kvferry.transfer.layout import GroupLayout
 from kvferry.types import Landing, SlotArray, TransferId
 
 if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
@@ -175,57 +174,43 @@ Tables = Integers | Sequence[Integers]
 """Device blocks: one vector, or one block table for each group."""
 
 
-class BlockTables:
-    """Checks the block tables that callers give. Owns a scratch place for each device block."""
+def whole_tables(
+    num_blocks: Sequence[int], given: Tables, *, before: int, needed: Sequence[range] = ()
+) -> list[SlotArray]:
+    """Return whole block tables, by group; a single one is given without the blocks ``before``.
 
-    def __init__(self, layouts: Sequence[GroupLayout]) -> None:
-        self._num_blocks = [layout.num_blocks for layout in layouts]
-        # One place more than there are blocks: NO_BLOCK leads there.
-        self._place = np.empty(max(self._num_blocks) + 1, dtype=np.int64)
+    ``num_blocks`` are those of each group's tensors.
 
-    def whole(self, given: Tables, *, before: int, needed: Sequence[range] = ()) -> list[SlotArray]:
-        """Return whole block tables, by group; a single one is given without the blocks ``before``.
-
-        Raises:
-            InputError: a block does not exist, tables are missing, or a table names a block twice:
-                in the ``needed`` places, by group, or else in any from ``before`` on.
-        """
-        sizes = self._num_blocks
-        tables: Sequence[Any] = (given,)
-        least = 0 if len(sizes) == 1 else NO_BLOCK
-        if len(sizes) > 1:
-            if not isinstance(given, Sequence) or len(given) != len(sizes):
-                raise InputError(
-                    f"there are {len(sizes)} groups: give a block table for each of them"
-                )
-            tables = given
-        found = []
-        for group, table in enumerate(tables):
-            numbers: SlotArray | None = None
-            if type(table) is list and {int}.issuperset(map(type, table)):  # as most give them
-                with suppress(OverflowError):
-                    numbers = np.fromiter(table, dtype=np.int64, count=len(table))
-            if numbers is None:
-                numbers = integers(table, "device blocks")
-            most = sizes[group]
-            # Counted from the least one, as unsigned numbers, what is too small is too large.
-            counted = numbers if not least else numbers - least
-            if len(numbers) and int(np.maximum.reduce(counted.view(np.uint64))) >= most - least:
-                wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
-                raise InputError(
-                    f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
-                )
-            blocks = numbers
-            if needed:
-                blocks = numbers[needed[group].start : needed[group].stop]
-            elif before and len(sizes) > 1:
-                blocks = numbers[before:]
-            at = np.arange(len(blocks))
-            self._place[blocks] = at  # of a block that is named twice the last place stays
-            again = self._place.take(blocks) != at
-            if np.count_nonzero(again) and len(twice := blocks[again & (blocks != NO_BLOCK)]):
-                raise InputError(f"device block {twice[0]} is given twice; it holds one block only")
-            found.append(numbers)
-        if before and len(sizes) == 1:
-            found[0] = np.concatenate((np.full(before, NO_BLOCK), found[0]))
-        return found
+    Raises:
+        InputError: a block does not exist, tables are missing, or a table names a block twice: in
+            the ``needed`` places, by group, or else in any from ``before`` on.
+    """
+    is_single = len(num_blocks) == 1
+    if not is_single and (not isinstance(given, Sequence) or len(given) != len(num_blocks)):
+        raise InputError(f"there are {len(num_blocks)} groups: give a block table for each of them")
+    tables = cast("Sequence[Integers]", (given,) if is_single else given)
+    found, least = [], 0 if is_single else NO_BLOCK
+    for group, (table, most) in enumerate(zip(tables, num_blocks, strict=True)):
+        numbers: SlotArray | None = None
+        if type(table) is list and {int}.issuperset(map(type, table)):  # as most give them
+            with suppress(OverflowError):
+                numbers = np.fromiter(table, dtype=np.int64, count=len(table))
+        if numbers is None:
+            numbers = integers(table, "device blocks")
+        ordered = np.sort(numbers)
+        if len(ordered) and (ordered[0] < least or ordered[-1] >= most):
+            wrong = ordered[0] if ordered[0] < least else ordered[-1]
+            raise InputError(
+                f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
+            )
+        if needed:
+            ordered = np.sort(numbers[needed[group].start : needed[group].stop])
+        elif before and not is_single:
+            ordered = np.sort(numbers[before:])
+        again = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(again) and again[-1] != NO_BLOCK:
+            raise InputError(f"device block {again[-1]} is given twice; it holds one block only")
+        found.append(numbers)
+    if before and is_single:
+        found[0] = np.concatenate((np.full(before, NO_BLOCK), found[0]))
+    return found

@@ -7,26 +7,20 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.scheduler.transfers import NO_BLOCK
-from kvferry.tickets import BlockTables
-from kvferry.transfer.layout import GroupLayout, describe
+from kvferry.tickets import whole_tables
 
 MOST = 2**63 - 1
 
 
-def layouts(*num_blocks: int) -> list[GroupLayout]:
-    return [describe({"a": np.zeros((count, 8), np.uint8)}, block_axis=0) for count in num_blocks]
-
-
 @pytest.mark.parametrize("wrong", [-2, 7, MOST, -MOST - 1])
 def test_with_several_groups_one_may_be_missing_but_not_wrong(wrong: int) -> None:
-    tables = BlockTables(layouts(7, 9)).whole([[NO_BLOCK, 6], [8, 0]], before=0)
+    tables = whole_tables([7, 9], [[NO_BLOCK, 6], [8, 0]], before=0)
     assert [each.tolist() for each in tables] == [[NO_BLOCK, 6], [8, 0]]
     with pytest.raises(InputError, match=f"block {wrong} does not exist"):
-        BlockTables(layouts(7, 9)).whole([[NO_BLOCK, wrong], [8, 0]], before=0)
+        whole_tables([7, 9], [[NO_BLOCK, wrong], [8, 0]], before=0)
 
 
 def test_what_is_named_twice_is_found_in_the_places_that_count() -> None:
-    tables = BlockTables(layouts(7, 5))
     rng = np.random.default_rng()
     for _ in range(200):
         blocks = rng.integers(NO_BLOCK, 7, int(rng.integers(0, 8)))
@@ -36,7 +30,7 @@ def test_what_is_named_twice_is_found_in_the_places_that_count() -> None:
         counted = (blocks[first:stop] if is_needed else blocks[first:]).tolist()
         given = [block for block in counted if block != NO_BLOCK]
         try:
-            tables.whole([blocks, blocks[:0]], before=first, needed=needed)
+            whole_tables([7, 5], [blocks, blocks[:0]], before=first, needed=needed)
         except InputError:
             assert len(set(given)) < len(given), blocks
         else:
