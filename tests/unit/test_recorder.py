@@ -49,7 +49,7 @@ class Gate:
 def test_the_engine_never_waits_and_nothing_grows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = recorder_of(tmp_path / "trace.jsonl", pause=lambda seconds: None)
+    recorder = recorder_of(tmp_path / "trace.jsonl")
     gate, request = Gate(recorder), observed(list(range(16)))
     for _ in range(10_000):
         recorder.see(request)
@@ -77,29 +77,6 @@ def test_a_recording_is_finished_though_close_did_not_wait_for_it(
     recorder._thread.join(20)
     assert not recorder._thread.is_alive()
     assert 1 <= len((tmp_path / "trace.jsonl").read_bytes().splitlines()) <= 3
-
-
-def test_it_writes_several_in_a_burst_and_then_rests_as_it_has_worked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each costs 1.5 ms of a clock that only writing moves: so three of them are a burst."""
-    now, rests, left = [0.0], [], []
-
-    def rest(seconds: float) -> None:
-        rests.append(seconds)
-        left.append(len(recorder._waiting))
-
-    monkeypatch.setattr("kvferry.telemetry.recorder.time.thread_time", lambda: now[0])
-    recorder = recorder_of(tmp_path / "trace.jsonl", pause=rest)
-    write = recorder._write_one
-    monkeypatch.setattr(
-        recorder, "_write_one", lambda: (write(), now.__setitem__(0, now[0] + 1.5e-3))
-    )
-    recorder._waiting.extend(observed([n]) for n in range(8))
-    recorder._write()
-    assert left == [5, 2]
-    assert rests == pytest.approx([19 * 4.5e-3] * 2)
-    recorder.close()
 
 
 def recorded(path: Path, *requests: RecordedRequest, **more: int) -> None:

@@ -29,9 +29,6 @@ from kvferry.telemetry.traces import RECORDED_HINTS
 log = logging.getLogger("kvferry")
 
 _LOOK_SECONDS = 1.0
-_BURST_SECONDS = 4e-3
-"""Longest work between two rests. The first request finds nothing in the processor's caches and
-costs several times what the next ones do. After 5 ms the interpreter is the engine's anyway."""
 _REST = 19
 """It rests so many times as long as it worked: at most a twentieth of one processor is its."""
 _MOST_REST = 1.0
@@ -71,12 +68,8 @@ class Recorder:
         block_tokens: int,
         most_bytes: int,
         now: float,
-        pause: Callable[[float], object] | None = None,
     ) -> None:
-        """``block_tokens`` is what a key of a request covers, ``now`` the scheduler's time.
-
-        ``pause`` is called with the seconds that its thread should rest.
-        """
+        """``block_tokens`` is what a key of a request covers, ``now`` the scheduler's time."""
         self.num_missed = 0
         self._every = -(-_LEAST_TOKENS // block_tokens)
         self._block_tokens = self._every * block_tokens
@@ -84,7 +77,6 @@ class Recorder:
         self._offset = time.time() - now
         self._waiting: deque[RecordedRequest] = deque()
         self._stop = threading.Event()
-        self._pause = pause if pause is not None else self._stop.wait
         self._thread: threading.Thread | None = None
         self.file = TraceFile(path, most_bytes)
 
@@ -124,14 +116,10 @@ class Recorder:
             log.warning(words, self.num_missed, self.file.path)
 
     def _write(self) -> None:
-        worked = 0.0
         while self._waiting and not self._stop.is_set():
             began = time.thread_time()
             self._write_one()
-            worked += time.thread_time() - began
-            if worked >= _BURST_SECONDS:
-                self._pause(min(_MOST_REST, _REST * worked))
-                worked = 0.0
+            self._stop.wait(min(_MOST_REST, _REST * (time.thread_time() - began)))
 
     def _write_one(self) -> None:
         request = self._waiting.popleft()
