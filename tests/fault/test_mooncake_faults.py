@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,22 +20,6 @@ from kvferry.tiers.contract import Way
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 
 SEGMENT = "&segment=16MiB"
-
-
-def test_one_server_writes_and_another_reads(fleet: Fleet) -> None:
-    """Each through a process of its own; by the master's HTTP metadata server for once."""
-    metadata = fleet.master.metadata
-    writer = fleet.server(f"&protocol=tcp{SEGMENT}", metadata=metadata)
-    reader = fleet.server("&protocol=tcp", metadata=metadata)
-    other = secrets.token_bytes(32)
-    stranger = fleet.server("&protocol=tcp", metadata=metadata, namespace=other)
-    writer.write(ALL)
-    assert reader.do(Way.FIND, ALL).ok.all()
-    assert reader.reads(ALL) == [True] * 8
-    assert not stranger.do(Way.FIND, ALL).ok.any()
-    reader.tier.forget()
-    assert reader.reads(ALL) == [False] * 8
-    assert writer.reads(ALL) == [True] * 8, "what is shared is not one server's to remove"
 
 
 def test_a_master_killed_and_started_again(fleet: Fleet) -> None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakes import mooncake_store, remote, s3_servers
 from tests.integration.one_of_a_fleet import BLOCKS
-
-from kvferry.tiers.contract import TierSetup, Way
-from kvferry.tiers.remote.tier import open_remote
-from kvferry.types import Rank, TierName
 
 ROOT = Path(__file__).parents[2]
 Settings = dict[str, str]
@@ -79,41 +73,3 @@ def test_one_server_computes_and_another_hits(settings: Settings) -> None:
     assert loaded["is_right"]
     assert loaded["moved"]["remote-host"] == stored["moved"]["host-remote"]
     assert serve(settings, "load", model="another")["hit"] == 0, "another model"
-
-
-@contextmanager
-def ranks(settings: Settings, num_ranks: int, namespace: bytes) -> Iterator[list[remote.Store]]:
-    """All ranks of one server."""
-    with ExitStack() as close, remote.environment(settings):
-        stores = []
-        for rank in range(num_ranks):
-            setup = TierSetup(
-                TierName("remote"),
-                remote.SIZE,
-                Rank(rank),
-                num_ranks,
-                options=settings["KVFERRY_REMOTE"],
-                shared_namespace=namespace,
-            )
-            store = remote.Store(open_remote(setup), namespace)
-            close.callback(store.tier.close)
-            store.wait_healed()
-            stores.append(store)
-        yield stores
-
-
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 2), (2, 1)])
-def test_another_tensor_parallel_size_finds_nothing(
-    settings: Settings, wrote: int, reads: int
-) -> None:
-    """Not even where model, block size and all else agree, and it would be read as if it fitted."""
-    namespace, blocks = secrets.token_bytes(32), [0, 1, 2]
-    with ranks(settings, wrote, namespace) as writers:
-        for writer in writers:
-            writer.write(blocks)
-            assert writer.do(Way.FIND, blocks).ok.all()
-        with ranks(settings, reads, namespace) as readers:
-            for reader in readers:
-                assert not reader.do(Way.FIND, blocks).ok.any()
-                assert reader.reads(blocks) == [False] * 3
-                assert (reader.into == 0xEE).all()

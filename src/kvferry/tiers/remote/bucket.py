@@ -10,9 +10,9 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 
@@ -27,6 +27,8 @@ from kvferry.tiers.remote.stores import (
     read_object,
     reason_of,
 )
+
+T = TypeVar("T")
 
 _CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
 _ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
@@ -102,35 +104,24 @@ class BucketClient:
         return self._prefix + name
 
     async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
-        return list(await asyncio.gather(*(self._find(name, size) for name in names)))
-
-    async def _find(self, name: str, size: int) -> Unavailable | Fault | None:
-        try:
+        async def find_one(name: str) -> None:
             there = await obstore.head_async(self._store, self._path(name))
-        except FileNotFoundError:
-            return Unavailable()
-        except Exception as error:
-            return Fault(reason_of(error))
-        return None if there["size"] == size else Foreign(_wrong(there["size"], size))
+            if there["size"] != size:
+                raise WrongSizeError(there["size"])
+
+        return list(await asyncio.gather(*(_answered(find_one(name)) for name in names)))
 
     async def get(self, names: Sequence[str], size: int) -> list[Fetched]:
-        return list(await asyncio.gather(*(self._get(name, size) for name in names)))
-
-    async def _get(self, name: str, size: int) -> Fetched:
-        try:
-            return await read_object(self._store, self._path(name), range(size, size + 1))
-        except WrongSizeError as error:
-            return Foreign(_wrong(error.size, size))
-        except FileNotFoundError:
-            return Unavailable("holds nothing")
-        except Exception as error:
-            return Fault(reason_of(error))
+        fits = range(size, size + 1)
+        calls = (read_object(self._store, self._path(name), fits) for name in names)
+        return list(await asyncio.gather(*map(_answered, calls)))
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[Unavailable | Fault | None]:
         try:
-            ends = await asyncio.gather(*map(self._put_one, names, objects))
+            calls = map(self._put, map(self._path, names), objects)
+            ends = await asyncio.gather(*(_answered(call, is_write=True) for call in calls))
         except asyncio.CancelledError:
             # The request may go on reading them below, for as long as a request may take.
             loop = asyncio.get_running_loop()
@@ -138,13 +129,6 @@ class BucketClient:
             raise
         self.staging.give_back(*objects)
         return list(ends)
-
-    async def _put_one(self, name: str, stored: memoryview) -> Fault | None:
-        try:
-            await self._put(self._path(name), stored)
-        except Exception as error:
-            return Fault(reason_of(error))
-        return None
 
     async def _put(self, path: str, stored: Any) -> None:
         await obstore.put_async(self._store, path, stored, mode="overwrite", use_multipart=False)
@@ -171,8 +155,16 @@ class BucketClient:
         """Connections end with the process."""
 
 
-def _wrong(got: int, wanted: int) -> str:
-    return f"{got} bytes are there where {wanted} should be"
+async def _answered(
+    call: Coroutine[Any, Any, T], *, is_write: bool = False
+) -> T | Unavailable | Fault:
+    try:
+        return await call
+    except WrongSizeError as error:
+        return Foreign(str(error))
+    except Exception as error:
+        is_missing = isinstance(error, FileNotFoundError) and not is_write  # else the bucket is
+        return Unavailable() if is_missing else Fault(reason_of(error))
 
 
 def _private_bytes() -> int:

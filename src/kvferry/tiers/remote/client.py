@@ -102,7 +102,7 @@ class Fault:
 class Unavailable:
     """The store answered: the object is not here, or not to be had."""
 
-    reason: str = "not here"
+    reason: str = "holds nothing"
 
 
 class Foreign(Unavailable):
@@ -118,7 +118,7 @@ Fetched = memoryview | Unavailable | Fault
 
 
 class StoreClient(Protocol):
-    """One store's client. Objects are immutable, so the first write of a name is a good one.
+    """One store's client. All objects of one name have the same block.
 
     Every call answers for each name, and raises nothing but bugs. A cancelled call may still happen
     in the store, and touches nothing in this process any more.
@@ -134,7 +134,7 @@ class StoreClient(Protocol):
         """How many names are best given at once."""
 
     async def probe(self, way: Way) -> Fault | None:
-        """Whether the store answers reads, or (WRITE) takes a small object and gives it back."""
+        """Whether the store answers reads, or (WRITE) takes an object and gives it back."""
 
     async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
         """Which are there with this size: None for those that are."""
@@ -145,7 +145,7 @@ class StoreClient(Protocol):
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[Unavailable | Fault | None]:
-        """Write objects. One that is there already stays as it is, unless it is to be replaced.
+        """Write objects. One that is there may stay as it is, unless it is to be replaced.
 
         ``objects`` are lent from the staging: the client gives them back once they are not read any
         more, which may be long after it was cancelled.

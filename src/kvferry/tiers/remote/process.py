@@ -227,8 +227,7 @@ class StoreTransfers:
         if not rooms:
             batch.end(some, NotAttempted("too many calls to the store hang"))
             return
-        contents = [room[: self._objects.object_bytes] for room in rooms]
-        for at, content in zip(some, contents, strict=True):
+        for at, content in zip(some, rooms, strict=True):
             plain = self._sealer.plain(content)
             if not self._copy(self._memory.fetch, batch.order, at, plain):
                 self._staging.give_back(*rooms)
@@ -241,7 +240,7 @@ class StoreTransfers:
         try:
             async with self._call(batch, some):
                 is_ours = False  # the client gives them back
-                ends = await self._client.put(names, contents, replace=replace)
+                ends = await self._client.put(names, rooms, replace=replace)
         finally:
             if is_ours:
                 self._staging.give_back(*rooms)

@@ -150,7 +150,6 @@ class WrongSizeError(Exception):
 
     def __init__(self, size: int) -> None:
         super().__init__(f"an object has {size} bytes, which none of ours has")
-        self.size = size
 
 
 async def read_object(store: Any, path: str, fits: range) -> memoryview:
