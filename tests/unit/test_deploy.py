@@ -118,24 +118,6 @@ def test_a_query_parses_and_asks_for_what_exists(query):
         check(part)
 
 
-def test_the_dashboard_is_laid_out_and_labelled():
-    panels = board()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) >= 12
-    for panel in panels:
-        for target in panel["targets"]:
-            expr = promql_parser.parse(filled(target["expr"], "kvferry_"))
-            known = set[str]().union(*map(labels_of, selectors(expr)))
-            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= known
-    cells = [
-        (x, y)
-        for p in (panel["gridPos"] for panel in panels)
-        for x in range(p["x"], p["x"] + p["w"])
-        for y in range(p["y"], p["y"] + p["h"])
-    ]
-    assert len(cells) == len(set(cells)), "panels lie on top of each other"
-    assert max(x for x, _ in cells) < 24
-
-
 NOT_TWICE = r"\((.*)\)\s+and on \(instance\) kvferry:alone\s*"
 
 

@@ -71,20 +71,6 @@ def test_everything_public_says_what_it_is() -> None:
         if (inspect.isclass(each) or inspect.isfunction(each)) and not inspect.getdoc(each)
     ]
     assert not silent
-    assert not _undescribed("types") | _undescribed("scheduler/transfers")
-
-
-def _undescribed(module: str) -> set[str]:
-    """Public values of a module that no text follows."""
-    body = ast.parse((ROOT / f"src/kvferry/{module}.py").read_text()).body
-    names = {path.rpartition(".")[2] for path in PUBLIC}
-    silent = set()
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Name) and target.id in names:
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            silent |= set() if is_text else {target.id}
-    return silent
 
 
 def test_examples_need_nothing_that_is_not_public() -> None:
