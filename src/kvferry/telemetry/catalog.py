@@ -106,20 +106,16 @@ Labelled = tuple[Read, tuple[Label, ...]]
 """Values for each of some labels."""
 
 
-def _traffic(name: str) -> Labelled:
-    read = attrgetter(name)
-    return lambda s: {route: read(traffic) for route, traffic in s.stats.traffic.items()}, _ROUTE
+def _of(whose: str, labels: tuple[Label, ...], name: str) -> Labelled:
+    """One figure of each of a snapshot's routes, pools, disks or tenants."""
+    every, read = attrgetter(whose), attrgetter(name)
+    return lambda s: {key: read(each) for key, each in every(s).items()}, labels
 
 
-def _pools(name: str) -> Labelled:
-    """One of a pool's counts, for the host and every tier with places."""
-    read = attrgetter(name)
-    return lambda s: {tier: read(pool) for tier, pool in s.stats.pools.items()}, (_TIER,)
-
-
-def _disks(name: str) -> Labelled:
-    read = attrgetter(name)
-    return lambda s: {tier: read(disk) for tier, disk in s.disks.items()}, (_LOWER_TIER,)
+_traffic = partial(_of, "stats.traffic", _ROUTE)
+_pools = partial(_of, "stats.pools", (_TIER,))
+_disks = partial(_of, "disks", (_LOWER_TIER,))
+_tenants = partial(_of, "stats.tenants", (_TENANT,))
 
 
 def _drive(*names: str) -> Labelled:
@@ -129,11 +125,6 @@ def _drive(*names: str) -> Labelled:
         for tier, disk in s.disks.items()
         for operation, name in zip(("read", "write"), names, strict=True)
     }, _DRIVE_CALL
-
-
-def _tenants(name: str) -> Labelled:
-    read = attrgetter(name)
-    return lambda s: {tenant: read(each) for tenant, each in s.stats.tenants.items()}, (_TENANT,)
 
 
 def _tenant_tiers(name: str) -> Labelled:

@@ -183,11 +183,6 @@ class TraceReader:
         self.block_tokens = sizes.pop()
         self.paths = tuple(paths[at] for at in sorted(range(len(paths)), key=lambda at: firsts[at]))
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all files, as they lie on the disk."""
-        return sum(path.stat().st_size for path in self.paths)
-
     def __iter__(self) -> Iterator[TraceRequest]:
         self.complaints, self.num_bad, self.num_late = [], 0, 0
         start: float | None = None
