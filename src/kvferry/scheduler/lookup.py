@@ -25,7 +25,7 @@ from kvferry.config import Config
 from kvferry.core.identity import scope
 from kvferry.core.keys import BlockNames, Key, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.tiering import GroupLookup, LowerTiers, Run
+from kvferry.scheduler.tiering import GroupLookup, LowerTiers, RunBelow
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
@@ -378,7 +378,7 @@ class Matcher:
             wanted.append(self.names[g].all(found.keys).take(lacking).array)
         return Keys(np.concatenate(wanted))
 
-    def to_promote(self, found: Lookup) -> list[Run]:
+    def to_promote(self, found: Lookup) -> list[RunBelow]:
         """By group, the run of blocks to complete for the longer hit."""
         assert found.host is not None
         runs = []
@@ -388,7 +388,7 @@ class Matcher:
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
                 before = self.names[g].before(found.keys, run.start)
-                runs.append(Run(group, group.part(run), before, self._chained[g]))
+                runs.append(RunBelow(group, group.part(run), before, self._chained[g]))
         return runs
 
     # -- lengths --------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class GroupLookup:
         return slice(max(0, blocks.start - self.first), max(0, blocks.stop - self.first))
 
 
-class Run(NamedTuple):
+class RunBelow(NamedTuple):
     """A part of a group's blocks to complete in the host, behind ``parent``.
 
     Where they are ``chained`` each needs the one before it.
@@ -202,7 +202,7 @@ class LowerTiers:
                 room -= len(move.keys)
         return room
 
-    def promote(self, runs: Sequence[Run], room: int, *, tenant: int = 0) -> set[TransferId]:
+    def promote(self, runs: Sequence[RunBelow], room: int, *, tenant: int = 0) -> set[TransferId]:
         """Bring up those blocks of the runs that the host lacks, into at most ``room`` slots.
 
         The runs were looked up just now. Returns the transfers to wait for, also those that others
@@ -216,7 +216,7 @@ class LowerTiers:
         return transfers
 
     def _promote(
-        self, run: Run, room: int, tenant: int, transfers: set[TransferId], *, is_first: bool
+        self, run: RunBelow, room: int, tenant: int, transfers: set[TransferId], *, is_first: bool
     ) -> int:
         """Add the ``transfers`` that bring up one run; returns the room that is left."""
         group, part, parent, chained = run
@@ -263,7 +263,7 @@ class LowerTiers:
         self._busy[tier.name].begin(self._clock())
         return transfer_id
 
-    def _bringing(self, run: Run) -> set[TransferId]:
+    def _bringing(self, run: RunBelow) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
         group, part = run.group, run.part
         is_coming = (group.slots[part] != NO_SLOT) & ~group.cached[part]
@@ -278,7 +278,7 @@ class LowerTiers:
         """Each of these tiers has brought something, or begun to, at this time or later."""
         return min(self._busy[name].since for name in names)
 
-    def worth_promoting(self, runs: Sequence[Run], num_tokens: int) -> Decision:
+    def worth_promoting(self, runs: Sequence[RunBelow], num_tokens: int) -> Decision:
         """Whether these runs, of so many tokens, come up sooner than they are computed.
 
         The speed is that of the tier which has most of them.
