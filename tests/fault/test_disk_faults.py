@@ -312,7 +312,7 @@ def test_what_waited_on_a_drive_that_died_waits_no_more(tmp_path: Path, weather:
     with DiskLife(tmp_path, weather.launch) as life:
         weather.be_patient(LONG)
         life.write(range(4))
-        wait_until(lambda: life.tier.figures().commits > 0)
+        life.wait_durable()
         weather.sync = lambda: gate.wait(LONG)
         life.write(range(4, 8))
         wait_until(lambda: life.tier.figures().durable_lag > 0)
@@ -326,4 +326,3 @@ def test_what_waited_on_a_drive_that_died_waits_no_more(tmp_path: Path, weather:
         gate.set()
     assert (after.pending, after.durable_lag) == (0, 0.0)
     assert after.written_bytes == before.written_bytes > 0
-    assert after.commits >= before.commits > 0

@@ -165,7 +165,6 @@ class Commits:
 
     def _commit(self) -> None:
         """Make durable what has happened until now."""
-        start = time.monotonic()
         with self._changed:
             num_recorded, generation = self._index.num_recorded, self._generation
             self._covered_since, self._since, self._is_urgent = self._since, 0.0, False
@@ -180,8 +179,6 @@ class Commits:
         with self._changed:
             self._covered_since = 0.0
             self._show()
-        self._status.add(Count.COMMITS, 1)
-        self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))
 
     def close(self, timeout: float) -> bool:
         """Commit what is left; return whether the thread has ended in time."""

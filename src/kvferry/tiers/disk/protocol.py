@@ -87,10 +87,8 @@ class Count(IntEnum):
     LATE = 8
     UNREACHABLE = 9
     OTHER_FAILURES = 10
-    COMMITS = 11
-    COMMIT_MICROSECONDS = 12
-    PENDING = 13  # blocks written and not yet durable
-    PENDING_SINCE = 14  # microseconds of the monotonic clock; 0: none
+    PENDING = 11  # blocks written and not yet durable
+    PENDING_SINCE = 12  # microseconds of the monotonic clock; 0: none
 
 
 FAILURES = {
@@ -117,8 +115,6 @@ class DiskFigures:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     failed: dict[str, int] = field(default_factory=dict)
-    commits: int = 0
-    commit_seconds: float = 0.0
     pending: int = 0
     durable_lag: float = 0.0
     restarts: int = 0
@@ -134,8 +130,6 @@ def figures_of(status: StatusPage) -> DiskFigures:
         read_seconds=get(Count.READ_MICROSECONDS) * _MICRO,
         write_seconds=get(Count.WRITE_MICROSECONDS) * _MICRO,
         failed={name: get(count) for count, name in FAILURES.items()},
-        commits=get(Count.COMMITS),
-        commit_seconds=get(Count.COMMIT_MICROSECONDS) * _MICRO,
         pending=get(Count.PENDING),
         durable_lag=max(0.0, time.monotonic() - since * _MICRO) if since else 0.0,
     )

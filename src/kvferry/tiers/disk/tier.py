@@ -63,9 +63,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 5.0
 """How long opening waits for drives before it goes on without them."""
 
-RUN_BYTES = 16 << 20
-"""As long as a call to a drive should be."""
-
 STARTING = "starting"
 _TICK_SECONDS = 0.25
 _MIN_PAUSE, _MAX_PAUSE = 0.1, 30.0
@@ -83,19 +80,13 @@ def start_drive(setup: DriveSetup) -> ChildProcess:
 
 @dataclass(frozen=True)
 class Stripes:
-    """``places_each`` places on each of ``num_drives`` drives, whole runs of ``run``."""
+    """``places_each`` places on each of ``num_drives`` drives, which take turns.
+
+    So places in a row are neighbours on each drive, and are read there in one call.
+    """
 
     num_drives: int
     places_each: int
-    run: int
-
-    @classmethod
-    def lay_out(cls, num_drives: int, places_each: int, pitch: int) -> Stripes:
-        """Runs are short where there are few places, so that all of them can be used."""
-        if num_drives == 1:
-            return cls(1, places_each, places_each)
-        run = max(1, min(RUN_BYTES // pitch, places_each // 8))
-        return cls(num_drives, places_each - places_each % run, run)
 
     @property
     def num_places(self) -> int:
@@ -103,11 +94,7 @@ class Stripes:
 
     def split(self, places: Numbers) -> list[tuple[int, Numbers, Numbers]]:
         """For each drive concerned: its number, the positions it has, and its own places."""
-        if self.num_drives == 1:
-            return [(0, np.arange(len(places)), places)]
-        runs, within = np.divmod(places, self.run)
-        drives = runs % self.num_drives
-        there = (runs // self.num_drives) * self.run + within
+        there, drives = np.divmod(places, self.num_drives)
         return [
             (drive, positions, there[positions])
             for drive in range(self.num_drives)
@@ -117,8 +104,7 @@ class Stripes:
     def join(self, drive: int, there: Numbers) -> tuple[Flags, Numbers]:
         """Which of a drive's own places are places of the tier, and which ones those are."""
         here = there < self.places_each
-        runs, within = np.divmod(there[here], self.run)
-        return here, (runs * self.num_drives + drive) * self.run + within
+        return here, there[here] * self.num_drives + drive
 
 
 class DriveClient:
@@ -409,9 +395,8 @@ class DiskTier:
         self.block_bytes = setups[0].identity.block_bytes
         check_size(name, len(setups), self.block_bytes)
         self.num_places: int | None = most_places * len(setups)
-        self.stripes = Stripes(len(setups), 0, 1)
+        self.stripes = Stripes(len(setups), 0)
         """How places lie on the drives; without places until one is open."""
-        self._pitch = setups[0].identity.pitch
         self._changed = threading.Condition()  # guards all below, and the drive clients
         self._batches: dict[BatchId, _InFlightBatch] = {}
         self._orders: dict[int, tuple[_InFlightBatch, Numbers]] = {}
@@ -460,7 +445,7 @@ class DiskTier:
         if not ready:
             return False
         places_each = min(message.num_places for message in ready)
-        self.stripes = Stripes.lay_out(len(self._drives), places_each, self._pitch)
+        self.stripes = Stripes(len(self._drives), places_each)
         self.num_places = self.stripes.num_places
         # A drive that was away when the others were reset holds stale blocks: it is reset now.
         self.reset_number = max(self.reset_number, *(message.reset_number for message in ready))
@@ -482,8 +467,6 @@ class DiskTier:
                 drive.recovered = None
         if not keys:
             return Keys.empty(), NO_SLOTS
-        if len(keys) == 1:
-            return Keys(keys[0]), places[0]
         order = np.argsort(np.concatenate(times), kind="stable")
         return Keys(np.concatenate(keys)[order]), np.concatenate(places)[order]
 
