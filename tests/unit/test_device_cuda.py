@@ -225,16 +225,6 @@ def test_a_missing_entry_point_is_named() -> None:
         Driver(SimpleNamespace())
 
 
-def test_read_only_arrays_are_passed_without_a_copy() -> None:
-    library = FakeLibcuda(13000)
-    a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
-    for array in fixed:
-        array.flags.writeable = False
-    Driver(library).copy_batch_async(a, b, c, 0x500)
-    ((dsts, srcs, sizes, *_),) = library.called("batch 13000")
-    assert [dsts, srcs, sizes] == [array.ctypes.data for array in fixed]
-
-
 def test_a_driver_without_versioned_look_up_has_no_batch() -> None:
     assert Driver(FakeLibcuda(11040, with_look_up=False)).batch_form is BatchForm.ABSENT
 

@@ -389,9 +389,7 @@ class Driver:
 
 def _address(array: Addresses) -> int:
     """Where the numbers are; ``array.ctypes.data`` takes three times as long to say it."""
-    if array.flags.writeable:
-        return ctypes.addressof(c_char.from_buffer(array.data))
-    return int(array.ctypes.data)
+    return ctypes.addressof(c_char.from_buffer(array.data))
 
 
 class Handles:

@@ -107,14 +107,9 @@ class RowShape:
     steps: int
     """Accesses of one thread per row."""
 
-    @property
-    def step_bytes(self) -> int:
-        """What the threads of a row move in one access each."""
-        return (16 if self.wide else 8) * LANES
-
     @cached_property
     def row_bytes(self) -> int:
-        return self.step_bytes * self.steps
+        return (16 if self.wide else 8) * LANES * self.steps
 
 
 def common_alignment(layout: GroupLayout) -> int:
@@ -275,7 +270,8 @@ class CudaLauncher:
     def prepare(self, variant: Variant) -> Launch:
         with self._lock:
             if variant not in self._launches:
-                self._load(variant, *compile_for(variant, self._capability()))
+                code = compile_for(variant, self._capability())
+                self._launches[variant] = self._load(variant, *code)
             return self._launches[variant]
 
     def close(self) -> None:
@@ -284,31 +280,24 @@ class CudaLauncher:
                 self._driver.bind("cuModuleUnload", c_void_p)(self._modules.pop())
             self._launches.clear()
 
-    def _launch_of(self, function: int, threads: int) -> Launch:
+    def _load(self, variant: Variant, image: bytes, name: bytes) -> Launch:
+        driver, module, function = self._driver, c_void_p(), c_void_p()
+        load = driver.bind("cuModuleLoadData", c_void_p, c_char_p)
+        driver.check(load(byref(module), image), "cuModuleLoadData()")
+        self._modules.append(module.value or 0)
+        find = driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
+        driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
         # Without a signature, which would take as long as the call. So what is an address must be a
         # c_void_p, or ctypes cuts it to 32 bits.
-        call, check, kernel = (
-            self._driver.bind("cuLaunchKernel"),
-            self._driver.check,
-            c_void_p(function),
-        )
+        call, check, threads = driver.bind("cuLaunchKernel"), driver.check, variant.warps * LANES
 
         def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
             on, pointers = c_void_p(stream), arguments.pointers
-            code = call(kernel, programs, 1, 1, threads, 1, 1, 0, on, pointers, None)
+            code = call(function, programs, 1, 1, threads, 1, 1, 0, on, pointers, None)
             if code:
                 check(code, f"cuLaunchKernel({programs} x {threads} threads)")
 
         return launch
-
-    def _load(self, variant: Variant, image: bytes, name: bytes) -> None:
-        module, function = c_void_p(), c_void_p()
-        load = self._driver.bind("cuModuleLoadData", c_void_p, c_char_p)
-        self._driver.check(load(byref(module), image), "cuModuleLoadData()")
-        self._modules.append(module.value or 0)
-        find = self._driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
-        self._driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
-        self._launches[variant] = self._launch_of(function.value or 0, variant.warps * LANES)
 
     def _capability(self) -> int:
         device, value, version = c_int(), c_int(), 0
