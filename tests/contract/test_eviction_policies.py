@@ -9,8 +9,6 @@ One-line breaks that were tried; each made a test of this module fail.
 - ``victims`` does not look at ``is_idle``; goes on asking for ever
 - ``Pool._make_room`` does not look for slots that were let go of twice; leaves readers behind when
   a policy raises
-- ``Conversations.join`` never goes on, always goes on, or counts positions from 0
-- ``Pool._converse`` is called after the blocks were linked
 """
 
 from __future__ import annotations
@@ -68,15 +66,13 @@ Steps = list[tuple[str, list[int] | int | None]]
 
 
 def policy_of(make: EvictionPolicyMaker) -> EvictionPolicy:
-    """A policy without a pool: block n is key n, at position n of conversation 0."""
+    """A policy without a pool: block n is key n."""
     ticks = iter(range(1 << 30))
     return make(
         Residents(
             num_slots=NUM_SLOTS,
             now=lambda: float(next(ticks)),
             keys_of=lambda slots: keys(slots.tolist()),
-            positions_of=lambda slots: slots,
-            conversations_of=np.zeros_like,
             parents_of=lambda slots: np.full(len(slots), NO_SLOT),
             num_followers_of=lambda slots: np.zeros(len(slots), dtype=np.int32),
             is_idle=lambda slots: np.ones(len(slots), dtype=bool),
@@ -229,13 +225,6 @@ def test_what_a_policy_may_see_of_a_block() -> None:
     numbers = [0, 1, 2, 3, 5, 6, 7, 8, 9, 20, 21, 30]
     slots = pool.table.index.find(keys(numbers))
     assert residents.keys_of(slots) == keys(numbers)
-    assert residents.positions_of(slots).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 1, 0, 0, 0]
-    first, *_, third, alone, other, last = residents.conversations_of(slots).tolist()
-    second = residents.conversations_of(slots[4:5]).item()
-    assert residents.conversations_of(slots).tolist() == [
-        *[first] * 4, *[second] * 4, third, alone, other, last
-    ]  # fmt: skip
-    assert len({first, second, third, alone, other, last}) == 6
     assert residents.num_followers_of(slots).tolist() == [2, 2, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
     pin = pool.lease(keys([0, 1]))
     assert pin is not None

@@ -16,10 +16,8 @@ from kvferry.types import NO_SLOT, SlotArray
 class Fifo:
     """The oldest request goes first, its end before its beginning; use is nothing to it.
 
-    Goes by keys, time and positions: a block that comes back is as old as when it first came.
+    Goes by keys and time: a block that comes back is as old as when it first came.
     """
-
-    wants_chains = True
 
     def __init__(self, residents: Residents) -> None:
         self.residents = residents
@@ -28,9 +26,8 @@ class Fifo:
 
     def insert(self, slots: SlotArray) -> None:
         now = self.residents.now()
-        positions = self.residents.positions_of(slots).tolist()
         keys = self.residents.keys_of(slots)
-        for slot, key, position in zip(slots.tolist(), keys, positions, strict=True):
+        for position, (slot, key) in enumerate(zip(slots.tolist(), keys, strict=True)):
             self.rank[slot] = (1, self.came.setdefault(key, now), -position)
 
     def use(self, slots: SlotArray) -> None:
@@ -64,7 +61,7 @@ class Fifo:
 
 
 class Tails(Fifo):
-    """Of a few conversations, picked by chance, one loses its last block; or the newcomer does.
+    """A conversation that is picked by chance loses its last block; or the newcomer does.
 
     So it gives room only by blocks that can go at once, and may refuse.
     """
@@ -86,17 +83,13 @@ class Tails(Fifo):
         slots = slots[ends & self.residents.is_idle(slots)]
         if not len(slots):
             return slots
-        conversations = self.residents.conversations_of(slots)
-        victim = self.chance.choice(conversations.tolist())
-        slots = slots[conversations == victim][:count]
+        slots = as_slots([self.chance.choice(slots.tolist())])[:count]
         self.discard(slots)
         return slots
 
 
 class Odd(Fifo):
     """Gives too few, too many, and slots that it never had; asks to be asked again."""
-
-    wants_chains = False
 
     def __init__(self, residents: Residents) -> None:
         super().__init__(residents)

@@ -129,16 +129,9 @@ class ReturnsMachine(RuleBasedStateMachine):
         ids = tree.ids[: tree.count].tolist()
         assert len(set(ids)) == len(ids)
         inside: list[int] = []
-        num_blocks = num_lru = 0
         for node in tree.nodes:
-            if node is None:
-                continue
             assert tree.nodes[node.id] is node
-            size = len(node.words) // WORD
-            assert 0 <= node.would_have <= size
-            num_lru += node.would_have
-            num_blocks += size
-            for first, child in (node.children or {}).items():
+            for first, child in node.children.items():
                 assert child.words.startswith(first)
                 assert child.parent is node
                 assert child.start == node.end
@@ -153,10 +146,9 @@ class ReturnsMachine(RuleBasedStateMachine):
                 words = self.pool.table.index.keys_of(node.slots).array[:, 0].tobytes()
                 at = [WORD * (place - node.start) for place in places]
                 assert words == b"".join(node.words[first : first + WORD] for first in at)
-            assert all(tree.node_of(slot) is node for slot in slots)
+            assert all(tree.nodes_of(node.slots[at : at + 1]) == [node] for at in range(len(slots)))
             inside += slots
         assert sorted(inside) == held
-        assert num_lru == tree._num_lru <= self.pool.num_slots
         assert policy.holds(every).sum() == len(held)
         assert sorted(policy.peek(self.pool.num_slots + 1).tolist()) == sorted(held)
 

@@ -56,10 +56,6 @@ class Lacking:
         pass
 
 
-class Unclear(Lru):
-    wants_chains = None  # type: ignore[assignment]
-
-
 def broken(residents: object) -> None:
     raise ZeroDivisionError("by zero")
 
@@ -87,7 +83,6 @@ def test_what_cannot_be_found_is_named(
     ("name", "says"),
     [
         ("Lacking", "gave Lacking, which is no eviction policy: it lacks insert, use, keep"),
-        ("Unclear", "wants_chains is neither True nor False"),
         ("broken", "could not be made: ZeroDivisionError: by zero"),
     ],
 )

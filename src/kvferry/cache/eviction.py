@@ -109,8 +109,6 @@ class Eviction:
             num_slots=table.num_slots,
             now=self.feed.now,
             keys_of=table.index.keys_of,
-            positions_of=table.conversations.positions_of,
-            conversations_of=table.conversations.conversations_of,
             parents_of=table.chains.parents_of,
             num_followers_of=table.chains.num_children,
             is_idle=table.is_idle,

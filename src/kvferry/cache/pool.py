@@ -238,9 +238,6 @@ class Pool:
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
             new = keys if len(slots) == len(keys.array) else keys.take(positions)
             table.index.insert(new, slots)
-            if self.eviction.feed.policy.wants_chains:
-                chains = table.chains if chained else None
-                table.conversations.arrive(slots, positions, found, above, chains)
         if chained and len(slots) == len(found):
             table.chains.begin(slots, above)
         elif chained:

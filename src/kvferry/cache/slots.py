@@ -579,53 +579,6 @@ class Chains:
         return above.astype(np.int64, copy=False)
 
 
-class Conversations:
-    """Position and conversation of each slot's block, from when it is given out. Owns these two.
-
-    A number is never used for two conversations. What is said of a free slot has no meaning.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        # Not touched where no policy wants them, so they take no memory then.
-        self._position = np.zeros(num_slots, dtype=np.int64)
-        self._conversation = np.zeros(num_slots, dtype=np.int64)
-        self._next = 0
-
-    def positions_of(self, slots: SlotArray) -> npt.NDArray[np.int64]:
-        return self._position.take(slots)
-
-    def conversations_of(self, slots: SlotArray) -> npt.NDArray[np.int64]:
-        return self._conversation.take(slots)
-
-    def arrive(
-        self,
-        slots: SlotArray,
-        positions: SlotArray,
-        found: SlotArray,
-        above: int,
-        chains: Chains | None,
-    ) -> None:
-        """Note where in which conversation new blocks are, before ``chains`` links them.
-
-        They are at ``positions`` of a call whose blocks are where ``found`` says, and which follow
-        slot ``above``. Without ``chains`` they stand alone.
-        """
-        if chains is None:
-            self._position[slots] = 0
-            self._conversation[slots] = np.arange(self._next, self._next + len(slots))
-            self._next += len(slots)
-            return
-        first = positions.item(0)
-        before = found.item(first - 1) if first else above
-        start = self._position.item(before) + 1 if before != NO_SLOT else 0
-        self._position[slots] = positions + (start - first)
-        if before != NO_SLOT and not chains.children.item(before):
-            self._conversation[slots] = self._conversation.item(before)
-        else:
-            self._conversation[slots] = self._next
-            self._next += 1
-
-
 class SlotTable:
     """State, readers, key and chain of every slot of a tier. Decides nothing: pools do."""
 
@@ -634,7 +587,6 @@ class SlotTable:
         self.log = log
         self.index = Index(num_slots)
         self.chains = Chains(num_slots)
-        self.conversations = Conversations(num_slots)
         # One more than there are slots: what NO_SLOT names is never cached.
         self.state = np.full(num_slots + 1, UNREADY, dtype=np.int8)
         self.readers = np.zeros(num_slots, dtype=np.int32)

@@ -48,8 +48,4 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
 def _what_is_wrong(policy: Any) -> str:
     """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
     lacking = [verb for verb in _VERBS if not callable(getattr(policy, verb, None))]
-    if lacking:
-        return f"it lacks {', '.join(lacking)}"
-    if not isinstance(getattr(policy, "wants_chains", None), bool):
-        return "its wants_chains is neither True nor False"
-    return ""
+    return f"it lacks {', '.join(lacking)}" if lacking else ""

@@ -50,21 +50,12 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Residents:
-    """What a policy may see of the blocks in a pool: questions, answered when they are asked.
-
-    A *position* is how many blocks of its chain come before a block, and a *conversation* is a
-    number: a block that follows the last of a chain goes on with its conversation, one that follows
-    a block which is followed already begins another, as does one that follows nothing. So what
-    several conversations share belongs to the first of them. Both are known only to a policy that
-    ``wants_chains``; blocks that are not chained are at position 0 of a conversation of their own.
-    """
+    """What a policy may see of the blocks in a pool: questions, answered when they are asked."""
 
     num_slots: int
     now: Callable[[], float]
     """Seconds, from some moment on; while a policy is told of a request, when that was."""
     keys_of: Callable[[SlotArray], Keys]
-    positions_of: Callable[[SlotArray], npt.NDArray[np.int64]]
-    conversations_of: Callable[[SlotArray], npt.NDArray[np.int64]]
     parents_of: Callable[[SlotArray], SlotArray]
     """The slot of the block before each, ``NO_SLOT`` where there is none here."""
     num_followers_of: Callable[[SlotArray], npt.NDArray[np.int32]]
@@ -83,9 +74,6 @@ class EvictionPolicy(Protocol):
     A policy holds a slot from ``insert`` until the slot is taken or discarded, and again from when
     it is kept, used or put back. Slots in a call are distinct. Every call takes a whole batch.
     """
-
-    wants_chains: bool
-    """Whether positions and conversations are to be kept for it: costs a little at every store."""
 
     def insert(self, slots: SlotArray) -> None:
         """These blocks can be matched from now on; in the order of their chain."""

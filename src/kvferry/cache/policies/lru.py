@@ -27,8 +27,6 @@ class Lru:
     used or is kept for the sake of others is all the same to it.
     """
 
-    wants_chains = False
-
     def __init__(self, residents: Residents) -> None:
         size = 1 << (2 * residents.num_slots + _LOOK).bit_length()
         self._queue = np.zeros(size, dtype=np.int32)

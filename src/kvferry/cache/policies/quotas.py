@@ -46,7 +46,6 @@ class Quotas:
         self._is_even = np.array([share is None for share in shares])
         self._shares = np.array([share or 0.0 for share in shares])
         first = make(residents)
-        self.wants_chains = first.wants_chains
         self._inner: dict[int, EvictionPolicy] = {0: first}
         self._owner = np.zeros(residents.num_slots, dtype=np.int16)
         self.owned, self.evicted, self.pinned = np.zeros((3, len(shares)), dtype=np.int64)

@@ -11,11 +11,13 @@ A node is a run of blocks that the same requests had. It ends where requests go 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.policies.contract import Residents
+from kvferry.cache.policies.contract import Evidence, Residents
 from kvferry.cache.policies.returns_model import NO_HINT, NO_RECORD
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
@@ -23,46 +25,29 @@ WORD = 8
 _NODE_BLOCKS = 16  # a node takes as much memory as the words of so many blocks
 _LEAST_BLOCKS = 1 << 16
 _TIMES_SLOTS = 6
-_MOST_SKIPPED = 64
+_FORGET_AT_ONCE = 256
 _MOST_KIN = 32.0
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """A run of blocks; ``words`` has eight bytes of the key of each, from position ``start`` on."""
 
-    __slots__ = (
-        "children",
-        "gap",
-        "hint",
-        "id",
-        "is_end",
-        "is_left",
-        "kin",
-        "kin_returned",
-        "new_tokens",
-        "parent",
-        "passes",
-        "record",
-        "slots",
-        "start",
-        "told",
-        "turn",
-        "words",
-        "would_have",
-    )
-
-    def __init__(self, number: int, words: bytes, start: int, parent: Node | None) -> None:
-        self.id, self.words, self.start, self.parent = number, words, start, parent
-        self.children: dict[bytes, Node] | None = None
-        self.slots: SlotArray = NO_SLOTS  # those that are held, in chain order
-        self.would_have = 0  # blocks that LRU would hold
-        self.passes = self.turn = self.new_tokens = 0
-        self.gap: float | None = None
-        self.kin = self.kin_returned = 0.0  # nodes that began behind this one; that returned
-        self.record = NO_RECORD
-        self.is_end = self.is_left = False
-        self.hint = NO_HINT
-        self.told: object = None
+    id: int
+    words: bytes
+    start: int
+    parent: Node | None  # None for the root, and for what was forgotten
+    children: dict[bytes, Node] = field(default_factory=dict)
+    slots: SlotArray = field(default_factory=lambda: NO_SLOTS)  # held ones, in chain order
+    turn: int = 0
+    new_tokens: int = 0
+    gap: float | None = None
+    kin: float = 0.0  # nodes that began behind this one
+    kin_returned: float = 0.0
+    record: int = NO_RECORD
+    is_left: bool = False
+    hint: int = NO_HINT
+    told: Evidence | None = None  # and was not judged yet
 
     @property
     def end(self) -> int:
@@ -74,25 +59,21 @@ def _num_same(some: bytes, others: bytes) -> int:
     size = min(len(some), len(others))
     if some[:size] == others[:size]:
         return size // WORD
-    differ = np.frombuffer(some, np.int64, size // WORD) != np.frombuffer(
-        others, np.int64, size // WORD
-    )
-    return int(differ.argmax())
+    one, other = (np.frombuffer(words, np.int64, size // WORD) for words in (some, others))
+    return int((one != other).argmax())
 
 
 class RequestTree:
     """Owns the nodes, which slots each holds, and the order in which they were asked for.
 
     ``time``, ``row`` and ``last_slot`` are by the number of a node; ``ids[:count]`` are the nodes
-    that hold slots. What LRU would hold is followed beside it: the newest blocks, as many as there
-    are slots. Bounded: what was longest not asked for and holds nothing is forgotten.
+    that hold slots. Bounded: what was longest not asked for and holds nothing is forgotten.
     """
 
     def __init__(self, residents: Residents) -> None:
         num_slots = residents.num_slots
         self.held = np.zeros(num_slots, dtype=bool)
         self._residents = residents
-        self._num_slots = num_slots
         self._most_blocks = max(_LEAST_BLOCKS, _TIMES_SLOTS * num_slots)
         self._of = np.zeros(num_slots, dtype=np.int32)
         self._position = np.zeros(num_slots, dtype=np.int32)
@@ -102,7 +83,8 @@ class RequestTree:
         """Let go of every slot, and of all requests."""
         self.held.fill(False)
         self._of.fill(0)
-        self.nodes: list[Node | None] = []
+        self.root = Node(0, b"", 0, None)
+        self.nodes = [self.root]
         self._free: list[int] = []
         self.time = np.zeros(64)
         self.row = np.zeros(64, dtype=np.int64)
@@ -112,168 +94,106 @@ class RequestTree:
         self.count = 0
         self.holding: OrderedDict[Node, None] = OrderedDict()
         """Nodes that hold slots, the one longest not used first."""
-        self._lru: OrderedDict[Node, None] = OrderedDict()
         self._others: OrderedDict[Node, None] = OrderedDict()
-        self._num_lru = self._num_blocks = 0
-        self.root = self._new(b"", 0, None)
+        self._num_blocks = 0
 
     # -- nodes ----------------------------------------------------------------------------------
 
-    def _new(self, words: bytes, start: int, parent: Node | None) -> Node:
+    def _new(self, words: bytes, start: int, parent: Node) -> Node:
         number = self._free.pop() if self._free else len(self.nodes)
-        node = Node(number, words, start, parent)
-        if number < len(self.nodes):
-            self.nodes[number] = node
-        else:
+        node = parent.children[words[:WORD]] = Node(number, words, start, parent)
+        if number == len(self.nodes):
             self.nodes.append(node)
             if number == len(self.time):
                 for name in ("time", "row", "last_slot", "ids", "_place"):
                     setattr(self, name, np.tile(getattr(self, name), 2))
-        self.time[number] = self._residents.now()
-        self.row[number] = 0
+        self.nodes[number] = node
+        self.time[number], self.row[number] = self._residents.now(), self.row[parent.id]
         self._num_blocks += len(words) // WORD + _NODE_BLOCKS
-        if parent is not None:
-            if parent.children is None:
-                parent.children = {}
-            parent.children[words[:WORD]] = node
+        self._others[node] = None
         return node
-
-    def _grow(self, node: Node, words: bytes) -> None:
-        """A node is longer than was known."""
-        node.words += words
-        self._num_blocks += len(words) // WORD
 
     def split(self, node: Node, count: int) -> Node:
         """The first blocks of a node, if not all, become one of their own; returns that."""
         size = count * WORD
-        if size == len(node.words):
+        if size == len(node.words) or node.parent is None:
             return node
         upper = self._new(node.words[:size], node.start, node.parent)
         self._num_blocks -= count
-        upper.children = {node.words[size : size + WORD]: node}
-        upper.turn, upper.passes, upper.gap = node.turn, node.passes, node.gap
-        upper.kin, upper.kin_returned = 1.0, float(node.passes > 1)
-        upper.new_tokens = node.new_tokens
+        upper.children[node.words[size : size + WORD]] = node
+        upper.turn, upper.gap, upper.new_tokens = node.turn, node.gap, node.new_tokens
+        upper.kin, upper.kin_returned = 1.0, float(node.turn > 1)
         self.time[upper.id], self.row[upper.id] = self.time[node.id], self.row[node.id]
         node.words, node.start, node.parent = node.words[size:], node.start + count, upper
-        upper.would_have = min(count, node.would_have)
-        node.would_have -= upper.would_have
-        (self._lru if upper.would_have else self._others)[upper] = None
-        if upper.would_have and not node.would_have:
-            del self._lru[node]
-            self._others[node] = None
-        if len(node.slots):
-            own = int(self._position.take(node.slots).searchsorted(node.start))
-            slots = node.slots
-            self._of[slots[:own]] = upper.id
-            self._hold(upper, slots[:own])
-            self._hold(node, slots[own:])
+        slots = node.slots
+        own = int(self._position.take(slots).searchsorted(node.start))
+        self._of[slots[:own]] = upper.id
+        self._hold(upper, slots[:own])
+        self._hold(node, slots[own:])
         return upper
 
-    def forget(self) -> None:
-        """Let go of what was longest not asked for, as far as there is too much."""
-        skipped = 0
-        while self._num_blocks > self._most_blocks and self._others and skipped < _MOST_SKIPPED:
-            node, _ = self._others.popitem(last=False)
-            parent = node.parent
-            if node.children or len(node.slots) or parent is None or parent.children is None:
-                self._others[node] = None
-                skipped += 1
-                continue
-            del parent.children[node.words[:WORD]]
-            self._num_blocks -= len(node.words) // WORD + _NODE_BLOCKS
-            self.nodes[node.id] = None
-            self._free.append(node.id)
+    def extend(self, node: Node, words: bytes) -> Node:
+        """A chain goes on with these behind a node's end; returns the node that has them.
 
-    # -- requests -------------------------------------------------------------------------------
-
-    def match(self, words: bytes) -> tuple[list[Node], int, int]:
-        """The nodes that a request passes, the last of them maybe in part.
-
-        Returns:
-            ``(path, num_blocks, num_last)``: so many of its blocks are known, so many of them in
-            the last node.
+        That is the node itself, longer, where nothing followed it yet.
         """
-        path: list[Node] = []
-        node, at, size, same = self.root, 0, len(words), 0
-        while at < size:
-            child = node.children.get(words[at : at + WORD]) if node.children else None
-            if child is None:
-                break
-            end = at + len(child.words)
-            path.append(child)
-            if words[at:end] != child.words:
-                same = _num_same(child.words, words[at:])
-                return path, at // WORD + same, same
-            node, at, same = child, end, len(child.words) // WORD
-        return path, at // WORD, same
-
-    def begin(self, node: Node, words: bytes) -> Node:
-        """A request goes on with these behind a node; returns the node that has them."""
-        if node is not self.root and not node.children:
-            self._grow(node, words)
+        if node.parent is not None and not node.children:
+            node.words += words
+            self._num_blocks += len(words) // WORD
             return node
         node.kin += 1
         if node.kin > _MOST_KIN:
             node.kin, node.kin_returned = node.kin / 2, node.kin_returned / 2
         return self._new(words, node.end, node)
 
-    def lru_hits(self, path: list[Node]) -> int:
-        """How many blocks of a request LRU would have."""
-        hits = 0
-        for node in path:
-            hits += node.would_have
-            if node.would_have * WORD < len(node.words):
+    def forget(self) -> None:
+        """Let go of what was longest not asked for, as far as there is too much."""
+        for node in list(islice(self._others, _FORGET_AT_ONCE)):
+            if self._num_blocks <= self._most_blocks or node.parent is None:
                 break
-        return hits
+            if node.children:
+                self.touch(node)
+                continue
+            del self._others[node], node.parent.children[node.words[:WORD]]
+            node.parent = None
+            self._num_blocks -= len(node.words) // WORD + _NODE_BLOCKS
+            self._free.append(node.id)
 
-    def touch(self, path: list[Node]) -> None:
-        """These are the newest, the first of them the newest of all."""
-        lru = self._lru
-        for node in reversed(path):
-            if len(node.slots):
-                self.holding.move_to_end(node)
-            if not node.would_have:
-                self._others.pop(node, None)
-            count = len(node.words) // WORD
-            self._num_lru += count - node.would_have
-            node.would_have = count
-            lru[node] = None
-            lru.move_to_end(node)
-        while self._num_lru > self._num_slots:
-            node = next(iter(lru))
-            going = min(node.would_have, self._num_lru - self._num_slots)
-            node.would_have -= going
-            self._num_lru -= going
-            if not node.would_have:
-                del lru[node]
-                self._others[node] = None
+    def match(self, words: bytes) -> tuple[list[Node], int]:
+        """The nodes that a request passes, the last maybe in part; how many blocks are known."""
+        path: list[Node] = []
+        node, at = self.root, 0
+        while at < len(words) and (child := node.children.get(words[at : at + WORD])):
+            path.append(child)
+            end = at + len(child.words)
+            if words[at:end] != child.words:
+                return path, at // WORD + _num_same(child.words, words[at:])
+            node, at = child, end
+        return path, at // WORD
+
+    def touch(self, node: Node) -> None:
+        """This is newer than all others."""
+        (self.holding if len(node.slots) else self._others).move_to_end(node)
 
     # -- slots ----------------------------------------------------------------------------------
 
-    def node_of(self, slot: int) -> Node | None:
-        """The node of a slot that is held, or was last in."""
-        return self.nodes[self._of.item(slot)]
-
     def nodes_of(self, slots: SlotArray) -> list[Node]:
         """The nodes of slots that are held, in their order."""
-        found = (self.nodes[number] for number in dict.fromkeys(self._of.take(slots).tolist()))
-        return [node for node in found if node is not None]
+        return [self.nodes[number] for number in dict.fromkeys(self._of.take(slots).tolist())]
 
     def cursor(self, slot: int) -> tuple[Node, int]:
         """Where the blocks behind a slot belong: a node, and how many blocks of it come before."""
         if slot != NO_SLOT:
-            node, position = self.node_of(slot), self._position.item(slot) + 1
-            if node is not None and node.start < position <= node.end:
+            node, position = self.nodes[self._of.item(slot)], self._position.item(slot) + 1
+            if node.parent is not None and node.start < position <= node.end:
                 return node, position - node.start
         return self.root, 0
 
     def use(self, slot: int) -> None:
-        """A request was served with this slot and those before it."""
-        node = self.node_of(slot)
-        while node is not None and node is not self.root:
-            if len(node.slots):
-                self.holding.move_to_end(node)
+        """A request was served with this slot, which is held, and those before it."""
+        node = self.nodes[self._of.item(slot)]
+        while node.parent is not None:
+            self.touch(node)
             if node.record == NO_RECORD:
                 self.time[node.id] = self._residents.now()
             node = node.parent
@@ -284,16 +204,16 @@ class RequestTree:
         words = self._residents.keys_of(slots).array[:, 0].tobytes()
         edges = (parents[1:] != slots[:-1]).nonzero()[0] + 1
         is_loose = len(edges) == len(slots) - 1 > 0 and bool((parents == NO_SLOT).all())
-        if is_loose and words[:WORD] not in (self.root.children or {}):
+        if is_loose and words[:WORD] not in self.root.children:
             edges = edges[:0]  # blocks that stand alone: one node for all
         start = 0
         for end in (*edges.tolist(), len(slots)):
-            run = words[start * WORD : end * WORD]
-            self._attach_run(slots[start:end], parents.item(start), run)
+            node, before = self.cursor(parents.item(start))
+            self._attach_run(slots[start:end], words[start * WORD : end * WORD], node, before)
             start = end
 
-    def _attach_run(self, slots: SlotArray, parent: int, words: bytes) -> None:
-        node, before = self.cursor(parent)
+    def _attach_run(self, slots: SlotArray, words: bytes, node: Node, before: int) -> None:
+        """These slots have the words that follow behind the first blocks of a node."""
         while True:
             same = _num_same(node.words[before * WORD :], words)
             if same:
@@ -301,29 +221,17 @@ class RequestTree:
                 slots, words, before = slots[same:], words[same * WORD :], before + same
             if not len(slots):
                 return
-            node = self.split(node, before)
-            child = node.children.get(words[:WORD]) if node.children else None
-            if child is not None:
-                node, before = child, 0
-            elif len(node.slots) and node.slots.item(-1) == parent and not node.children:
-                self._grow(node, words)  # the end of a conversation: its answer
-            else:
-                before = 0
-                row = self.row.item(node.id)
-                node = self._new(words, node.end, node)
-                self.row[node.id] = row
-                self._others[node] = None
-            parent = NO_SLOT
+            above = self.split(node, before)
+            node = above.children.get(words[:WORD]) or self.extend(above, words)
+            before = before if node is above else 0
 
     def _put(self, node: Node, slots: SlotArray, position: int) -> None:
         self._of[slots] = node.id
         self._position[slots] = np.arange(position, position + len(slots))
         self.held[slots] = True
-        had = node.slots
-        if len(had):
-            slots = np.concatenate((had, slots))
-            if self._position.item(had[-1]) >= position:
-                slots = slots[self._position.take(slots).argsort(kind="stable")]
+        slots = np.concatenate((node.slots, slots))
+        if len(node.slots) and self._position.item(node.slots[-1]) >= position:
+            slots = slots[self._position.take(slots).argsort(kind="stable")]
         self._hold(node, slots)
 
     def _hold(self, node: Node, slots: SlotArray) -> None:
@@ -331,17 +239,16 @@ class RequestTree:
         had, node.slots = len(node.slots), slots
         if len(slots):
             self.last_slot[node.id] = slots[-1]
-            if not had:
-                self.ids[self.count] = node.id
-                self._place[node.id] = self.count
-                self.count += 1
-                self.holding[node] = None
-        elif had:
-            node.slots = NO_SLOTS
+        if len(slots) and not had:
+            self.ids[self.count], self._place[node.id] = node.id, self.count
+            self.count += 1
+            self.holding[node] = None
+            del self._others[node]
+        elif had and not len(slots):
             self.count -= 1
             moved, place = self.ids.item(self.count), self._place.item(node.id)
-            self.ids[place] = moved
-            self._place[moved] = place
+            self.ids[place], self._place[moved] = moved, place
+            self._others[node] = None
             del self.holding[node]
 
     def pop(self, node: Node, count: int) -> SlotArray:

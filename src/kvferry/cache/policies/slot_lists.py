@@ -25,8 +25,6 @@ class QueuePolicy:
     had come in already; one that would have to go again at once is refused.
     """
 
-    wants_chains = False
-
     def __init__(self, residents: Residents, num_queues: int) -> None:
         self._residents = residents
         self._num_slots = residents.num_slots
