@@ -6,9 +6,15 @@ without the wait the bytes must be wrong, or the test proves nothing.
 
 from __future__ import annotations
 
+import dis
+import functools
+import itertools
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType, FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +28,14 @@ from kvferry.types import (
     HOST,
     Outcome,
     Rank,
+    Receipt,
     SlotArray,
     TierName,
     Transfer,
     TransferId,
 )
 
+LONG = 10.0
 NUM_BLOCKS = 6
 NUM_SLOTS = 8
 
@@ -224,3 +232,74 @@ def test_a_stream_keeps_order_and_its_faults(compute: Stream) -> None:
         compute.synchronize()
     assert done[-1] == 50, "work after a fault is done all the same"
     compute.synchronize()
+
+
+def interrupts(call: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+    """``call``, interrupted at each place where CPython lets a signal's handler run.
+
+    Those are after calls and jumps back, in all that ``call`` calls. Ends when there is none left.
+    """
+    for number in itertools.count():
+        left = number
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = frame.f_code.co_filename != __file__
+            if event == "opcode" and frame.f_lasti in _after_checks(frame.f_code):
+                if not left:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                left -= 1
+            return trace
+
+        def interrupted() -> bool:
+            sys.settrace(trace)
+            try:
+                call()
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(None)
+            return False
+
+        yield interrupted
+        if left:
+            return
+
+
+@functools.cache
+def _after_checks(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions before which a pending interrupt is raised."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return frozenset(
+        after.offset
+        for before, after in pairs
+        if before.opname.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
+    )
+
+
+@pytest.mark.parametrize("verb", ["poll", "drain", "wait_for_end", "submit"])
+def test_an_interrupt_anywhere_in_a_call_hangs_nothing_and_loses_no_receipt(verb: str) -> None:
+    rig = Rig()
+    calls: dict[str, Callable[[], object]] = {
+        "poll": lambda: received.extend(rig.engine.poll()),
+        "drain": lambda: received.extend(rig.engine.drain(LONG)),
+        "wait_for_end": lambda: rig.engine.wait_for_end(LONG),
+        "submit": lambda: rig.store([4], [5]),
+    }
+    received: list[Receipt] = []
+    num_interrupts = 0
+    for interrupted in interrupts(calls[verb]):
+        received.clear()
+        sent = [rig.store([1], [2]).id, rig.load([2], [3]).id]
+        num_interrupts += interrupted()
+        rest = threading.Thread(target=calls["drain"], daemon=True)
+        rest.start()
+        rest.join(LONG)
+        assert not rest.is_alive(), "the engine hangs"
+        arrived = [receipt.transfer_id for receipt in received]
+        assert len(set(arrived)) == len(arrived)
+        # Between the end of its poll and its own, drain alone may lose them, as its caller may.
+        assert set(sent) <= set(arrived) or (verb == "drain" and not arrived)
+    assert num_interrupts > 3
+    rig.engine.close()
