@@ -113,15 +113,12 @@ class OverlapMeasurer(Measuring):
 @contextmanager
 def overlap(engine: Engine, mode: str) -> Iterator[None]:
     """With ``overlap_loads`` as the mode says."""
-    from kvferry.cache.policies.load_or_compute import Overlapping
-
     served = _serving(engine)._overlap
-    kept = served._policy, served._is_off
-    served._policy, served._is_off = Overlapping(mode), mode == "off"
+    kept, served._is_off = served._is_off, mode == "off"
     try:
         yield
     finally:
-        served._policy, served._is_off = kept
+        served._is_off = kept
 
 
 class Marks:
@@ -140,7 +137,7 @@ class Marks:
             self._watch_answer(layerwise, "may_tell", "queued")
             self._watch(layerwise, "tell", "told")
             self._watch(layerwise, "begin_forward", "forward")
-            self._watch(layerwise, "ended", "landed")
+            self._watch(layerwise, "landed", "landed")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -85,7 +85,7 @@ def test_a_load_that_cannot_be_is_not_kept_from_the_ranks(sides):
     lost = request_of("lost", hashes_of(1))
     sides.side.allocated(lost, sides.allocate("lost", 5), 2 * BLOCK_TOKENS)
     come(sides, "a", 2)
-    assert sides.orders({"a": PROMPT}, new=["a"]).ended.keys() == {"lost"}
+    assert sides.orders({"a": PROMPT}, new=["a"]).loads.keys() == {"lost"}
 
 
 def crowd(sides, numbers, running):

@@ -45,8 +45,8 @@ def match(busy: Busy) -> None:
 
 def orders(busy: Busy) -> None:
     # Where this trips, its very answer is what vLLM is to hear: nothing may be lost by looking.
-    ended = busy.sides.orders({"runs": 1}).ended
-    busy.sides.side._unkept.update(ended)
+    loads = busy.sides.orders({"runs": 1}).loads
+    busy.sides.side._unkept.update(loads)
 
 
 def take(busy: Busy) -> None:
@@ -97,7 +97,7 @@ def assert_all_is_given_back(sides: Sides, *, waiting: dict[str, list[int]]) -> 
     blocks = side.former.engine  # type: ignore[union-attr]
     assert side.has_work, "vLLM must step for those who wait"
     orders = sides.orders()
-    assert {name: list(load.lost) for name, load in orders.ended.items()} == waiting
+    assert {name: list(load.lost) for name, load in orders.loads.items()} == waiting
     assert orders.drain
     assert not orders.plan.transfers
     num_held = blocks.num_held

@@ -68,8 +68,8 @@ def test_a_request_whose_load_failed_may_ask_again_beside_itself(make_sides):
     sides.rest()
     again = request_of("again", hashes_of(1, 20))
     sides.promise(again)
-    orders = sides.orders()
-    sides.ranks[0]._give_up(orders)
+    sides.ranks[0].guard.trip("test", RuntimeError("a mistake of ours"))
+    sides.run(sides.orders())
     assert sides.answer(0).finished_recving == {"again"}
     sides.free(again)
     assert sides.side.match(again, 0) == (0, False)

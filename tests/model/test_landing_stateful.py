@@ -75,7 +75,7 @@ class Landing(RuleBasedStateMachine):
 
     def land_all(self) -> None:
         for load in self.under_way:
-            for transfer_id in load.transfers:
+            for transfer_id in load.waiting:
                 if self.device.landed[transfer_id] is not None:
                     self.device.landed[transfer_id] = len(self.parts)
 
@@ -84,14 +84,15 @@ class Landing(RuleBasedStateMachine):
         self.number += 1
         transfer_id = TransferId(self.number)
         self.device.landed[transfer_id] = None
-        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, is_early, transfers=(transfer_id,))
+        load = AwaitedLoad(f"r{self.number}", 0)
+        load.waiting[transfer_id], load.is_early = [], is_early
         self.under_way.append(load)
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
     def is_queued(self, data: Any) -> None:
         """All of one is on its way."""
-        (transfer_id,) = data.draw(st.sampled_from(self.under_way)).transfers
+        (transfer_id,) = data.draw(st.sampled_from(self.under_way)).waiting
         if self.device.landed[transfer_id] is None:
             self.device.landed[transfer_id] = 0
 
@@ -100,7 +101,7 @@ class Landing(RuleBasedStateMachine):
     def continues(self, data: Any) -> None:
         """The first comes further; they land in their order, as on one stream."""
         for load in self.under_way:
-            (transfer_id,) = load.transfers
+            (transfer_id,) = load.waiting
             landed = self.device.landed[transfer_id]
             if landed is None:
                 return
@@ -113,14 +114,14 @@ class Landing(RuleBasedStateMachine):
     def ends(self) -> None:
         """The first is over: landed, or failed before it was on its way."""
         load = self.under_way[0]
-        (transfer_id,) = load.transfers
+        (transfer_id,) = load.waiting
         landed = self.device.landed[transfer_id]
         if landed is None or landed == len(self.parts):
             assert landed is not None or not load.is_told
             self.under_way.pop(0)
             self.told = [each for each in self.told if each is not load]
             self.device.landed[transfer_id] = len(self.parts) if landed is not None else None
-            self.loads.ended(load)
+            self.loads.landed(transfer_id)
 
     @precondition(lambda self: self.under_way)
     @rule(computes=st.booleans())
@@ -130,7 +131,7 @@ class Landing(RuleBasedStateMachine):
             return
         assert load.is_early
         assert not computes, "the requests of this step would wait for it"
-        (transfer_id,) = load.transfers
+        (transfer_id,) = load.waiting
         assert self.device.landed[transfer_id] is not None
         self.loads.tell(load)
         self.told.append(load)
@@ -182,7 +183,7 @@ class Landing(RuleBasedStateMachine):
     def is_behind(self, name: str, what: str) -> None:
         part = self.parts.last_of(layout(), [f"{name}[0]"])
         for load in self.told:
-            (transfer_id,) = load.transfers
+            (transfer_id,) = load.waiting
             landed = self.device.landed[transfer_id]
             if landed is not None and landed <= part:
                 waited = self.device.behind.get(transfer_id, -1)

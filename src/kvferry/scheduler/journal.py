@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry.cache.events import EventKind, EventLog, PoolEvent
 from kvferry.cache.policies.admission import SeenOften
-from kvferry.cache.policies.load_or_compute import Decision, OverlapDecision
+from kvferry.cache.policies.load_or_compute import Decision
 from kvferry.cache.pool import Pool
 from kvferry.cache.tenants import TenantCounts, Tenants
 from kvferry.core.identity import scope
@@ -87,10 +87,10 @@ class Explanation(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Tokens are loaded for a request of this tenant."""
+    """Tokens are loaded for a request of this tenant; ``in_parts`` if it may run meanwhile."""
 
     tenant: int
-    overlap: OverlapDecision | None
+    in_parts: bool
 
 
 class RequestAnswer(NamedTuple):
@@ -165,8 +165,8 @@ class Entry:
     hints: Hints | None = None
     refused: tuple[str, ...] = ()
     """Which hints could not be followed, and why."""
-    overlap: str = ""
-    """How its load went together with the forward pass, where that was decided."""
+    overlaps: bool = False
+    """Whether its load overlaps with the forward pass."""
     copies: list[Copy] = field(default_factory=list)
     brought: dict[str, int] = field(default_factory=dict)
     """Tokens of its hit that came up from lower tiers, until the hit is loaded."""
@@ -346,9 +346,8 @@ class Bookkeeper:
             entry.brought.clear()
         if self._tenants is not None:
             self._tenants.counts(load.tenant).hit_tokens += event.tokens
-        if load.overlap is not None:
-            self.counts.overlaps[load.overlap.verdict.value] += 1
-            self._touch(event.request).overlap = load.overlap.words
+        if load.in_parts:
+            self._touch(event.request).overlaps = True
 
     def _evicted(self, event: PoolEvent) -> None:
         keys = event.keys if isinstance(event.keys, Keys) else event.all_keys()

@@ -13,7 +13,6 @@ from functools import partial
 from operator import mul
 
 from kvferry.cache.events import EventKind, EventLog
-from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Lease
 from kvferry.cache.tenants import Tenants
@@ -351,9 +350,7 @@ class Request:
         leases = self._hit.leases if self._hit is not None else ()
         return [lease for lease in leases if lease is not None]
 
-    def load(
-        self, tables: Sequence[BlockTable], overlap: OverlapDecision | None = None
-    ) -> tuple[Ordered, ...]:
+    def load(self, tables: Sequence[BlockTable], *, in_parts: bool = False) -> tuple[Ordered, ...]:
         """Order the pinned hit into its device blocks; it goes with the next plan.
 
         ``tables[g]`` is the whole block table of group g, long enough for the hit. Returns what was
@@ -380,7 +377,7 @@ class Request:
             self.promotion.renew()
         ordered = []
         for g, lease, blocks in pieces:
-            transfer_id = requests.transfers.load(self, g, lease, blocks, overlap)
+            transfer_id = requests.transfers.load(self, g, lease, blocks, in_parts=in_parts)
             requests.hits.began(lease.slots)
             self.loading.add(transfer_id)
             ordered.append(Ordered(g, blocks, transfer_id, found.blocks[g], found.asked[g], self))
@@ -389,7 +386,7 @@ class Request:
             return ()
         self._promised = Match(MatchState.HIT, found.host_tokens, found.computed_tokens)
         self.state = State.LOADING
-        self.note_loaded(found.host_tokens - found.computed_tokens, overlap)
+        self.note_loaded(found.host_tokens - found.computed_tokens, in_parts=in_parts)
         return tuple(ordered)
 
     def _load_promised(self, table: BlockTable) -> tuple[Ordered, ...]:
@@ -408,10 +405,10 @@ class Request:
         self.note_loaded(hit.found.host_tokens - hit.found.computed_tokens)
         return ordered
 
-    def note_loaded(self, num_tokens: int, overlap: OverlapDecision | None = None) -> None:
+    def note_loaded(self, num_tokens: int, *, in_parts: bool = False) -> None:
         """So many tokens are brought to the device for it; it may continue what another left."""
         requests = self._requests
-        detail = Loaded(self.tenant, overlap)
+        detail = Loaded(self.tenant, in_parts)
         requests.log.append(EventKind.LOAD, tokens=num_tokens, request=self.id, detail=detail)
         if requests.deferred is not None:
             self.go_on(self._computed)

@@ -634,7 +634,6 @@ class Scheduler:
             shed_stores=self.stores.num_shed,
             verdicts=dict(matches.verdicts),
             missed=dict(matches.missed),
-            overlaps=dict(matches.overlaps),
             in_flight=self.num_in_flight,
             landed=moved.landed,
             failed=moved.failed,

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.policies.load_or_compute import OverlapDecision
 from kvferry.cache.reach import Group
 from kvferry.cache.slots import Lease, Purpose
 from kvferry.config import Config
@@ -206,10 +205,10 @@ class Transfers:
         group: int,
         lease: Lease,
         blocks: SlotArray,
-        overlap: OverlapDecision | None = None,
+        *,
+        in_parts: bool = False,
     ) -> TransferId:
-        """Order one group's blocks of a hit to the device; layer after layer if read early."""
-        in_parts = overlap is not None and overlap.is_early
+        """Order one group's blocks of a hit to the device; ``in_parts`` layer after layer."""
         transfer = Transfer(
             self._new_id(), HOST, DEVICE, lease.slots, blocks, group, in_parts=in_parts
         )

@@ -10,7 +10,7 @@ from importlib import metadata
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.cache.policies.load_or_compute import OverlapVerdict, Verdict
+from kvferry.cache.policies.load_or_compute import Verdict
 from kvferry.scheduler.journal import Reason
 from kvferry.telemetry.stats import SchedulerStats
 
@@ -21,7 +21,6 @@ PREFIX = "kvferry_"
 
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
-OVERLAPS = tuple(verdict.value for verdict in OverlapVerdict)
 IDLE_REASONS = ("refused", "failed")
 """The model or the settings are not served; or kvferry raised an exception."""
 STATES = ("free", "cached", "leased", "unready")
@@ -99,7 +98,6 @@ _IDLE = Label("reason", ", ".join(IDLE_REASONS))
 _IDLE_WORDS = Label("why", "the words of the log line 'kvferry is idle'; one value in a process")
 _MISS = Label("reason", ", ".join(MISSES))
 _VERDICT = Label("verdict", ", ".join(VERDICTS))
-_OVERLAP = Label("overlap", ", ".join(OVERLAPS))
 
 Read = Callable[[Snapshot], Values]
 Labelled = tuple[Read, tuple[Label, ...]]
@@ -146,7 +144,6 @@ _READ: dict[str, Read] = {
     "full_hits": lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
     "misses": lambda s: _each(MISSES, s.stats.missed),
     "decisions": lambda s: _each(VERDICTS, s.stats.verdicts),
-    "overlaps": lambda s: _each(OVERLAPS, s.stats.overlaps),
     "lookup_blocks": lambda s: {tier: asked for tier, (asked, _) in s.stats.asked.items()},
     "found_blocks": lambda s: {tier: found for tier, (_, found) in s.stats.asked.items()},
     "drive_failed_blocks": lambda s: {
@@ -204,9 +201,6 @@ PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens promoted from lower tiers 
 FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
 MISSED = _counter("misses", "Requests that got less than they asked for.", None, _MISS)
 DECISIONS = _counter("decisions", "Load-or-compute decisions.", None, _VERDICT)
-OVERLAPPED = _counter(
-    "overlaps", "Loads by how they overlapped with the forward pass (vLLM).", None, _OVERLAP
-)
 MOVED_COPIES = _counter("moved_copies", "Copies, summed over ranks.", _traffic("num_copies"))
 MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", _traffic("num_bytes"))
 MOVED_SECONDS = _counter(

@@ -336,6 +336,6 @@ def plain(request_id: RequestId, entry: Entry) -> dict[str, Any]:
         "explanation": why.as_dict() if why is not None else None,
         "hints": entry.hints.as_dict() if entry.hints is not None else None,
         "refused": list(entry.refused),
-        "overlap": entry.overlap,
+        "overlaps": entry.overlaps,
         "copies": [copy._asdict() for copy in entry.copies],
     }

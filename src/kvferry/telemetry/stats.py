@@ -33,7 +33,6 @@ class MatchCounts:
     expired_hits: int = 0
     unheeded_hints: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
-    overlaps: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
     tier_hit_tokens: Counter[str] = field(default_factory=Counter)
 
@@ -55,8 +54,7 @@ class SchedulerStats:
     they were asked for and how many of them were there, ``refused`` how many they did not take;
     ``restored`` says of tiers with places how
     many blocks of an earlier life they began with; ``tier_bandwidth`` is what each brought up, in
-    bytes per second of one rank while it had something to bring. ``overlaps`` counts loads by how
-    they went together with the forward pass, where an engine lets us decide that;
+    bytes per second of one rank while it had something to bring.
     ``pipelined_loads`` those that began before all of their blocks had come up from below;
     ``unheeded_hints`` requests with hints that could not be followed.
     """
@@ -90,7 +88,6 @@ class SchedulerStats:
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
     tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
-    overlaps: Mapping[str, int] = field(default_factory=dict)
     pipelined_loads: int = 0
     unheeded_hints: int = 0
     tier_hit_tokens: Mapping[str, int] = field(default_factory=dict)

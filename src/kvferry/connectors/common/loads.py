@@ -1,142 +1,95 @@
 """Load tracking: which requests wait for which transfers, on the scheduler side and on a rank.
 
-A load in one piece ends on the ranks: each tells the engine when its transfers have ended. A load
-in pieces, whose last blocks are still being promoted, ends on the scheduler side: it has the
-receipts of all ranks, and orders them to tell the engine (:class:`EndedLoad`).
+A load comes in one piece, or in several while its last blocks are still being promoted. The
+scheduler side tells the ranks what brings it, plan by plan, and what nothing will bring. Each rank
+tells the engine once all of it has ended there::
+
+    a hit in host memory    LoadOrder(transfers, is_last)
+    one that comes up       LoadOrder(transfers), LoadOrder(transfers), LoadOrder(lost, is_last)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
-from kvferry.connectors.common.messages import EndedLoad, StepOrders
+from kvferry.connectors.common.messages import LoadOrder
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import Ordered
-from kvferry.types import Landing, Plan, TransferId
+from kvferry.types import Transfer, TransferId
 
 
-@dataclass(eq=False)
 class PromisedLoad:
-    """One load that the engine counts on. Owns what of it was ordered, sent, and has landed.
+    """A load that the engine waits for. Owns which of its blocks no rank was told to fill yet."""
 
-    ``ordered`` transfers, with their device blocks, are not yet handed to the ranks; ``lost`` are
-    the ``blocks`` that have not landed. If it ``is_early``, its request may run before it lands.
-    """
-
-    request: Request
-    blocks: tuple[int, ...]
-    ordered: dict[TransferId, list[int]]
-    lost: dict[int, None]
-    epoch: int
-    is_early: bool
-    is_in_pieces: bool
-    sent: dict[TransferId, list[int]] = field(default_factory=dict)
-
-    def land(self, landing: Landing) -> None:
-        for block in self.sent.pop(landing.transfer_id, ()):
-            if not landing.reason:
-                self.lost.pop(block, None)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no piece of it is under way on any rank, and none will be ordered."""
-        return not (self.ordered or self.sent or self.request.has_more_to_load)
-
-    def ended(self) -> EndedLoad:
-        return EndedLoad(self.blocks, tuple(self.lost), self.epoch)
-
-
-class PromisedLoads:
-    """Loads that the engine waits for and that no rank was told of, and all loads in pieces."""
-
-    def __init__(self) -> None:
-        self.loads: dict[Request, PromisedLoad] = {}
-
-    def promise(
-        self,
-        request: Request,
-        blocks: tuple[int, ...],
-        ordered: Iterable[Ordered],
-        *,
-        epoch: int,
-        is_early: bool = False,
+    def __init__(
+        self, request: Request, blocks: Sequence[int], ordered: Sequence[Ordered] = ()
     ) -> None:
         """The engine counts on ``blocks``; ``ordered`` is what will fill them, or nothing."""
-        self.loads[request] = PromisedLoad(
-            request,
-            blocks,
-            {piece.transfer: piece.blocks.tolist() for piece in ordered},
-            dict.fromkeys(blocks),
-            epoch,
-            is_early,
-            request.has_more_to_load,
-        )
+        self._request = request
+        self._ordered: dict[TransferId, list[int]] = {}  # not yet handed to the ranks
+        for piece in ordered:
+            self.order(piece)
+        if ordered and not request.has_more_to_load:  # several groups have more blocks, or fewer
+            blocks = [block for each in self._ordered.values() for block in each]
+        self._unfilled = dict.fromkeys(blocks)
 
-    def order(self, pieces: Iterable[Ordered]) -> None:
-        """More pieces were ordered."""
-        for piece in pieces:
-            self.loads[piece.request].ordered[piece.transfer] = piece.blocks.tolist()
+    def order(self, piece: Ordered) -> None:
+        self._ordered[piece.transfer] = piece.blocks.tolist()
 
-    def land(self, landed: Iterable[Landing]) -> None:
-        """These transfers have ended on every rank."""
-        for landing in landed:
-            for load in self.loads.values():
-                load.land(landing)
+    def take(self) -> LoadOrder | None:
+        """What the ranks are told with the next plan. Pieces that were cancelled are not in it."""
+        loading = self._request.loading
+        sent = {id_: blocks for id_, blocks in self._ordered.items() if id_ in loading}
+        self._ordered.clear()
+        for blocks in sent.values():
+            for block in blocks:
+                self._unfilled.pop(block, None)
+        if not self._request.has_more_to_load:
+            return LoadOrder(tuple(sent), tuple(self._unfilled))
+        return LoadOrder(tuple(sent), is_last=False) if sent else None
 
-    @property
-    def are_ending(self) -> bool:
-        """Whether the ranks are about to be told that a load in pieces has ended."""
-        return any(load.is_in_pieces and load.has_ended for load in self.loads.values())
-
-    def orders(self, plan: Plan, **facts: Any) -> StepOrders:
-        """The orders of a step: loads whose end the ranks tell, and loads that have ended.
-
-        Loads that were cancelled since they were ordered are not among them.
-        """
-        loads, ended, early = {}, {}, set()
-        for request, load in tuple(self.loads.items()):
-            ordered, load.ordered = load.ordered, {}
-            if ordered and not load.is_in_pieces:
-                if request.loading.issuperset(ordered):
-                    loads[request.id] = tuple(ordered)
-                    if load.is_early:
-                        early.add(request.id)
-                del self.loads[request]
-                continue
-            for each, blocks in ordered.items():
-                if each in request.loading:
-                    load.sent[each] = blocks
-            if load.has_ended:
-                ended[request.id] = load.ended()
-                del self.loads[request]
-        return StepOrders(plan, loads, ended, early=frozenset(early), **facts)
-
-    @property
-    def unkept(self) -> dict[str, EndedLoad]:
-        """Every load that the engine waits for and no rank was told of, as it stands now."""
-        return {request.id: load.ended() for request, load in self.loads.items()}
+    def give_up(self) -> LoadOrder:
+        """The last order: nothing brings what no rank was told of."""
+        return LoadOrder((), tuple(self._unfilled))
 
 
 # -- on a rank ----------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class AwaitedLoad:
-    """A load in one piece on one rank: ends with the last of its ``waiting`` transfers.
+    """A load on one rank: ends with its last order and the last of its ``waiting`` transfers.
 
     If it ``is_early``, the engine may be told before it lands, which ``is_told`` notes.
     """
 
-    request_id: str
-    waiting: set[TransferId]
-    epoch: int
-    is_early: bool = False
-    blocks: list[int] = field(default_factory=list)
-    failed: bool = False
-    is_told: bool = False
-    transfers: tuple[TransferId, ...] = ()
+    def __init__(self, request_id: str, epoch: int) -> None:
+        self.request_id = request_id
+        self.epoch = epoch
+        self.waiting: dict[TransferId, list[int]] = {}
+        self.blocks: list[int] = []
+        self.lost: set[int] = set()
+        self.reason = ""
+        self.is_last = self.is_early = self.is_told = False
+
+    def note(self, order: LoadOrder, transfers: Iterable[Transfer], *, may_be_early: bool) -> None:
+        """The scheduler side says what else brings it; ``transfers`` are the plan's."""
+        for transfer in transfers:
+            if transfer.id in order.transfers:
+                self.waiting[transfer.id] = blocks = transfer.dst_slots.tolist()
+                self.blocks += blocks
+                self.is_early = may_be_early and transfer.in_parts
+        self.blocks += order.lost
+        self.lost.update(order.lost)
+        self.is_last = order.is_last
+
+    def lose(self) -> None:
+        """Nothing of it will come."""
+        self.lost.update(self.blocks)
+        self.waiting.clear()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_last and not self.waiting
 
 
 class FinishedLoads:
@@ -149,10 +102,12 @@ class FinishedLoads:
         self.invalid: set[int] = set()
         """Device blocks that were to be loaded and were not."""
 
-    def fail(self, request_id: str, blocks: Iterable[int]) -> None:
+    def end(self, request_id: str, lost: Collection[int]) -> None:
+        """A load is over; ``lost`` are blocks that did not come."""
         self.arrived.add(request_id)
-        self.failed.add(request_id)
-        self.invalid.update(blocks)
+        if lost:
+            self.failed.add(request_id)
+            self.invalid.update(lost)
 
     def take_arrived(self) -> set[str]:
         arrived, self.arrived = self.arrived, set()

@@ -14,38 +14,34 @@ log = logging.getLogger(__name__)
 NO_PLAN = Plan(step=0)
 
 
-class EndedLoad(NamedTuple):
-    """A load that the scheduler side ends: its device blocks, and those that were not filled.
+class LoadOrder(NamedTuple):
+    """What brings a load in this step, and the device blocks that nothing brings.
 
-    ``epoch`` is that of the load. Every rank tells the engine of it once.
+    After the last order and its transfers every rank tells the engine of the load, once.
     """
 
-    blocks: tuple[int, ...]
-    lost: tuple[int, ...]
-    epoch: int = 0
+    transfers: tuple[TransferId, ...]
+    lost: tuple[int, ...] = ()
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
 class StepOrders:
     """Scheduler side to every rank: one step's plan.
 
-    ``loads`` names, by request, the transfers of loads whose end the ranks tell the engine.
-    ``ended`` are loads that the scheduler side has ended itself: loads in pieces, and loads that
-    no transfer will bring. ``computes`` says that a forward pass belongs to this step, which its
-    stores must follow. ``drain`` asks the ranks to finish all copies before they answer: the
-    scheduler side is out of service and reads no receipts. ``epoch`` changes with every reset.
-    ``is_quiet`` marks a step that only decodes and orders nothing. ``early`` are the loads whose
-    requests may run before the load has landed.
+    ``loads`` are, by request, those whose end the ranks tell the engine. ``computes`` says that a
+    forward pass belongs to this step, which its stores must follow. ``drain`` asks the ranks to
+    finish all copies before they answer: the scheduler side is out of service and reads no
+    receipts. ``epoch`` changes with every reset. ``is_quiet`` marks a step that only decodes and
+    orders nothing.
     """
 
     plan: Plan = NO_PLAN
-    loads: dict[str, tuple[TransferId, ...]] = field(default_factory=dict)
-    ended: dict[str, EndedLoad] = field(default_factory=dict)
+    loads: dict[str, LoadOrder] = field(default_factory=dict)
     computes: bool = False
     drain: bool = False
     epoch: int = 0
     is_quiet: bool = False
-    early: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

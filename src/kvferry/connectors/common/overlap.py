@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.cache.policies.load_or_compute import LoadOrCompute, OverlapDecision, Overlapping
+from kvferry.cache.policies.load_or_compute import LoadOrCompute
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.loads import AwaitedLoad
 from kvferry.connectors.common.messages import RankShape
@@ -26,15 +26,22 @@ from kvferry.types import HOST, TransferId
 
 log = logging.getLogger(__name__)
 
-WORTH_SECONDS = 2e-3
-"""A load that takes longer is worth a forward pass in pieces, where it could be one graph."""
-
 _WHOLE = 1 << 30
 """A part after all others."""
 
 
 class OverlapDecider:
-    """Asks the overlap policy about each load, and says how long a load takes. Owns no request."""
+    """Says which loads overlap with the forward pass: those of requests that are alone.
+
+    ::
+
+        landed first    [load ----------------------][forward]
+        overlapped      [load ----------------------]
+                           [forward, each layer behind its part]
+    """
+
+    MIN_SECONDS = 2e-3
+    """A shorter load is not worth a forward pass in pieces, where it could be one graph."""
 
     def __init__(
         self,
@@ -52,18 +59,17 @@ class OverlapDecider:
         is_off = setup.config.overlap_loads == "off" or bool(setup.overlap_refusal)
         # An engine that shares parts of blocks copies those before the connector is called.
         self._is_off = is_off or hash_tokens != setup.groups[0].block_tokens
-        self._policy = Overlapping("off" if self._is_off else setup.config.overlap_loads)
         self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0
         self._block_tokens = setup.groups[0].block_tokens
         self._costs = costs
         self._has_others = has_others
 
-    def decide(self, num_tokens: int) -> OverlapDecision:
-        """For a load of so many tokens that is about to be ordered."""
-        if self._is_off:
-            return self._policy.decide(None, has_others=False)
-        has_others = self._has_others()
-        return self._policy.decide(self._seconds(num_tokens), has_others=has_others)
+    def is_due(self, num_tokens: int) -> bool:
+        """Whether the request of a load of so many tokens may run before the load has landed."""
+        if self._is_off or self._has_others():
+            return False
+        seconds = self._seconds(num_tokens)
+        return seconds is None or seconds >= self.MIN_SECONDS
 
     def leaves_a_block(self, num_tokens: int) -> bool:
         """Whether to compute a prompt's last block although it could be loaded.
@@ -71,10 +77,7 @@ class OverlapDecider:
         A single token is computed by one graph of all layers, which must wait for the whole load;
         more tokens are computed layer by layer. Only a request that is alone has the time.
         """
-        if self._is_off:
-            return False
-        seconds = self._seconds(num_tokens)
-        return seconds is not None and seconds >= WORTH_SECONDS and not self._has_others()
+        return self._seconds(num_tokens) is not None and self.is_due(num_tokens)
 
     def _seconds(self, num_tokens: int) -> float | None:
         """By the loads so far; None where there was none."""
@@ -130,10 +133,9 @@ class LayerwiseLoads:
 
     # -- telling --------------------------------------------------------------------------------
 
-    def ended(self, load: AwaitedLoad) -> None:
-        """Its receipts are here."""
-        for transfer_id in load.transfers:
-            self._told.pop(transfer_id, None)
+    def landed(self, transfer_id: TransferId) -> None:
+        """Its receipt is here."""
+        self._told.pop(transfer_id, None)
 
     def may_tell(self, load: AwaitedLoad, *, computes: bool) -> bool:
         """Whether the engine may be told now of ``load``, the one that lands next.
@@ -144,12 +146,12 @@ class LayerwiseLoads:
         if not load.is_early or load.is_told or (computes and not self.tells_beside_others):
             return False
         landed = self._engine.num_landed
-        return all(landed(each) is not None for each in load.transfers)
+        return all(landed(each) is not None for each in load.waiting)
 
     def tell(self, load: AwaitedLoad) -> None:
         """The engine is told of it: from now on compute must be ordered behind it."""
         load.is_told = True
-        self._told |= dict.fromkeys(load.transfers)
+        self._told |= dict.fromkeys(load.waiting)
 
     # -- a forward pass -------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from kvferry.connectors.common.contract import (
     SessionSetup,
     Step,
 )
-from kvferry.connectors.common.loads import PromisedLoads
-from kvferry.connectors.common.messages import EndedLoad, RankShape, StepOrders, StepReceipts
+from kvferry.connectors.common.loads import PromisedLoad
+from kvferry.connectors.common.messages import LoadOrder, RankShape, StepOrders, StepReceipts
 from kvferry.connectors.common.overlap import OverlapDecider
 from kvferry.connectors.common.ranks import tiers_of_ranks
 from kvferry.connectors.common.reports import Reports
@@ -187,7 +187,7 @@ class Serving:
         self._rests = rests
         self._loading = LoadingBlocks(groups, engine.num_blocks)
         self._num_quiet = 0  # steps that only decode and may be skipped
-        self._promises = PromisedLoads()
+        self._promised: dict[Request, PromisedLoad] = {}
         self._has_settled = False
         self._poll_at = time.monotonic() + _POLL_SECONDS
         self._was_put_off = False
@@ -228,10 +228,6 @@ class Serving:
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""
-        # A request may want the blocks of a load that ends: the device has them soon.
-        if self._promises.loads and self._promises.are_ending:
-            self._num_quiet = 0
-            return None
         state = self._state_of(request)
         state.computed, state.claimed = computed_tokens, 0
         if not self._setup.loads:
@@ -288,14 +284,10 @@ class Serving:
         self._loading.began(request.request_id, request.num_tokens, end)
         tables_now = tables()
         blocks = self.promised_blocks(ours.id, tables_now[0], num_external_tokens)
-        overlap = None  # the engine is not told early of a load in pieces
-        if ours.state is State.MATCHED:
-            overlap = self._overlap.decide(num_external_tokens)
-        ordered = ours.load(list(map(self.engine.table, tables_now)), overlap)
+        overlaps = ours.state is State.MATCHED and self._overlap.is_due(num_external_tokens)
+        ordered = ours.load(list(map(self.engine.table, tables_now)), in_parts=overlaps)
         self.engine.hold(ordered)
-        is_early = overlap is not None and overlap.is_early
-        epoch = self.scheduler.epoch
-        self._promises.promise(ours, blocks, ordered, epoch=epoch, is_early=is_early)
+        self._promised[ours] = PromisedLoad(ours, blocks, ordered)
 
     def promised_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
@@ -353,9 +345,19 @@ class Serving:
         epoch, computes = self.scheduler.epoch, step.num_tokens > 0
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
-        if not self._promises.loads:
-            return StepOrders(plan, computes=computes, epoch=epoch)
-        return self._promises.orders(plan, computes=computes, epoch=epoch)
+        loads = self._take_loads() if self._promised else {}
+        return StepOrders(plan, loads, computes=computes, epoch=epoch)
+
+    def _take_loads(self) -> dict[str, LoadOrder]:
+        """What the ranks are told of loads with this step's plan."""
+        loads = {}
+        for request, load in tuple(self._promised.items()):
+            order = load.take()
+            if order is not None:
+                loads[request.id] = order
+                if order.is_last:
+                    del self._promised[request]
+        return loads
 
     def _only_decodes(self, step: Step) -> bool:
         """Whether this step decodes one more token of each running request, as most steps do.
@@ -476,12 +478,10 @@ class Serving:
         self.engine.release(settled.released)
         if settled.ordered:
             self.engine.hold(settled.ordered)
-            self._promises.order(settled.ordered)
-        if settled.landed:
-            if self._promises.loads:
-                self._promises.land(settled.landed)
-            if self.events is not None:
-                self.events.settled()
+            for piece in settled.ordered:
+                self._promised[piece.request].order(piece)
+        if settled.landed and self.events is not None:
+            self.events.settled()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load, once no rank can write its "
@@ -528,9 +528,9 @@ class Serving:
         self._num_quiet = 0  # the ranks must hear of the epoch
 
     @property
-    def unkept(self) -> dict[str, EndedLoad]:
-        """Loads that the engine waits for and that no rank was told of."""
-        return self._promises.unkept
+    def unkept(self) -> dict[str, LoadOrder]:
+        """Loads that the engine waits for and whose last order no rank was given."""
+        return {request.id: load.give_up() for request, load in self._promised.items()}
 
     @property
     def has_work(self) -> bool:
@@ -538,7 +538,7 @@ class Serving:
         scheduler = self.scheduler
         is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
-        return bool(is_moving or is_left or self._promises.loads or self.reports.has_orders)
+        return bool(is_moving or is_left or self._promised or self.reports.has_orders)
 
     def frees_soon(self) -> bool:
         """Whether waiting for copies under way would give the engine a block.

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
 from kvferry.connectors.common.messages import (
-    EndedLoad,
     Guard,
+    LoadOrder,
     RankShape,
     StepOrders,
     StepReceipts,
@@ -66,7 +66,7 @@ class SchedulerSession:
         self.former: Serving | None = None
         self._make_engine: Callable[[], EngineAdapter] | None = None
         self._shapes: dict[int, RankShape] = {}
-        self._unkept: dict[str, EndedLoad] = {}
+        self._unkept: dict[str, LoadOrder] = {}
         self._resets: DiskResets | None = None
         self._is_reset_due = False
         self._drained: set[Rank] = set()
@@ -174,11 +174,10 @@ class SchedulerSession:
             except Exception as error:
                 self._trip("allocated", error)
         if num_external_tokens:  # the engine would wait for ever
-            blocks = tuple(tables()[0])
+            name, blocks = request.request_id, tables()[0]
             if self.former is not None:
-                name = request.request_id
                 blocks = self.former.promised_blocks(name, blocks, num_external_tokens)
-            self._unkept[request.request_id] = EndedLoad(blocks, blocks)
+            self._unkept[name] = LoadOrder((), tuple(blocks))
 
     def orders(self, step: Step) -> StepOrders:
         """What every rank is to do in this step."""
@@ -188,9 +187,9 @@ class SchedulerSession:
                 return serving.orders(step)
             except Exception as error:
                 self._trip("orders", error)
-        ended, self._unkept = self._unkept, {}
+        lost, self._unkept = self._unkept, {}
         holds = self.former is not None and self.former.engine.num_held > 0
-        return StepOrders(ended=ended, computes=step.num_tokens > 0, drain=holds)
+        return StepOrders(loads=lost, computes=step.num_tokens > 0, drain=holds)
 
     def take(self, report: StepReceipts) -> None:
         """The ranks' answers of one step."""

@@ -23,8 +23,8 @@ from kvferry.config import Config
 from kvferry.connectors.common.loads import AwaitedLoad, FinishedLoads
 from kvferry.connectors.common.messages import (
     NO_PLAN,
-    EndedLoad,
     Guard,
+    LoadOrder,
     RankShape,
     StepOrders,
     StepReceipts,
@@ -166,10 +166,9 @@ class WorkerSession:
         self._has_sent_shape = self._drained = False
         self._later: Plan = NO_PLAN
         self._computes = False
-        self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
-        self._ended: dict[str, EndedLoad] = {}  # to be reported once the weights are checked
+        self._loads: list[AwaitedLoad] = []
         self._num_awaited = 0  # receipts
-        self._moves: set[TransferId] = set()  # of lower tiers and loads in pieces, under way
+        self._moves: set[TransferId] = set()  # of lower tiers, under way
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.finished = FinishedLoads()
@@ -275,16 +274,10 @@ class WorkerSession:
     def _give_up(self, orders: StepOrders) -> None:
         """Nothing may wait for this rank: what was ordered, and is under way, counts as failed."""
         self._drain()
-        for load in self._loads.values():
+        for load in self._loads:
             if not load.is_told:  # of those told all has landed by now
-                self.finished.fail(load.request_id, load.blocks)
-        self._loads.clear()
-        blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
-        for request_id, ids in orders.loads.items():
-            self.finished.fail(request_id, [b for each in ids for b in blocks.get(each, ())])
-        for request_id, ended in (self._ended | orders.ended).items():
-            self.finished.fail(request_id, ended.blocks)
-        self._ended.clear()
+                load.lose()
+        self._end_loads()
         # What this step ordered may be held already.
         lost: list[Transfer | Question] = [*orders.plan.transfers, *orders.plan.questions]
         if self._fence is not None:
@@ -293,6 +286,8 @@ class WorkerSession:
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
+        for request_id, order in orders.loads.items():
+            self._await(request_id, order, orders)
         if self._later.transfers:
             self._flush()
         if self._fence is not None:
@@ -302,7 +297,7 @@ class WorkerSession:
             self._freshness.enter(orders.epoch)
             self._keeps = True
         plan = orders.plan
-        if plan.transfers or plan.questions or plan.forget or orders.loads or orders.ended:
+        if plan.transfers or plan.questions or plan.forget or orders.loads:
             self._carry_out(orders)
         if orders.computes:
             if self._memory is not None and not self._is_grown:
@@ -321,20 +316,13 @@ class WorkerSession:
 
     def _carry_out(self, orders: StepOrders) -> None:
         plan = orders.plan
-        if orders.loads:
-            self._await_loads(orders)
         stores: list[Transfer] = []
         others: list[Transfer] = []
         for transfer in plan.transfers:
-            if transfer.id in self._loads:
-                self._loads[transfer.id].blocks += transfer.dst_slots.tolist()
             (stores if transfer.src == DEVICE else others).append(transfer)
         if self.shape.tiers:
-            self._moves.update([order.id for order in others if order.id not in self._loads])
+            self._moves.update([order.id for order in others if order.dst != DEVICE])
             self._moves.update([question.id for question in plan.questions])
-        if orders.ended:
-            self._ended |= orders.ended
-            self._freshness.mark()  # what came of them must fit the weights as they are now
         if self._fence is not None:
             others = self._fence.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
@@ -342,17 +330,21 @@ class WorkerSession:
             others = []
         if others or plan.questions or plan.forget:
             self._execute(replace(plan, transfers=tuple(others)))
-        if others and others[0].dst == DEVICE:  # a plan has loads first
+        if orders.loads:  # what comes of them must fit the weights as they are now
             self._freshness.mark()
             if self._fence is not None:
                 self._fence.note_mark()
         self._later = Plan(plan.step, tuple(stores))
 
-    def _await_loads(self, orders: StepOrders) -> None:
-        for request_id, ids in orders.loads.items():
-            load = AwaitedLoad(request_id, set(ids), orders.epoch, transfers=ids)
-            self._loads.update(dict.fromkeys(ids, load))
-            load.is_early = self.layerwise is not None and request_id in orders.early
+    def _await(self, request_id: str, order: LoadOrder, orders: StepOrders) -> None:
+        """The engine is told once this load, or the rest of it, has ended here."""
+        for load in self._loads:
+            if load.request_id == request_id and not load.is_last:
+                break
+        else:
+            load = AwaitedLoad(request_id, orders.epoch)
+            self._loads.append(load)
+        load.note(order, orders.plan.transfers, may_be_early=self.layerwise is not None)
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
@@ -414,12 +406,13 @@ class WorkerSession:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
-        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._ended):
+        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers or self._loads):
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
         while self._loads or (self._moves and not self._receipts):
-            if self._computes or self.finished.arrived or time.monotonic() >= end:
+            is_heard = self._receipts and not any(load.is_last for load in self._loads)
+            if self._computes or self.finished.arrived or is_heard or time.monotonic() >= end:
                 return
             time.sleep(_NAP_SECONDS)
             self._poll()
@@ -434,29 +427,30 @@ class WorkerSession:
                     self._take(receipt)
                 if self.shape.tiers:
                     self._health += self._worker.health()
-            if self._ended:
-                self._report_ended()
+            if self._loads:
+                self._end_loads()
             if self.layerwise is not None and self._loads:
                 self._tell_early(self.layerwise)
         except Exception as error:
             self.guard.trip("poll", error)
             self._give_up(StepOrders())
 
-    def _report_ended(self) -> None:
-        """Tell the engine of loads that the scheduler side has ended."""
-        for request_id, ended in self._ended.items():
-            lost = ended.lost
-            if len(lost) < len(ended.blocks) and self._freshness.is_stale(ended.epoch):
-                lost = ended.blocks  # some came before the weights changed
-            if lost:
-                self.finished.fail(request_id, lost)
-            else:
-                self.finished.arrived.add(request_id)
-        self._ended.clear()
+    def _end_loads(self) -> None:
+        """Tell the engine of loads of which nothing is under way any more."""
+        ended = [load for load in self._loads if load.has_ended]
+        for load in ended:
+            self._loads.remove(load)
+            if load.is_told:
+                if load.lost:  # with the device: what was computed with it is lost like all else
+                    log.error("a load failed after it was on its way: %s", load.reason)
+                continue
+            if self._freshness.is_stale(load.epoch):
+                load.lose()  # some came before the weights changed
+            self.finished.end(load.request_id, load.lost)
 
     def _tell_early(self, layerwise: LayerwiseLoads) -> None:
         """Let a request run whose load cannot fail any more, though it has not landed yet."""
-        load, freshness = next(iter(self._loads.values())), self._freshness
+        load, freshness = self._loads[0], self._freshness
         if not layerwise.may_tell(load, computes=self._computes):
             return
         if freshness.is_known and not freshness.is_stale(load.epoch):
@@ -476,30 +470,19 @@ class WorkerSession:
                 self.guard.trip("drain", error)
 
     def _take(self, receipt: Receipt) -> None:
-        load = self._loads.pop(receipt.transfer_id, None)
-        if load is None:
-            self._moves.discard(receipt.transfer_id)
-            self._receipts.append(receipt)
-            return
-        if not load.is_told and self._freshness.is_stale(load.epoch):
-            receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
+        for load in self._loads:
+            blocks = load.waiting.pop(receipt.transfer_id, None)
+            if blocks is None:
+                continue
+            if self.layerwise is not None:
+                self.layerwise.landed(receipt.transfer_id)
+            if not load.is_told and self._freshness.is_stale(load.epoch):
+                receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
+            if receipt.outcome is not Outcome.OK:
+                load.lost.update(blocks)
+                load.reason = receipt.reason
+        self._moves.discard(receipt.transfer_id)
         self._receipts.append(receipt)
-        load.waiting.discard(receipt.transfer_id)
-        load.failed |= receipt.outcome is not Outcome.OK
-        if not load.waiting:
-            self._end(load, receipt.reason)
-
-    def _end(self, load: AwaitedLoad, reason: str) -> None:
-        """All transfers of a load have ended."""
-        if self.layerwise is not None:
-            self.layerwise.ended(load)
-        if load.is_told:
-            if load.failed:  # with the device: what was computed with it is lost like all else
-                log.error("a load failed after it was on its way: %s", reason)
-        elif load.failed:
-            self.finished.fail(load.request_id, load.blocks)
-        else:
-            self.finished.arrived.add(load.request_id)
 
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler side does not know yet; None if that is nothing."""
@@ -518,7 +501,7 @@ class WorkerSession:
             self._has_sent_shape, self.shape = True, self.shape.without_blocks()
         if self._memory is not None and (not self._is_grown or self.shape.tiers):
             news |= self._memory_news(self._memory)
-        awaits = self._num_awaited or freshness.is_marked or self.shape.tiers or self._ended
+        awaits = self._num_awaited or freshness.is_marked or self.shape.tiers or self._loads
         is_left = self._later.transfers or not self._is_grown
         self.is_busy = bool(awaits or is_left or (fence is not None and fence.holds))
         return StepReceipts(**news) if any(news.values()) else None

@@ -106,8 +106,8 @@ def _lines(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"Hints: {json.dumps(answer['hints'])}", ""
     for words in answer.get("refused") or ():
         yield f"Not done: {words}", "yellow"
-    if answer.get("overlap"):
-        yield f"Overlap with the forward pass: {answer['overlap']}", ""
+    if answer.get("overlaps"):
+        yield "The load overlaps with the forward pass.", ""
     if answer.get("others"):
         yield f"Other requests of this name: {', '.join(answer['others'])}", "dim"
 
