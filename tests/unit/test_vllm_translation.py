@@ -287,17 +287,18 @@ def test_ranks_share_their_memory_only_if_all_hold_the_same(vllm_config, kind, t
     assert place.num_ranks == vllm_config.parallel_config.world_size
 
 
-def test_blocks_of_other_context_parallel_ranks_have_other_names():
+def test_blocks_of_other_ranks_have_other_names():
     """Seen red: a store written by two ranks was read by four."""
     names = set()
-    for more in (
-        {},
-        {"decode_context_parallel_size": 2},
-        {"decode_context_parallel_size": 4},
-        {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 16},
-        {"prefill_context_parallel_size": 2},
+    for tensor, more in (
+        (2, {}),
+        (4, {}),
+        (4, {"decode_context_parallel_size": 2}),
+        (4, {"decode_context_parallel_size": 4}),
+        (4, {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 16}),
+        (4, {"prefill_context_parallel_size": 2}),
     ):
-        given = parallel_config(4, pipeline_parallel_size=1, **more)
+        given = parallel_config(tensor, pipeline_parallel_size=1, **more)
         given.model_config = SimpleNamespace(
             model="m", revision="", dtype="bf16", quantization=None, hf_overrides={}
         )
@@ -308,4 +309,4 @@ def test_blocks_of_other_context_parallel_ranks_have_other_names():
             kv_cache_groups=[SimpleNamespace(kv_cache_spec="spec", layer_names=["a"])]
         )
         names.add(adopt(namespace_of(given, caches, 16), [b"a"])[0])
-    assert len(names) == 5
+    assert len(names) == 6

@@ -9,15 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.integration.vllm import models
 from tests.integration.vllm.engine import BLOCK_TOKENS, LONG, Engine, make_prompts
 from tests.integration.vllm.server import Server
-from tests.integration.vllm.test_parallel import run_two_ranks
-
-from kvferry.tiers.disk.store import Store
-from kvferry.tiers.disk.superblock import DiskBound, read_superblock
 
 LENGTHS = (300, 200, 100)
 BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
@@ -203,49 +198,6 @@ def await_durable(server: Server) -> None:
     time.sleep(3)  # promised after one; and figures are told once a second
     server.wait_for("vllm:kvferry_pending_blocks", 0, most=0, tier="disk")
     time.sleep(2)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_ranks_find_what_all_of_them_have_and_nothing_of_another_number_of_ranks(
-    start, expect, llama, tmp_path
-):
-    """One rank, then two on the same directory, then two of which one lost a block, then one."""
-    prompts = make_prompts(307, *LENGTHS)
-    expected = expect(llama, prompts)
-    settings = ferry(tmp_path / "disk")
-    engine = start(llama, ferry=settings)
-    assert engine.generate(prompts) == expected
-    await_disk(engine, BLOCKS)
-    engine.is_spoiled = True
-    engine.llm.llm_engine.engine_core.shutdown()
-    (single,) = (tmp_path / "disk").glob("kvferry-*")
-    result, log = run_two_ranks(tmp_path, llama, prompts, settings, again=False)
-    assert result["first"] == expected, log
-    assert result["found"] == [0] * len(prompts), "another number of ranks, another block"
-    stores = sorted((tmp_path / "disk").glob("kvferry-*-r?of2-*"))
-    assert len(stores) == 2
-    _lose_one(stores[1])
-    result, log = run_two_ranks(tmp_path, llama, prompts, settings, again=False)
-    assert result["first"] == expected, log
-    found = sorted((tmp_path / "disk").glob("kvferry-*"))
-    assert found == sorted([single, *stores]), "each has found its own"
-    assert 0 < sum(result["found"]) < BLOCKS * BLOCK_TOKENS
-    engine = start(llama, ferry=settings)
-    assert engine.stats.restored["disk"] >= BLOCKS
-    assert engine.generate(prompts) == expected
-    assert engine.stats.promoted_tokens == BLOCKS * BLOCK_TOKENS
-
-
-def _lose_one(path: Path) -> None:
-    """The block that was written first is gone from this store: the beginning of some prompt."""
-    superblock = read_superblock(path)
-    assert superblock is not None
-    bound = DiskBound(64 << 20, num_ranks_here=2)
-    with Store.open(path.parent, superblock.identity, bound) as store:
-        places = np.flatnonzero(store.index.present)
-        assert len(places) >= BLOCKS
-        store.index.record_lost(places[:1])
 
 
 def vanish(folder: Path) -> None:

@@ -65,29 +65,6 @@ def test_a_request_aborted_while_its_blocks_are_stored(start, expect, llama, mon
     engine.check_idle()
 
 
-def test_many_aborts_at_random_moments(start, expect, llama):
-    import random
-
-    chooser = random.Random(23)
-    prompts = make_prompts(23, *[chooser.randrange(20, 400) for _ in range(30)])
-    prompts += [[*prompt, 1, 2, 3] for prompt in prompts[:10]]
-    expected = expect(llama, prompts)
-    engine = start(llama, ferry={**FERRY, "host": "4MiB"}, num_gpu_blocks_override=48)
-    for _ in range(3):
-        names = {engine.add(prompt): number for number, prompt in enumerate(prompts)}
-        done: dict[str, list[int]] = {}
-        while engine.llm.llm_engine.has_unfinished_requests():
-            done |= engine.step()
-            if chooser.random() < 0.1:
-                engine.abort(chooser.choice(list(names)))
-        for name, tokens in done.items():
-            if len(tokens) == 16:
-                assert tokens == expected[names[name]]
-        engine.check_idle()
-    assert engine.loaded_blocks > 0
-    assert engine.stats.pool.evicted > 0
-
-
 def test_no_request_is_preempted_for_blocks_that_a_store_gives_back(
     start, expect, llama, monkeypatch
 ):

@@ -50,21 +50,6 @@ def test_a_prompt_of_whole_blocks_comes_back_whole(start, expect, model):
     engine.check_idle()
 
 
-def test_generated_tokens_come_back_in_the_next_turn(start, expect, llama):
-    (prompt,) = make_prompts(2, 50)
-    (more,) = make_prompts(3, 40)
-    (answer,) = expect(llama, [prompt], 100)
-    turn = [*prompt, *answer, *more]
-    expected = expect(llama, [turn])
-    engine = start(llama, ferry=FERRY)
-    assert engine.generate([prompt], max_tokens=100) == [answer]
-    engine.forget_device()
-    assert engine.generate([turn]) == expected
-    # The last generated token was never fed back, so its KV was never computed.
-    assert engine.stats.hit_tokens == (50 + 100 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    engine.check_idle()
-
-
 def test_a_prompt_comes_back_after_others_pushed_it_out(start, expect, model):
     first, *others = make_prompts(4, *[300] * 8)
     options = {"num_gpu_blocks_override": 112 if model.name == "gemma" else 24}
@@ -78,17 +63,6 @@ def test_a_prompt_comes_back_after_others_pushed_it_out(start, expect, model):
     engine.check_idle()
 
 
-def test_preempted_requests_go_on_where_they_were(start, expect, llama, monkeypatch):
-    prompts = make_prompts(5, 60, 70, 80, 90)
-    options = {"num_gpu_blocks_override": 18, "max_model_len": 256}
-    expected = expect(llama, prompts, 120)
-    engine = start(llama, ferry=FERRY, **options)
-    preempted = engine.note_preemptions(monkeypatch)
-    assert engine.generate(prompts, max_tokens=120) == expected
-    assert preempted
-    engine.check_idle()
-
-
 def test_a_prompt_in_chunks_is_stored_whole(start, expect, model):
     prompts = make_prompts(6, 400, 230)
     options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 64}
@@ -96,33 +70,6 @@ def test_a_prompt_in_chunks_is_stored_whole(start, expect, model):
     engine = start(model, ferry=FERRY, **options)
     engine.check_round_trip(prompts, expected)
     assert engine.stats.hit_tokens == (12 + 7) * BLOCK_TOKENS
-    engine.check_idle()
-
-
-def test_requests_that_share_a_prefix_load_it_once(start, expect, llama):
-    (prefix,) = make_prompts(7, 256)
-    prompts = [prefix + tail for tail in make_prompts(8, *[40] * 6)]
-    expected = expect(llama, prompts)
-    engine = start(llama, ferry=FERRY, num_gpu_blocks_override=128)
-    engine.generate([[*prefix, 0]])
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
-    assert engine.loaded_blocks == 256 // BLOCK_TOKENS
-    engine.check_idle()
-
-
-def test_a_shorter_window_is_no_shorter_hit(start, expect, gemma_hits):
-    """A hit may end at any block although most layers keep only the last 64 tokens."""
-    (prompt,) = make_prompts(9, 400)
-    (tail,) = make_prompts(10, 60)
-    turns = [prompt[:length] + tail for length in (96, 160, 320)]
-    options = {"num_gpu_blocks_override": 256}
-    expected = expect(gemma_hits, turns)
-    engine = start(gemma_hits, ferry=FERRY, **options)
-    engine.generate([prompt])
-    engine.forget_device()
-    assert [engine.generate([turn])[0] for turn in turns] == expected
-    assert engine.loaded_blocks > 0
     engine.check_idle()
 
 
@@ -141,17 +88,6 @@ def test_a_failed_load_is_computed_again(start, expect, model, monkeypatch, ever
         assert engine.generate(prompts) == expected
     assert tampers[0].num_failed > 0
     assert engine.stats.failed == tampers[0].num_failed
-    engine.check_idle()
-
-
-def test_a_failed_store_is_only_a_miss(start, expect, llama, monkeypatch):
-    prompts = make_prompts(12, 300, 200)
-    expected = expect(llama, prompts)
-    with tampering(monkeypatch, fails=lambda transfer: transfer.src == "device"):
-        engine = start(llama, ferry=FERRY)
-    engine.check_round_trip(prompts, expected)
-    assert engine.stats.hit_tokens == 0
-    assert engine.stats.pool.cached == 0
     engine.check_idle()
 
 
@@ -178,29 +114,3 @@ def test_loads_of_zeros_change_the_output(start, model, monkeypatch):
     wrong = engine.generate(prompts)
     assert engine.loaded_blocks > 0
     assert all(got != right for got, right in zip(wrong, expected, strict=True))
-
-
-def test_another_salt_is_another_prompt(start, llama):
-    prompts = make_prompts(14, 200)
-    engine = start(llama, ferry=FERRY)
-    expected = engine.generate(prompts, salt="ours")
-    for salt, hit_blocks in [("theirs", 0), (None, 0), ("ours", 6)]:
-        engine.forget_device()
-        before = engine.stats.hit_tokens
-        assert engine.generate(prompts, salt=salt) == expected
-        assert engine.stats.hit_tokens - before == hit_blocks * BLOCK_TOKENS
-    engine.check_idle()
-
-
-def test_reset_of_the_connector_forgets_the_host(start, llama):
-    prompts = make_prompts(15, 200)
-    engine = start(llama, ferry=FERRY)
-    expected = engine.generate(prompts)
-    engine.settle()
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    assert engine.generate(prompts) == expected
-    assert engine.stats.hit_tokens == 0
-    engine.forget_device()
-    assert engine.generate(prompts) == expected
-    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
-    engine.check_idle()

@@ -17,9 +17,9 @@ import json, sys, time
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    model, prompts, settings, has_second_half = json.loads(sys.argv[1])
+    model, prompts = json.loads(sys.argv[1])
     ferry = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min",
-             "store_deadline": "5min", **settings}
+             "store_deadline": "5min"}
     llm = LLM(
         model=model, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=512,
         enforce_eager=True, max_num_seqs=8, tensor_parallel_size=2, disable_log_stats=False,
@@ -48,22 +48,14 @@ if __name__ == "__main__":
         while not is_so(figures := figures_now(**labels)):
             if time.monotonic() > end:
                 sys.exit(f"it never came: {labels} {figures}")
-    def await_blocks(tier):
-        wanted = sum(len(prompt) // 32 for prompt in prompts)
-        wait_until(lambda told: told.get("vllm:kvferry_slots", 0) >= wanted, tier=tier,
-                   state="cached")
-        busy = "vllm:kvferry_queued_transfers", "vllm:kvferry_transfers_in_flight"
-        for _ in range(2):
-            wait_until(lambda told: not any(told.get(name, 0) for name in busy))
-    wait_until(lambda told: "vllm:kvferry_slots" in told
-               and not told.get("vllm:kvferry_tier_unavailable", 0))
-    first, found = generate()
-    if not has_second_half:
-        await_blocks("disk")
-        time.sleep(3)  # and durable a second later
-        print("RESULT", json.dumps({"first": first, "found": found}))
-        sys.exit()
-    await_blocks("host")
+    wait_until(lambda told: "vllm:kvferry_slots" in told)
+    first, _ = generate()
+    wanted = sum(len(prompt) // 32 for prompt in prompts)
+    wait_until(lambda told: told.get("vllm:kvferry_slots", 0) >= wanted, tier="host",
+               state="cached")
+    busy = "vllm:kvferry_queued_transfers", "vllm:kvferry_transfers_in_flight"
+    for _ in range(2):
+        wait_until(lambda told: not any(told.get(name, 0) for name in busy))
     time.sleep(3)  # a reset at once may come before what the last tokens left is stored
     for _ in range(600):  # the engine steps on by itself until its stores have landed
         if llm.reset_prefix_cache():
@@ -74,7 +66,7 @@ if __name__ == "__main__":
     again, cached = generate()
     figures_now()
     figures = figures_now()
-    print("RESULT", json.dumps({"first": first, "found": found, "again": again, "cached": cached,
+    print("RESULT", json.dumps({"first": first, "again": again, "cached": cached,
                                 "figures": figures}))
 """
 
@@ -89,12 +81,12 @@ translate._num_replicas = lambda *configs: 2
 """
 
 
-def run_two_ranks(folder, model, prompts, settings=None, *, again=True, **env):
-    """Generate, and once more after a reset of the device's cache if it is to be done ``again``."""
+def run_two_ranks(folder, model, prompts, **env):
+    """Generate, and once more after a reset of the device's cache."""
     script = folder / "two_ranks.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(model), prompts, settings or {}, again])],
+        [sys.executable, str(script), json.dumps([str(model), prompts])],
         env={**process_env(), **env},
         capture_output=True,
         text=True,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.integration.vllm import asynchronous
 from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, make_prompts, tampering
-from tests.integration.vllm.reference import in_a_process
 
 
 @pytest.fixture
@@ -52,13 +50,3 @@ def test_states_of_generated_tokens_come_back(start, expect, granite_hits):
     assert engine.generate([turn]) == expected
     assert engine.stats.hit_tokens == (50 + 100 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     engine.check_idle()
-
-
-def test_preempted_requests_go_on_where_they_were(expect, granite_hits):
-    prompts = make_prompts(106, 60, 70, 80, 90)
-    answers, num_preempted, loaded_blocks = in_a_process(
-        asynchronous.crowd, granite_hits, prompts, 26
-    )
-    assert answers == expect(granite_hits, prompts, 120)
-    assert num_preempted > 0
-    assert loaded_blocks > 0

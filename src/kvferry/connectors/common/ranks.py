@@ -17,7 +17,7 @@ from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.slots import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
-from kvferry.tiers.disk.state import find_apart, reset_apart
+from kvferry.tiers.disk.state import reset_apart, this_host
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout
@@ -175,39 +175,26 @@ class DiskResets:
     """
 
     def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
-        """Call it while the ranks have just opened their stores: a store that vanishes later is
-        no reason to believe that it never was here.
-        """
         self._timeout = drive_seconds + _START_SECONDS
-        self._here: list[StoreAt] = []
+        self._stores: list[StoreAt] = []
         self._away: dict[Rank, tuple[str, ...]] = {}
-        self._is_apart = False
-        self._new: list[StoreAt] = []
         for shape in shapes:
             for tier in shape.tiers:
-                self._new += tier.opened.stores if tier.opened is not None else ()
+                self._stores += tier.opened.stores if tier.opened is not None else ()
                 self._away[shape.rank] = tier.away or self._away.get(shape.rank, ())
-        self._look()
 
     def note(self, health: Health) -> None:
         """A rank has opened a store that it could not open at the start."""
         if health.opened is not None:
             self._away.pop(health.rank, None)
-            self._new += health.opened.stores
-
-    def _look(self) -> None:
-        """Find out which of the new stores are on this host. Waits for a child process."""
-        if self._new:
-            self._here += find_apart(self._new, self._timeout)
-            self._is_apart = not self._here
-            self._new = []
+            self._stores += health.opened.stores
 
     def write(self, number: int) -> str:
         """Give them this number; returns why older blocks may be found again, or nothing."""
         away = sorted({path for paths in self._away.values() for path in paths})
         if away:
             return f"{', '.join(away)}: it is not open, and cannot be reset"
-        self._look()
-        if self._is_apart:
+        here = [store for store in self._stores if store.host == this_host()]
+        if self._stores and not here:
             log.warning("no rank's disk can be reached from here: it is reset with the next step")
-        return reset_apart(self._here, number, self._timeout) if self._here else ""
+        return reset_apart(here, number, self._timeout) if here else ""

@@ -133,7 +133,7 @@ class DriveServer:
             io_workers.IoWorker(context, Way.READ if number < num_reads else Way.WRITE, number)
         self._commits.thread.start()
         ready = ReadyMessage(
-            StoreAt(str(store.folder), store.store_id),
+            StoreAt(str(store.folder), store.store_id, state.this_host()),
             store.num_places,
             store.index.reset_number,
             os.stat(setup.path).st_dev,

@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
+import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from kvferry.errors import StoreError
 from kvferry.tiers.disk.files import DIGEST_BYTES, SECTOR_BYTES, DiskFile, read_whole, write_whole
 from kvferry.tiers.disk.superblock import StoreAt, read_superblock
 from kvferry.tiers.ipc.process import run_module
-
-log = logging.getLogger(__name__)
 
 FILE_NAME = "state"
 FILE_BYTES = 4096
@@ -39,7 +36,6 @@ NOT_KEPT = (1 << 64) - 1
 
 _BUDGET_AT = 2 * SECTOR_BYTES
 MODULE = "kvferry.tiers.disk.state"
-_RESET, _FIND = "reset", "find"
 
 
 def _pack(numbers: Sequence[int], person: bytes) -> bytes:
@@ -135,41 +131,30 @@ def is_here(store: StoreAt) -> bool:
     return superblock is not None and superblock.store_id == store.store_id
 
 
-# A drive that hangs may hang the process that reads or writes there, and keep that process from
-# ending. So stores that other processes have open are looked at and reset from a child process.
-
-
-def find_apart(stores: Sequence[StoreAt], timeout: float) -> list[StoreAt]:
-    """Return those stores that are on this host; all, if that is not known in ``timeout`` seconds.
-
-    To take a store that hangs for another host's would claim a reset that was not made.
-    """
+def this_host() -> str:
+    """What tells this host from others: drawn by the kernel as it starts."""
     try:
-        found = _apart([_FIND, 0], stores, timeout)
-        return [store for store, is_so in zip(stores, found, strict=True) if is_so]
-    except (OSError, ValueError, TypeError) as error:
-        log.warning("whether stores on disk are on this host is not known: %s", error)
-        return list(stores)
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def reset_apart(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
-    """As :func:`reset_stores`, from a child process, in ``timeout`` seconds at most."""
+    """As :func:`reset_stores`, from a child process, in ``timeout`` seconds at most.
+
+    A drive that hangs may hang the process that writes there, and keep that process from ending.
+    """
+    told = [number, [[store.folder, store.store_id.hex()] for store in stores]]
     try:
-        return str(_apart([_RESET, number], stores, timeout))
+        answer = run_module(MODULE, json.dumps(told).encode(), timeout)
+        # What Python loads at its start may print something first.
+        return str(json.loads(answer.splitlines()[-1] if answer else b""))
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _apart(what: list[Any], stores: Sequence[StoreAt], timeout: float) -> Any:
-    told = [*what, [[store.folder, store.store_id.hex()] for store in stores]]
-    answer = run_module(MODULE, json.dumps(told).encode(), timeout)
-    # What Python loads at its start may print something first.
-    return json.loads(answer.splitlines()[-1] if answer else b"")
-
-
 def main() -> None:
-    """Run in the child: read what to do with which stores, print the answer, both as JSON."""
-    what, number, told = json.load(sys.stdin)
+    """Run in the child: read which stores get which number, print the answer, both as JSON."""
+    number, told = json.load(sys.stdin)
     stores = [StoreAt(folder, bytes.fromhex(store_id)) for folder, store_id in told]
-    is_reset = what == _RESET
-    print(json.dumps(reset_stores(stores, number) if is_reset else [is_here(s) for s in stores]))
+    print(json.dumps(reset_stores(stores, number)))

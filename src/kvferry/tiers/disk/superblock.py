@@ -54,10 +54,11 @@ _FIELDS_AT, _LABEL_AT = DIGEST_BYTES + _HEAD.size, 192
 
 
 class StoreAt(NamedTuple):
-    """One store on this or another host: its folder, and the id that was drawn for it."""
+    """One store: its folder, the id that was drawn for it, and the host that has it open."""
 
     folder: str
     store_id: bytes
+    host: str = ""
 
 
 @dataclass(frozen=True)
