@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.connector.test_restart import StubWeights
 from tests.connector.test_tiers import (
     CHAT_BLOCKS,
     HOST_BLOCKS,
@@ -334,38 +335,19 @@ def test_a_rank_that_fails_in_the_midst_tells_of_the_request_once(begin, monkeyp
     sides.end(request)
 
 
-class _Sum:
-    is_done = True
-
-    def __init__(self, value: int) -> None:
-        self._value = value
-
-    def result(self) -> tuple[int, ...]:
-        return (self._value,)
-
-
-class _Weights:
-    value = 1
-
-    def mark(self) -> None: ...
-
-    def begin(self) -> _Sum:
-        return _Sum(self.value)
-
-
 @pytest.mark.parametrize("how", ["last piece", "tier away"])
 def test_what_came_before_the_weights_changed_is_lost_however_the_load_ends(
     begin: Any, how: str
 ) -> None:
     """Seen red with weights looked at only where a piece is ordered."""
     sides, _, gates = begin(1)
-    weights: Any = _Weights()
+    weights: Any = StubWeights()
     sides.ranks[0]._freshness = Freshness(weights)
     _, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     for _ in range(3):
         step(sides)
-    weights.value = 2
+    weights.now = 2
     if how == "tier away":
         tiers_of(sides)[0].go_away("unplugged")
     else:

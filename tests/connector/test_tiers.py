@@ -14,7 +14,6 @@ from tests.fakes.memory_tiers import Fault
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
 from kvferry.core.keys import Key
-from kvferry.scheduler.tier import SlotTier
 from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import TierMover
 
@@ -145,6 +144,7 @@ def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, tie
         num_blocks, found = loaded(sides, number)
         assert num_blocks == CHAT_BLOCKS, number
         assert_same(found, wanted[number])
+    assert f"below it, {write}: " in sides.side.banner()
     stats = scheduler_of(sides).stats()
     assert stats.promoted_tokens > 0
     assert not sides.side.guard.broken
@@ -170,16 +170,6 @@ def test_a_hit_is_told_by_the_tier_that_had_its_blocks(make, tiers):
     below = tiers.partition(":")[0]
     for where, counted in zip((below, "host"), told, strict=True):
         assert counted == [{where: CHAT_BLOCKS * BLOCK_TOKENS}, {where: BLOCK_TOKENS}]
-
-
-def test_tiers_have_the_least_places_of_all_ranks(make):
-    sides = make(3)
-    (tier,) = scheduler_of(sides).lower.tiers
-    assert isinstance(tier, SlotTier)
-    places = [rank_tier.num_places for rank_tier in tiers_of(sides)]
-    assert len(set(places)) == 3
-    assert tier.pool.num_slots == min(places)
-    assert "below it, spill: memory:1MiB" in sides.side.banner()
 
 
 def test_a_tier_that_cannot_be_opened_is_a_refusal_with_its_reason(make):

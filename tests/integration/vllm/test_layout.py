@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import util
 from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connectors.vllm import register
 from kvferry.connectors.vllm import setup as translate
 from kvferry.connectors.vllm.connector import KvferryConnector
-
-HAS_LAYOUTS = util.find_spec("vllm.v1.kv_cache_layout") is not None
 
 
 def on_platform(monkeypatch, *, cuda=True, major=9, layouts=True):
@@ -44,26 +40,3 @@ def test_what_is_asked_for(monkeypatch, machine, layout):
 
 def test_older_versions_are_asked_for_blocks_across_layers():
     assert vars(KvferryConnector)["prefer_cross_layer_blocks"].fget(None) is True
-
-
-@pytest.mark.skipif(not HAS_LAYOUTS, reason="this vLLM has no cache layouts to choose from")
-@pytest.mark.parametrize(
-    ("accepted", "taken"),
-    [
-        (["LBNHC", "BLNHC"], "BLNHC"),
-        (["LBNHC", "BLHNC"], "LBNHC"),
-        (["LBHNC"], "LBHNC"),
-    ],
-)
-def test_vllm_takes_it_or_leaves_it(monkeypatch, accepted, taken):
-    from vllm.config import KVTransferConfig
-    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-
-    on_platform(monkeypatch)
-    register()
-    ours = KVTransferConfig(kv_connector="kvferry", kv_role="kv_both")
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(kv_cache_layout=None), kv_transfer_config=ours
-    )
-    assert resolve_kv_cache_layout(config, [accepted]).name == taken
-    assert config.cache_config.kv_cache_layout == taken
