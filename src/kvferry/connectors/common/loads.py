@@ -10,66 +10,65 @@ tells the engine once all of it has ended there::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from kvferry.connectors.common.messages import LoadOrder
 from kvferry.scheduler.request import Request
-from kvferry.scheduler.transfers import Ordered
 from kvferry.types import Transfer, TransferId
 
 
+@dataclass(eq=False)
 class PromisedLoad:
-    """A load that the engine waits for. Owns which of its blocks no rank was told to fill yet."""
+    """A load that the engine waits for. Owns which of its blocks nothing is known to bring."""
 
-    def __init__(
-        self, request: Request, blocks: Sequence[int], ordered: Sequence[Ordered] = ()
-    ) -> None:
-        """The engine counts on ``blocks``; ``ordered`` is what will fill them, or nothing."""
-        self._request = request
-        self._ordered: dict[TransferId, list[int]] = {}  # not yet handed to the ranks
-        for piece in ordered:
-            self.order(piece)
-        if ordered and not request.has_more_to_load:  # several groups have more blocks, or fewer
-            blocks = [block for each in self._ordered.values() for block in each]
-        self._unfilled = dict.fromkeys(blocks)
-
-    def order(self, piece: Ordered) -> None:
-        self._ordered[piece.transfer] = piece.blocks.tolist()
+    request: Request
+    unfilled: dict[int, None]
+    """The blocks of a load in pieces; of a whole one, those whose copies were cancelled."""
+    ordered: dict[TransferId, list[int]] = field(default_factory=dict)
+    """What will fill blocks and was not yet handed to the ranks."""
 
     def take(self) -> LoadOrder | None:
         """What the ranks are told with the next plan. Pieces that were cancelled are not in it."""
-        loading = self._request.loading
-        sent = {id_: blocks for id_, blocks in self._ordered.items() if id_ in loading}
-        self._ordered.clear()
-        for blocks in sent.values():
-            for block in blocks:
-                self._unfilled.pop(block, None)
-        if not self._request.has_more_to_load:
-            return LoadOrder(tuple(sent), tuple(self._unfilled))
+        sent = []
+        for transfer_id, blocks in self.ordered.items():
+            if transfer_id in self.request.loading:
+                sent.append(transfer_id)
+                for block in blocks:
+                    self.unfilled.pop(block, None)
+            else:
+                self.unfilled |= dict.fromkeys(blocks)
+        self.ordered.clear()
+        if not self.request.has_more_to_load:
+            return LoadOrder(tuple(sent), tuple(self.unfilled))
         return LoadOrder(tuple(sent), is_last=False) if sent else None
 
     def give_up(self) -> LoadOrder:
         """The last order: nothing brings what no rank was told of."""
-        return LoadOrder((), tuple(self._unfilled))
+        for blocks in self.ordered.values():
+            self.unfilled |= dict.fromkeys(blocks)
+        return LoadOrder((), tuple(self.unfilled))
 
 
 # -- on a rank ----------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class AwaitedLoad:
     """A load on one rank: ends with its last order and the last of its ``waiting`` transfers.
 
     If it ``is_early``, the engine may be told before it lands, which ``is_told`` notes.
     """
 
-    def __init__(self, request_id: str, epoch: int) -> None:
-        self.request_id = request_id
-        self.epoch = epoch
-        self.waiting: dict[TransferId, list[int]] = {}
-        self.blocks: list[int] = []
-        self.lost: set[int] = set()
-        self.reason = ""
-        self.is_last = self.is_early = self.is_told = False
+    request_id: str
+    epoch: int
+    waiting: dict[TransferId, list[int]] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    reason: str = ""
+    is_last: bool = False
+    is_early: bool = False
+    is_told: bool = False
 
     def note(self, order: LoadOrder, transfers: Iterable[Transfer], *, may_be_early: bool) -> None:
         """The scheduler side says what else brings it; ``transfers`` are the plan's."""

@@ -64,26 +64,20 @@ class OverlapDecider:
         self._costs = costs
         self._has_others = has_others
 
-    def is_due(self, num_tokens: int) -> bool:
-        """Whether the request of a load of so many tokens may run before the load has landed."""
-        if self._is_off or self._has_others():
-            return False
-        seconds = self._seconds(num_tokens)
-        return seconds is None or seconds >= self.MIN_SECONDS
+    def is_due(self, num_tokens: int, *, at_least_one_before: bool = False) -> bool:
+        """Whether the request of a load of so many tokens may run before the load has landed.
 
-    def leaves_a_block(self, num_tokens: int) -> bool:
-        """Whether to compute a prompt's last block although it could be loaded.
-
-        A single token is computed by one graph of all layers, which must wait for the whole load;
-        more tokens are computed layer by layer. Only a request that is alone has the time.
+        By the loads so far: ``at_least_one_before`` is False where there may be none yet.
         """
-        return self._seconds(num_tokens) is not None and self.is_due(num_tokens)
-
-    def _seconds(self, num_tokens: int) -> float | None:
-        """By the loads so far; None where there was none."""
-        num_blocks = -(-num_tokens // self._block_tokens)
+        if self._is_off:
+            return False
         bandwidth = self._costs.bandwidth_of(HOST)
-        return num_blocks * self._block_bytes / bandwidth if bandwidth else None
+        if bandwidth is None:
+            is_long = not at_least_one_before
+        else:
+            num_blocks = -(-num_tokens // self._block_tokens)
+            is_long = num_blocks * self._block_bytes / bandwidth >= self.MIN_SECONDS
+        return is_long and not self._has_others()
 
 
 class LayerwiseLoads:

@@ -237,7 +237,8 @@ class Serving:
         # last block instead would be a prefill. But a load of that block alone is not worth it.
         most = request.num_tokens - 1
         if self._claims_whole and computed_tokens + self._least_block <= most:
-            most += not self._overlap.leaves_a_block(most - computed_tokens)
+            leaves_a_block = self._overlap.is_due(most - computed_tokens, at_least_one_before=True)
+            most += not leaves_a_block
         match = state.ours.match(computed_tokens=computed_tokens, max_tokens=most)
         if match.state is MatchState.WAIT:
             # What it waits for may have to be sent, and is heard of in a step that is looked at.
@@ -284,10 +285,14 @@ class Serving:
         self._loading.began(request.request_id, request.num_tokens, end)
         tables_now = tables()
         blocks = self.promised_blocks(ours.id, tables_now[0], num_external_tokens)
-        overlaps = ours.state is State.MATCHED and self._overlap.is_due(num_external_tokens)
+        is_whole = ours.state is State.MATCHED
+        overlaps = is_whole and self._overlap.is_due(num_external_tokens)
         ordered = ours.load(list(map(self.engine.table, tables_now)), in_parts=overlaps)
         self.engine.hold(ordered)
-        self._promised[ours] = PromisedLoad(ours, blocks, ordered)
+        promised = PromisedLoad(ours, {} if is_whole and ordered else dict.fromkeys(blocks))
+        for part in ordered:
+            promised.ordered[part.transfer] = part.blocks.tolist()
+        self._promised[ours] = promised
 
     def promised_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
@@ -479,7 +484,7 @@ class Serving:
         if settled.ordered:
             self.engine.hold(settled.ordered)
             for piece in settled.ordered:
-                self._promised[piece.request].order(piece)
+                self._promised[piece.request].ordered[piece.transfer] = piece.blocks.tolist()
         if settled.landed and self.events is not None:
             self.events.settled()
         for failure in settled.failed:
