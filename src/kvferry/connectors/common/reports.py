@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.messages import RankShape, StepReceipts
-from kvferry.scheduler.control import Control
+from kvferry.scheduler.scheduler import Scheduler
 from kvferry.settings.kinds import AUTO
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry import catalog as names
@@ -23,8 +22,7 @@ from kvferry.telemetry.catalog import (
     installed_version,
     samples,
 )
-from kvferry.telemetry.source import AskedScheduler, Mailbox, Source
-from kvferry.telemetry.stats import SchedulerStats
+from kvferry.telemetry.source import Mailbox, Source
 from kvferry.tiers.disk.protocol import DiskFigures, add_up
 from kvferry.types import DEVICE, HOST, Rank
 
@@ -111,19 +109,13 @@ class Reports:
     def __init__(
         self,
         setup: SessionSetup,
-        asked: AskedScheduler,
-        control: Control,
-        count: Callable[[], SchedulerStats],
+        scheduler: Scheduler,
         *,
         shape: RankShape,
         hash_tokens: int,
     ) -> None:
-        """``asked`` answers questions, ``control`` carries out orders, ``count`` takes a snapshot.
-
-        ``shape`` is the first rank's. Each engine on a host has a metrics port of its own.
-        """
-        self.orders = control
-        self._count = count
+        """``shape`` is the first rank's. Each engine on a host has a metrics port of its own."""
+        self._scheduler = scheduler
         self._slot_bytes: dict[str, int] = dict.fromkeys(
             (HOST, *(tier.name for tier in shape.tiers)), shape.slot_bytes
         )
@@ -132,12 +124,13 @@ class Reports:
         self._reported: Figures = {}
         self._reported_at = 0.0
         self.mailbox = Mailbox()
+        self.mailbox.before_answers = scheduler.book.drain
         api = self._control_api(setup, hash_tokens)
         self.takes_orders = api is not None
         """Whether orders may name requests that have ended."""
         self._endpoint: Any = None
         if setup.config.metrics_port is not None:
-            self._serve(setup, shape, asked, api)
+            self._serve(setup, api)
         elif api is not None:
             log.warning("kvferry serves no control: it is served on metrics_port, which is none")
 
@@ -151,20 +144,18 @@ class Reports:
         self.mailbox.wake = setup.find_waker()
         assert setup.keys_of_tokens is not None
         return ControlApi(
-            self.orders,
+            self._scheduler.control,
             self.mailbox,
             config.control_token,
             keys_of_tokens=setup.keys_of_tokens(hash_tokens),
         )
 
-    def _serve(
-        self, setup: SessionSetup, shape: RankShape, asked: AskedScheduler, control: Any
-    ) -> None:
+    def _serve(self, setup: SessionSetup, control: Any) -> None:
         from kvferry.telemetry.endpoint import Endpoint
 
         config = setup.config
         source = Source(
-            asked,
+            self._scheduler.onlooker,
             self.mailbox,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
@@ -198,7 +189,7 @@ class Reports:
     @property
     def has_orders(self) -> bool:
         """Whether an order waits for a step of the engine."""
-        return self.mailbox.has_orders or self.orders.is_busy
+        return self.mailbox.has_orders or self._scheduler.control.is_busy
 
     @property
     def is_due(self) -> bool:
@@ -209,7 +200,7 @@ class Reports:
         """What was counted since the last call; None if that is nothing."""
         counted = figures(
             Snapshot(
-                self._count(),
+                self._scheduler.stats(),
                 installed_version(),
                 self._slot_bytes,
                 self._pinned_bytes(),

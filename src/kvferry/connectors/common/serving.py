@@ -174,14 +174,8 @@ class Serving:
             self.events = setup.make_events(self.scheduler.pool, tiers, engine.hash_tokens)
         self.scheduler.watch_requests()
         self.reports = Reports(
-            setup,
-            self.scheduler.onlooker,
-            self.scheduler.control,
-            self.scheduler.stats,
-            shape=shapes[0],
-            hash_tokens=engine.hash_tokens,
+            setup, self.scheduler, shape=shapes[0], hash_tokens=engine.hash_tokens
         )
-        self.reports.mailbox.before_answers = self.scheduler.book.drain
         rests = self.scheduler.deferred
         assert rests is not None  # the scheduler was given the engine's blocks
         self._rests = rests

@@ -74,8 +74,7 @@ class Freshness:
         """``first`` is the digest by which blocks on lasting tiers are named, if there is one."""
         self._weights = weights
         self.epoch: int | None = None
-        self._entered: set[int] = set()
-        self._stale: frozenset[int] = frozenset()
+        self._stale_until = -1  # epochs grow
         self.unreported: tuple[int, ...] = ()
         """Epochs found stale of which the scheduler side does not know."""
         self._first = self._known = first
@@ -96,7 +95,6 @@ class Freshness:
         if self.epoch is not None:  # the first epoch is of the weights that ``first`` is of
             self._known = None
         self.epoch = epoch
-        self._entered.add(epoch)
         self.mark()
 
     def mark(self) -> None:
@@ -129,7 +127,7 @@ class Freshness:
         """Whether the weights have changed since blocks of this epoch were computed."""
         if self._pending is not None or self.is_marked or self._before_sleep is not None:
             self._compare()
-        return bool(self._stale) and (epoch in self._stale or epoch not in self._entered)
+        return epoch <= self._stale_until
 
     def is_first(self) -> bool:
         """Whether the weights are those by which blocks on lasting tiers are named."""
@@ -166,7 +164,7 @@ class Freshness:
 
     def _note_stale(self) -> None:
         assert self.epoch is not None
-        self._stale = frozenset(self._entered)
+        self._stale_until = max(self._stale_until, self.epoch)
         self.unreported = (*self.unreported, self.epoch)
 
 
