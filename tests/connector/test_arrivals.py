@@ -50,14 +50,6 @@ def is_stored(sides: Sides, tag: int) -> bool:
     return bool(found == 4 * BLOCK_TOKENS)
 
 
-def test_one_that_ends_before_it_is_told_is_stored(sides):
-    request = come(sides, "a", 1)
-    compute(sides, request)
-    sides.end(request)
-    sides.rest()
-    assert is_stored(sides, 1)
-
-
 def test_one_that_never_ran_is_not_stored(sides):
     request = come(sides, "a", 1)
     sides.end(request)
@@ -131,17 +123,6 @@ def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch
         now[0] += 0.01
     sides.step(dict.fromkeys(running, 1))
     assert samples == pytest.approx([0.01] * 4)
-
-
-def test_what_was_asked_is_what_counts(sides):
-    """Seen red with the keys that it has when it is told."""
-    request = come(sides, "a", 1)
-    compute(sides, request)
-    request.block_hashes += hashes_of(2, 1)
-    request.num_tokens = request.num_computed_tokens = 5 * BLOCK_TOKENS + 1
-    sides.step({"a": 1})
-    assert sides.side.serving.scheduler.explain("a").asked_tokens == 4 * BLOCK_TOKENS
-    assert sides.side.serving.scheduler.stats().asked_tokens == 4 * BLOCK_TOKENS
 
 
 def test_one_that_is_preempted_and_resumed_before_we_hear_of_it_is_known_by_its_count(sides):

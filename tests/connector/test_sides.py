@@ -74,41 +74,6 @@ def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, compu
     assert len(polls) == 1 if computes else len(polls) > 3
 
 
-def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
-    sides = make(["layer0"])
-    request = request_of("writer", HASHES)
-    sides.side.match(request, 0)
-    sides.side.allocated(request, sides.allocate("writer", 5), 0)
-    sides.write(slice(None))
-    sides.run(sides.orders({"writer": 4 * BLOCK_TOKENS + 1}))
-    request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
-    places = sides.tables["writer"][:4]
-    wanted = sides.bytes_at(places)
-    monkeypatch.setattr(
-        type(sides.side.serving.engine), "evicts", True
-    )  # then nothing may wait unheld
-    sides.side.finished(request)
-    assert sides.side.has_work
-    assert sides.side.serving.engine.num_held == 4
-    sides.pool.free_blocks([sides.pool.blocks[number] for number in sides.tables.pop("writer")])
-    first = sides.orders({"other": 1})
-    others = sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
-    assert not {block.block_id for block in others} & set(places)
-    sides.write([block.block_id for block in others], np.nan)
-    second = sides.orders()
-    assert not first.plan.transfers
-    assert second.plan.transfers[0].src_slots.tolist() == places
-    sides.run(second)
-    sides.answer(0)
-    assert sides.side.serving.engine.num_held == 0
-    sides.pool.free_blocks(others)
-    back, orders = load(sides)
-    sides.run(orders)
-    sides.answer(0)
-    assert_same(sides.bytes_at(back), wanted)
-    assert not sides.side.has_work
-
-
 def test_a_pool_that_takes_nothing_back_stops_no_step(make, monkeypatch):
     sides = make()
     store(sides)
