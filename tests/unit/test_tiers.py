@@ -13,9 +13,7 @@ from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import (
-    FIRST_RANK,
     HOST,
-    Health,
     MatchState,
     TierName,
 )
@@ -129,10 +127,8 @@ def test_a_step_in_which_nothing_changed_looks_for_nothing_to_spill(
     desk.now += 1.0  # what was touched or let go meanwhile
     desk.plan()
     assert len(looks) == 1
-    # A tier that lost what it had, and comes back, is written to at once.
     below_pool(desk).reset()
-    desk.scheduler.note_health(Health(FIRST_RANK, DISK, "gone"))
-    desk.scheduler.note_health(Health(FIRST_RANK, DISK))
+    desk.now += 0.2
     assert routes(desk.plan()) == [DOWN]
 
 

@@ -328,7 +328,6 @@ class Scheduler:
         Requests wait for one that is away no longer than to the next ``settle``.
         """
         self.lower.note_health(health)
-        self.writeback.note_change()
 
     # -- plan and settle --------------------------------------------------------------------------
 
@@ -465,7 +464,6 @@ class Scheduler:
 
     def _moved(self, flight: InFlight) -> None:
         move = self.lower.landed(flight)
-        self.writeback.note_change()
         if move is not None and not move.upward:
             self.writeback.wrote(move.tier.name, ok=not flight.lost.all())
         self._came(flight)

@@ -84,8 +84,7 @@ class Writeback:
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
         )
         self._num_reserved = host.num_reserved
-        self._num_changes = 0  # moves that ended, and tiers that went or came back
-        self._clean = (-1, -1, -1)  # the state in which nothing was left to spill
+        self._clean = (-1, -1)  # the state in which nothing was left to spill
         self._clean_until = 0.0
         lasting = {spec.name for spec in config.all_tiers if spec.outlives_us}
         spilled = [tier for tier in tiers if tier.name in lasting and tier.pool is not None]
@@ -118,12 +117,6 @@ class Writeback:
         """Count a request for these blocks."""
         for admission in self._admissions.values():
             admission.see(keys)
-
-    # -- what changed ---------------------------------------------------------------------------
-
-    def note_change(self) -> None:
-        """A move ended, or a tier went or came back: there may be more to spill."""
-        self._num_changes += 1
 
     def wrote(self, tier: TierName, *, ok: bool) -> None:
         """A copy to a tier has ended. After each failure the next spill waits twice as long.
@@ -165,7 +158,7 @@ class Writeback:
         wanted = self._watermark.depth - self._host.num_free
         # A search of the coldest takes as long as a step's other work, and mostly finds nothing.
         now = self._clock()
-        state = (self._num_reserved, self._host.generation, self._num_changes)
+        state = (self._num_reserved, self._host.generation)
         if wanted <= 0 or (state == self._clean and now < self._clean_until):
             return
         has_sent = False
