@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvferry.cache import reach
-from kvferry.cache.events import EventKind, EventLog
+from kvferry.cache.events import EventKind
 from kvferry.cache.pins import FOREVER
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
@@ -28,7 +28,6 @@ from kvferry.scheduler.lookup import Matcher
 from kvferry.scheduler.placement import ChainPlacement, placements, tell_pools
 from kvferry.scheduler.promotion import Promoter, Promotion
 from kvferry.scheduler.tiering import LowerTiers
-from kvferry.scheduler.transfers import InFlight
 from kvferry.types import RequestId
 
 MOST_PREFETCHES = 64
@@ -70,41 +69,26 @@ class Acted:
         return asdict(self)
 
 
+@dataclass(eq=False)
 class Prefetch:
     """Blocks that are brought to the host for later. Owns what it waits for.
 
     They come piece by piece, within the bound on promotions. They are pinned for ``pin_seconds``
-    once they have come, or wait until a queued ``request`` is matched.
+    once they have come, or wait until a queued ``request`` is matched. ``num_slots`` were claimed
+    for it so far. At ``until`` blocks of a queued request are given up; None while some are still
+    to come. ``refused`` says why some are not pinned, once all have come.
     """
 
-    def __init__(
-        self,
-        name: RequestId,
-        keys: Keys,
-        log: EventLog,
-        *,
-        pin_seconds: float | None = None,
-        request: Any = None,
-    ) -> None:
-        self.id = name
-        self.keys = keys
-        self.request = request
-        self.pin_seconds = pin_seconds
-        self.tenant: int = request.tenant if request is not None else 0
-        self.promotion = Promotion()
-        self.num_slots = 0
-        """Host slots that were claimed for it so far."""
-        self.until: float | None = None
-        """When blocks of a queued request are given up; None while some are still to come."""
-        self.refused: tuple[str, ...] = ()
-        """Why some of its blocks are not pinned, once all have come."""
-        self.reached = -1
-        self._log = log
-
-    def came(self, flight: InFlight) -> None:
-        """Blocks it waits for have come up, or will not."""
-        self._log.append(EventKind.RESULT, request=self.id, detail=flight)
-        self.promotion.waits.discard(flight.transfer.id)
+    id: RequestId
+    keys: Keys
+    pin_seconds: float | None = None
+    request: Any = None
+    tenant: int = 0
+    promotion: Promotion = field(default_factory=Promotion)
+    num_slots: int = 0
+    until: float | None = None
+    refused: tuple[str, ...] = ()
+    reached: int = -1
 
 
 class Control:
@@ -184,7 +168,7 @@ class Control:
             return self._done(keys, refused=[words])
         self._num_prefetches += 1
         name = f"prefetch-{self._num_prefetches}"
-        prefetch = Prefetch(name, keys, self._pool.log, pin_seconds=pin_seconds)
+        prefetch = Prefetch(name, keys, pin_seconds)
         self._prefetches[name] = prefetch
         self.advance()
         refused = list(prefetch.refused)
@@ -253,7 +237,7 @@ class Control:
             else:
                 del self._queued[request]
                 keys = request.chain.keys()
-                prefetch = Prefetch(request.id, keys, self._pool.log, request=request)
+                prefetch = Prefetch(request.id, keys, None, request, request.tenant)
                 self._advance_queued(prefetch, now)
                 if prefetch.num_slots or prefetch.until is None:
                     self._prefetches[request] = prefetch

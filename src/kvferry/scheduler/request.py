@@ -446,12 +446,9 @@ class Request:
         if self.state is State.LOADING:  # an engine may run it before it has heard of the landing
             self.state = State.UNKNOWN if reason else State.LOADED
 
-    def came(self, flight: InFlight) -> None:
-        """Blocks it waits for have come up from a lower tier, or will not."""
-        self._requests.log.append(EventKind.RESULT, request=self.id, detail=flight)
-        assert self.promotion is not None
-        self.promotion.waits.discard(flight.transfer.id)
-        if not self.promotion.waits and self.state is State.WAITING:
+    def came(self) -> None:
+        """Something it waits for has come up from a lower tier, or will not."""
+        if not self.waits_below and self.state is State.WAITING:
             self.state = State.UNKNOWN
 
     # -- run and store --------------------------------------------------------------------------

@@ -475,8 +475,12 @@ class Scheduler:
             *self.control.prefetches,
         )
         for caller in callers:
-            if caller.promotion is not None and flight.transfer.id in caller.promotion.waits:
-                caller.came(flight)
+            promotion = caller.promotion
+            if promotion is not None and flight.transfer.id in promotion.waits:
+                promotion.waits.discard(flight.transfer.id)
+                self.pool.log.append(EventKind.RESULT, request=caller.id, detail=flight)
+                if isinstance(caller, Request):
+                    caller.came()
 
     def _give_up(self, flight: InFlight, done: Completion) -> None:
         """It is overdue: no request waits for it any longer. What it claims stays claimed."""
