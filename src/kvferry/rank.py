@@ -2,8 +2,7 @@
 
 ::
 
-    driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> tiers below it
-               ──> copy engine
+    driver ──> host memory (first slots ready, growing) ──> tiers below it ──> copy engine
     close:     the tiers, the engine, then the registrations, then the mapping, then the driver
 
 An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,6 +247,20 @@ def test_a_dropped_ferry_finishes_its_copies_before_the_tensors_go() -> None:
     assert seen == [expected]
     del churn
     assert eventually(lambda: not ferry_threads())
+
+
+def test_the_tensors_live_until_the_last_copy_of_a_closing_ferry() -> None:
+    kv = np.zeros((BLOCKS, 64), np.uint8)
+    tensor = weakref.ref(kv)
+    ferry = attach([kv])
+    del kv
+    alive: list[bool] = []
+    engine: Any = ferry._rank.engine
+    ferry.store(ferry.keys(range(TOKENS)), [3])
+    engine._stores.run(lambda: time.sleep(0.05))
+    engine._stores.run(lambda: alive.append(tensor() is not None))
+    ferry.close()
+    assert alive == [True]
 
 
 def test_a_cycle_that_holds_a_ferry_is_collected_from_its_own_thread() -> None:
