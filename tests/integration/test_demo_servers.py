@@ -197,14 +197,6 @@ def test_a_server_whose_store_does_not_come_ends_and_says_so(
         serving.serve_questions(sharing(door), theirs)
 
 
-def test_a_server_without_a_client_waits_for_no_store(door: s3_servers.Door) -> None:
-    door.clock = refusing(door)
-    ours, theirs = Pipe()
-    ours.close()
-    with theirs, pytest.raises(EOFError):
-        serving.serve_questions(sharing(door), theirs)
-
-
 def test_wrong_answers_are_said() -> None:
     alone = Run("a run", 8, [Turn("conversation-000-turn-00", [1, 2], 32, 0, 0, 0.1)])
     assert fleet_part(2, alone, alone).tokens_equal

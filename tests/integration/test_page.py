@@ -6,28 +6,18 @@ import json
 import re
 import shutil
 import subprocess
-import threading
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from http import HTTPStatus
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.integration.test_endpoint import ask
-from tests.unit.test_screen import look
 
 from kvferry.telemetry.catalog import Snapshot
 from kvferry.tiers.disk.protocol import DiskFigures
-from kvferry.tools.demo.model import ModelShape
-from kvferry.tools.demo.parts import Scenario, compare
-from kvferry.tools.demo.report import render
-from kvferry.tools.demo.workload import Chat
 from kvferry.tools.top.page import PageServer
-from kvferry.tools.top.shown import Shown
 from kvferry.tools.top.view import Watch
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -162,86 +152,3 @@ def test_many_browsers_are_one_look(endpoint):
         _, body, _ = ask(server.url, "/view.json")
     assert endpoint.paths.count(("metrics",)) == 2
     assert json.loads(body)["view"]["queries"] == 11
-
-
-# -- on a phone nothing hangs over the edge ----------------------------------------------------
-
-FRAME = """<!doctype html><iframe width="390" height="800" src="SRC"></iframe><p id="said"></p>
-<script>
-setTimeout(() => {
-  const page = document.querySelector("iframe").contentDocument;
-  const wide = [...page.querySelectorAll("*")].filter(
-    (e) => e.getBoundingClientRect().right > 391);
-  document.getElementById("said").textContent = JSON.stringify({
-    width: page.documentElement.scrollWidth,
-    wide: wide.map((e) => e.outerHTML.slice(0, 80)),
-    text: page.body.innerText,
-  });
-}, 1500);
-</script>"""
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder that a browser can open; (its path, its address)."""
-    site = tmp_path / "site"
-    site.mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
-    server.daemon_threads = False
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield site, f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def on_a_phone(folder: tuple[Path, str], page: str, tmp_path: Path) -> dict[str, Any]:
-    site, url = folder
-    (site / "frame.html").write_text(FRAME.replace("SRC", page))
-    dom = browse(f"{url}frame.html", tmp_path)
-    found = re.search(r'<p id="said">(.*?)</p>', dom, re.DOTALL)
-    assert found
-    said = found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    answer: dict[str, Any] = json.loads(said)
-    return answer
-
-
-@needs_chromium
-def test_the_live_page(folder, tmp_path):
-    rows = [
-        [f"chatcmpl-{'0123456789abcdef' * 3}-{n}", "1,234,567", "host 1,234,567", "none"]
-        for n in range(3)
-    ]
-    view = look(leases=1, recent=rows, misses={"below_threshold": 123_456_789})
-    for file in PAGE.iterdir():
-        (folder[0] / file.name).write_bytes(file.read_bytes())
-    data = {"interval": 1000, "error": "", "shown": asdict(Shown.of(view))}
-    (folder[0] / "view.json").write_text(json.dumps(data))
-    said = on_a_phone(folder, "index.html", tmp_path)
-    assert said["width"] <= 390
-    assert said["wide"] == []
-    text = str(said["text"])
-    for words in ("1 lease", "123,456,789", "700 of 1,000", "1,234,567", "50.0 GB/s"):
-        assert words in text
-    assert "1 leases" not in text
-    assert text.count("hit rate") <= 1
-
-
-@needs_chromium
-def test_the_report(folder, tmp_path):
-    shape = ModelShape(vocab=64, width=32, num_layers=1, num_heads=1, num_kv_heads=1, hidden=32)
-    chat = Chat(num_conversations=3, num_turns=2, opening_tokens=64, vocab=shape.vocab)
-    setting = Scenario(chat=chat, shape=shape, device_blocks=20, host="8MiB")
-    page = render("kvferry demo", setting.describe(chat), [compare(setting)])
-    head = re.findall(r'<th scope="col">(.*?)</th>', page)
-    assert head == ["", "Small + kvferry", "Small device", "Big device"]
-    (folder[0] / "report.html").write_text(page)
-    said = on_a_phone(folder, "report.html", tmp_path)
-    assert said["width"] <= 390
-    assert said["wide"] == []

@@ -1,36 +1,23 @@
-"""Rules and dashboard with the real Prometheus, where it is installed (Debian: prometheus).
+"""The alert rules with Prometheus' own promtool, where it is installed (Debian: prometheus).
 
 Without it the same queries are at least parsed and held against the catalog, in the unit tests.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import urlencode
-from urllib.request import urlopen
 
 import pytest
 import yaml
-from tests.fakes.endpoint import FakeEndpoint, stats
-from tests.fakes.metrics_page import FIGURES
-from tests.fakes.ports import free_port
-from tests.unit.test_deploy import DEPLOY, board, filled, rules
-
-from kvferry.telemetry.catalog import Snapshot
+from tests.unit.test_deploy import DEPLOY, rules
 
 RULES = DEPLOY / "prometheus" / "kvferry-alerts.yml"
-PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
+PROMTOOL = shutil.which("promtool")
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
-needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed")
 
 
 def promtool(*arguments: str) -> str:
@@ -154,116 +141,3 @@ def test_another_hosts_vllm_silences_no_alert(tmp_path: Path) -> None:
     others = {"kvferry_": "a:9475", "vllm:kvferry_": "b:8000"}
     with pytest.raises(AssertionError, match="b:8000"):  # both fire: they are two servers
         run_story(tmp_path, "fails", others, "kvferry")
-
-
-class Prometheus:
-    """A server that scrapes every second. Owns its process."""
-
-    def __init__(self, folder: Path, targets: list[str]) -> None:
-        assert PROMETHEUS is not None
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}/"
-        config = folder / "prometheus.yml"
-        config.write_text(
-            yaml.safe_dump(
-                {
-                    "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-                    "rule_files": [str(RULES)],
-                    "scrape_configs": [
-                        {"job_name": "kvferry", "static_configs": [{"targets": targets}]}
-                    ],
-                }
-            )
-        )
-        self._log = (folder / "prometheus.log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                PROMETHEUS,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-
-    def ask(self, what: str, **query: str) -> Any:
-        with urlopen(f"{self.url}api/v1/{what}?{urlencode(query)}", timeout=30) as reply:
-            answer = json.load(reply)
-        assert answer["status"] == "success", answer
-        return answer["data"]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
-
-
-@contextmanager
-def prometheus(folder: Path, *endpoints: FakeEndpoint) -> Iterator[Prometheus]:
-    targets = [endpoint.url.removeprefix("http://").rstrip("/") for endpoint in endpoints]
-    running = Prometheus(folder, targets)
-    try:
-        yield running
-    finally:
-        running.close()
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    give_up = time.monotonic() + seconds
-    while True:
-        try:
-            if what():
-                return
-        except URLError:
-            pass
-        assert time.monotonic() < give_up, "this never came about"
-        time.sleep(0.2)
-
-
-@needs_prometheus
-def test_every_panel_has_something_to_show(tmp_path):
-    """Two endpoints of ours and a vLLM's are scraped while they count; then all queries are asked.
-
-    Two, because a join that forgets the instance is refused only then.
-    """
-    ours, others, vllms = FakeEndpoint(), FakeEndpoint(), FakeEndpoint()
-    count = 0
-
-    def work() -> None:
-        nonlocal count
-        count += 1
-        now = Snapshot(stats(queries=count, moved=count), "1", {"host": 1 << 20}, 1 << 30, 3)
-        ours.show(now)
-        others.show(now)
-        vllms.show_as_vllm(now)
-
-    try:
-        with prometheus(tmp_path, ours, others, vllms) as server:
-
-            def is_scraped() -> bool:
-                work()
-                found = server.ask("query", query="count_over_time(up[1m])")["result"]
-                return len(found) == 3 and all(float(one["value"][1]) >= 4 for one in found)
-
-            wait_for(is_scraped)
-            assert {one["value"][1] for one in server.ask("query", query="up")["result"]} == {"1"}
-            empty = []
-            for panel in board()["panels"]:
-                for target in panel["targets"]:
-                    for names in ("kvferry_", "vllm:kvferry_"):
-                        query = filled(target["expr"], names).replace("[5m]", "[1m]")
-                        found = server.ask("query", query=query)["result"]
-                        if not found or any(one["value"][1] == "NaN" for one in found):
-                            empty.append((panel["title"], query, found))
-            for words, query in FIGURES.items():
-                query = query.replace("\\|", "|").replace("[5m]", "[1m]")
-                if not server.ask("query", query=query)["result"]:
-                    empty.append((words, query, []))
-            assert not empty
-            groups = server.ask("rules")["groups"]
-            states = {rule["health"] for group in groups for rule in group["rules"]}
-            assert states <= {"ok", "unknown"}
-    finally:
-        for endpoint in (ours, others, vllms):
-            endpoint.close()
