@@ -60,7 +60,7 @@ def check_tools(vllms: str, ours: str) -> None:
     told = [explain(ours, row["request_id"]) for row in explain(ours)["requests"]]
     copies = [copy for one in told for copy in one["copies"]]
     assert any(copy["dst"] == "device" for copy in copies)
-    assert all(copy["paths"] == ["cpu"] and "no other path" in copy["why"] for copy in copies)
+    assert all(copy["paths"] == ["cpu"] for copy in copies)
     assert all(one["explanation"]["reason"] for one in told)
 
 
