@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvferry.tiers.contract import BatchId, Result, Way
-from kvferry.tiers.ipc.messages import OrderMessage
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.remote import health, process
 from kvferry.tiers.remote.client import Fault, Unavailable
 from kvferry.tiers.remote.objects import ObjectFormat
@@ -83,17 +83,15 @@ class Busy:
         return self.loop.create_task(self.transfers.carry(batch))
 
     def batch(self, num_blocks: int, within: float, way: Way) -> InFlightBatch:
-        message = OrderMessage(
-            id=BatchId(0),
-            way=way,
-            generation=0,
-            deadline=self.loop.now + within,
-            places=np.zeros(num_blocks, dtype=np.int64),
-            keys=self._keys.integers(0, 1 << 63, (num_blocks, 4), dtype=np.uint64),
-            sizes=np.array([BLOCK_BYTES]),
-            addresses=np.zeros((num_blocks, 1), dtype=np.int64),
+        message = Batch(
+            BatchId(0),
+            way,
+            Keys(self._keys.integers(0, 1 << 63, (num_blocks, 4), dtype=np.uint64)),
+            self.loop.now + within,
+            np.zeros((num_blocks, 1), dtype=np.int64),
+            np.array([BLOCK_BYTES]),
         )
-        return self.transfers.begin(message)
+        return self.transfers.begin(message, 0)
 
     async def settle(self, seconds: float = 0.0) -> None:
         """Time passes, and whatever can go on by itself has gone on."""

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.tiers.contract import BatchId, Result, Way
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.disk import io_queue as module
 from kvferry.tiers.disk.io_queue import IoQueue, Job
-from kvferry.tiers.ipc.messages import OrderMessage
 
 DEADLINE = 10.0
 WAYS = [Way.READ, Way.WRITE]
@@ -29,7 +29,7 @@ class IoQueueMachine(RuleBasedStateMachine):
         self.clock = mock.patch.object(module, "time", clock)
         self.clock.start()
         self.queue = IoQueue(self.answer, blocks_per_job=3, deadline=DEADLINE)
-        self.sent: dict[int, OrderMessage] = {}
+        self.sent: dict[int, Batch] = {}
         self.answers: dict[int, Result] = {}
         self.jobs: list[Job] = []
         self.good: dict[int, set[int]] = {}
@@ -43,9 +43,9 @@ class IoQueueMachine(RuleBasedStateMachine):
         assert result.batch_id not in self.answers, "answered twice"
         assert all(job.order.message.id != result.batch_id for job in self.jobs)
         order = self.sent[result.batch_id]
-        good = {at for at in range(len(order.places)) if result.ok[at]}
+        good = {at for at in range(len(order)) if result.ok[at]}
         assert good <= self.good[result.batch_id], "said to have moved, and has not"
-        assert set(result.reasons) == set(range(len(order.places))) - good
+        assert set(result.reasons) == set(range(len(order))) - good
         assert result.num_bytes == 8 * len(good)
         self.answers[result.batch_id] = result
 
@@ -56,19 +56,18 @@ class IoQueueMachine(RuleBasedStateMachine):
     )
     def submit(self, way: Way, places: list[int], within: float) -> None:
         number = len(self.sent)
-        order = OrderMessage(
+        order = Batch(
             BatchId(number),
             way,
-            0,
+            Keys(np.zeros((len(places), 4), np.uint64)),
             self.now + within,
-            np.array(places),
-            np.zeros((len(places), 4), np.uint64),
-            np.array([8]),
             np.zeros((len(places), 1), np.int64),
+            np.array([8]),
+            np.array(places),
         )
         self.sent[number] = order
         self.good[number] = set()
-        self.queue.submit(order)
+        self.queue.submit(order, 0)
         refused = self.ailment or (self.refusal if way is Way.WRITE else "")
         if within < 0 or refused:
             assert not self.answers[number].ok.any(), "it must fail at once"
@@ -88,7 +87,7 @@ class IoQueueMachine(RuleBasedStateMachine):
         order = job.order.message
         assert self.now < order.deadline
         assert not self.ailment
-        places = order.places[job.positions]
+        places = job.order.places[job.positions]
         assert 1 <= len(places) <= 3
         assert (np.diff(places) > 0).all()
         self.jobs.append(job)

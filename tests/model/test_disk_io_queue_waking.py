@@ -11,9 +11,9 @@ from itertools import product
 
 import numpy as np
 
-from kvferry.tiers.contract import BatchId, Way
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.disk.io_queue import IoQueue, Job
-from kvferry.tiers.ipc.messages import OrderMessage
 
 THREADS_EACH = 2
 LENGTH = 5
@@ -49,7 +49,7 @@ class History:
         self.conditions = {way: PlayedCondition() for way in WAYS}
         self.queue._work = self.conditions  # type: ignore[assignment]
         self.in_hand: dict[Way, list[tuple[int, Job]]] = {way: [] for way in WAYS}
-        self.orders: list[OrderMessage] = []
+        self.orders: list[Batch] = []
         for way in WAYS:
             for thread in range(THREADS_EACH):
                 self.look(way, thread)
@@ -64,18 +64,17 @@ class History:
         self.in_hand[way].append((thread, job))
 
     def submit(self, way: Way, count: int) -> None:
-        order = OrderMessage(
+        order = Batch(
             BatchId(len(self.orders)),
             way,
-            0,
+            Keys(np.zeros((count, 4), np.uint64)),
             1e12,
-            np.arange(count),
-            np.zeros((count, 4), np.uint64),
-            np.array([8]),
             np.zeros((count, 1), np.int64),
+            np.array([8]),
+            np.arange(count),
         )
         self.orders.append(order)
-        self.queue.submit(order)
+        self.queue.submit(order, 0)
 
     def end(self, way: Way) -> None:
         if self.in_hand[way]:

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tiers.contract import BatchId, Result, Way
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.disk import state
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage, open_own_memory
 from kvferry.tiers.ipc.messages import (
     Channel,
     FrameKind,
-    OrderMessage,
     frame,
     pack_order,
     pack_result,
@@ -45,19 +45,19 @@ def test_orders_and_results_arrive_as_they_were_sent(
     count: int, pieces: int, way: Way, number: BatchId, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(number)
-    order = OrderMessage(
+    order = Batch(
         number,
         way,
-        3,
+        Keys(rng.integers(0, 1 << 63, (count, 4), dtype=np.uint64)),
         12.5,
-        rng.integers(0, 1 << 40, count),
-        rng.integers(0, 1 << 63, (count, 4), dtype=np.uint64),
-        rng.integers(1, 1 << 20, pieces),
         rng.integers(0, 1 << 47, (count, pieces)),
+        rng.integers(1, 1 << 20, pieces),
+        rng.integers(0, 1 << 40, count) if count % 2 else None,
     )
-    got = unpack_order(pack_order(order)[8:])
-    assert (got.id, got.way, got.generation, got.deadline) == (number, way, 3, 12.5)
-    for name in ("places", "keys", "sizes", "addresses"):
+    got, generation = unpack_order(pack_order(order, 3)[8:])
+    assert (got.id, got.way, generation, got.deadline) == (number, way, 3, 12.5)
+    assert got.keys == order.keys
+    for name in ("places", "sizes", "addresses"):
         assert np.array_equal(getattr(got, name), getattr(order, name))
     bad = data.draw(st.dictionaries(st.integers(0, count - 1), st.text(max_size=20)))
     ok = np.ones(count, dtype=bool)

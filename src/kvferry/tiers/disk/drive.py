@@ -144,7 +144,7 @@ class DriveServer:
 
     def _obey(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
-            self._queue.submit(messages.unpack_order(body))
+            self._queue.submit(*messages.unpack_order(body))
         elif kind is FrameKind.FORGET:
             number, is_kept = messages.unpack(body)
             self._commits.reset(number, is_kept=bool(is_kept))

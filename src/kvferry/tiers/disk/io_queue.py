@@ -24,9 +24,9 @@ import numpy as np
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
-from kvferry.tiers.contract import Result, Way
+from kvferry.tiers.contract import Batch, Result, Way
 from kvferry.tiers.disk.block_file import BlockFile
-from kvferry.tiers.ipc.messages import Flags, Numbers, OrderMessage
+from kvferry.tiers.ipc.messages import Flags, Numbers
 
 MAX_ERRORS = 16
 """So many calls to the drive in a row must fail before its process ends."""
@@ -39,14 +39,17 @@ _NOT_BEGUN = "not begun in time"
 class Order:
     """An order in flight; its result is sent once no job of it is left."""
 
-    message: OrderMessage
+    message: Batch
+    generation: int
     ok: Flags
     began: float
     num_jobs: int = 0
     reasons: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = self.message.sizes
+        sizes, places = self.message.sizes, self.message.places
+        assert places is not None
+        self.places: Numbers = places
         self.block_bytes = int(sizes.sum())
         self.offsets: Numbers = sizes.cumsum() - sizes
         """Where the segments of a block begin, from its first byte."""
@@ -92,11 +95,11 @@ class IoQueue:
         self._write_refusal = ""
         self._is_closed = False
 
-    def submit(self, message: OrderMessage) -> None:
+    def submit(self, message: Batch, generation: int) -> None:
         """Queue an order, or answer it at once if nothing of it may begin."""
         now = time.monotonic()
-        order = Order(message, np.zeros(len(message.places), dtype=bool), now)
-        by_place = np.argsort(message.places, kind="stable")
+        order = Order(message, generation, np.zeros(len(message), dtype=bool), now)
+        by_place = np.argsort(order.places, kind="stable")
         size = self._blocks_per_job
         jobs = [Job(order, by_place[at : at + size]) for at in range(0, len(by_place), size)]
         order.num_jobs = len(jobs)

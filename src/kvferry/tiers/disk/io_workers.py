@@ -232,7 +232,7 @@ class IoWorker:
         queue = self._context.queue
         while (job := queue.take(self._way)) is not None:
             self._reasons = {}
-            places = job.order.message.places[job.positions]
+            places = job.order.places[job.positions]
             try:
                 move(job, places)
             except Exception as error:  # a thread that dies leaves its order waiting for ever
@@ -249,7 +249,7 @@ class IoWorker:
 
     def _read(self, job: Job, places: Numbers) -> None:
         context, order, positions = self._context, job.order.message, job.positions
-        is_here, proofs = context.commits.lookup(places, order.generation)
+        is_here, proofs = context.commits.lookup(places, job.order.generation)
         if not is_here.all():
             for at in np.flatnonzero(~is_here).tolist():
                 reason = f"place {places[at]} holds nothing"
@@ -259,7 +259,7 @@ class IoWorker:
                 return
         whole = self._move(positions, places, np.arange(len(places)))
         with context.cpu_slots:
-            right = context.prover.check(self._buffer, places, order.keys[positions], proofs)
+            right = context.prover.check(self._buffer, places, order.keys.array[positions], proofs)
             bad = np.flatnonzero(whole & ~right)
             for at in bad.tolist():
                 reason = f"place {places[at]}: its bytes are not what was written"
@@ -284,7 +284,7 @@ class IoWorker:
 
     def _write(self, job: Job, places: Numbers) -> None:
         context, order, positions = self._context, job.order.message, job.positions
-        keys = order.keys[positions]
+        keys = order.keys.array[positions]
         num_bytes = len(positions) * job.order.block_bytes
         if context.budget is not None and not context.budget.take(num_bytes):
             self._fail(positions, Count.OTHER_FAILURES, "no bytes are left of disk_write_per_day")
@@ -301,7 +301,7 @@ class IoWorker:
         whole = np.zeros(len(positions), dtype=bool)
         whole[at] = self._move(positions[at], places[at], at)
         if not context.commits.end_write(
-            places[whole], keys[whole], proofs[whole], order.generation
+            places[whole], keys[whole], proofs[whole], job.order.generation
         ):
             self._fail(positions[whole], Count.OTHER_FAILURES, "told to forget it meanwhile")
         context.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)

@@ -52,7 +52,6 @@ from kvferry.tiers.ipc.messages import (
     Flags,
     FrameKind,
     Numbers,
-    OrderMessage,
     Words,
 )
 from kvferry.tiers.ipc.process import ChildProcess
@@ -156,13 +155,13 @@ class DriveClient:
 
     # -- for the tier, with the lock held ---------------------------------------------------------
 
-    def submit(self, order: OrderMessage) -> str:
+    def submit(self, order: Batch) -> str:
         """Send an order; return why it cannot be sent, or nothing."""
         if self.ailment:
             return self.ailment
         assert self._child is not None
         self._orders.add(order.id)
-        self._child.channel.send(messages.pack_order(order))
+        self._child.channel.send(messages.pack_order(order, self.number))
         return ""
 
     def reset(self, number: int, *, is_kept: bool) -> None:
@@ -498,7 +497,7 @@ class DiskTier:
             if not self._is_laid_out:
                 self._results.append(Result.all_failed(batch, f"tier {self.name} is not open yet"))
                 return
-            keys = batch.keys.masked(self._mask).array
+            keys = batch.keys.masked(self._mask)
             self._batches[batch.id] = entry
             parts = self.stripes.split(batch.places)
             numbers = range(self._next_order, self._next_order + len(parts))
@@ -507,15 +506,12 @@ class DiskTier:
             for number, (at, positions, there) in zip(numbers, parts, strict=True):
                 self._orders[number] = (entry, positions)
                 drive = self._drives[at]
-                order = OrderMessage(
-                    BatchId(number),
-                    batch.way,
-                    drive.number,
-                    batch.deadline,
-                    there,
-                    keys[positions],
-                    np.asarray(batch.sizes, dtype=np.int64),
-                    np.asarray(batch.addresses, dtype=np.int64)[positions],
+                order = replace(
+                    batch,
+                    id=BatchId(number),
+                    keys=keys.take(positions),
+                    addresses=batch.addresses[positions],
+                    places=there,
                 )
                 reason = drive.submit(order)
                 if reason:

@@ -24,15 +24,15 @@ import struct
 import threading
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.keys import KEY_WORDS, Keys
 from kvferry.errors import IntegrityError
-from kvferry.tiers.contract import BatchId, Result, Way
+from kvferry.tiers.contract import Batch, BatchId, Result, Way
 
 _CHUNK = 256 << 10
 _MAX_BODY_BYTES = 64 << 20
@@ -206,44 +206,29 @@ Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class OrderMessage:
-    """A batch, or the part of it that one child carries out.
-
-    ``places`` are the child's own, for a tier that has places.
-    """
-
-    id: BatchId
-    way: Way
-    generation: int
-    deadline: float
-    places: Numbers
-    keys: Words
-    sizes: Numbers
-    addresses: Numbers
-
-
-def pack_order(order: OrderMessage) -> bytes:
-    arrays = (order.sizes, order.places, order.keys, order.addresses)
-    parts = [np.ascontiguousarray(each).tobytes() for each in arrays]
-    head = (order.id, _WAYS.index(order.way), order.generation, order.deadline)
+def pack_order(batch: Batch, generation: int) -> bytes:
+    """Return the frame of a batch, or of the part of it that one child carries out."""
+    arrays = (batch.sizes, batch.keys.array, batch.addresses, batch.places)
+    parts = [None if each is None else np.ascontiguousarray(each).tobytes() for each in arrays]
+    head = (batch.id, _WAYS.index(batch.way), generation, batch.deadline)
     return frame(FrameKind.ORDER, marshal.dumps((*head, *parts)))
 
 
-def unpack_order(body: bytes) -> OrderMessage:
-    """Return the order in a frame's body; its arrays share the body's memory."""
-    number, way, generation, deadline, sizes, places, keys, addresses = marshal.loads(body)
-    count = len(places) // 8
-    return OrderMessage(
-        number,
+def unpack_order(body: bytes) -> tuple[Batch, int]:
+    """Return the batch in a frame's body, whose memory it shares, and its generation."""
+    number, way, generation, deadline, sizes, keys, addresses, places = marshal.loads(body)
+    words, pieces = np.frombuffer(keys, np.uint64), np.frombuffer(sizes, np.int64)
+    words = words.reshape(-1, KEY_WORDS)
+    batch = Batch(
+        BatchId(number),
         _WAYS[way],
-        generation,
+        Keys(words),
         deadline,
-        np.frombuffer(places, np.int64),
-        np.frombuffer(keys, np.uint64).reshape(count, 4),
-        np.frombuffer(sizes, np.int64),
-        np.frombuffer(addresses, np.int64).reshape(count, len(sizes) // 8),
+        np.frombuffer(addresses, np.int64).reshape(len(words), len(pieces)),
+        pieces,
+        None if places is None else np.frombuffer(places, np.int64),
     )
+    return batch, generation
 
 
 def pack_result(result: Result) -> bytes:

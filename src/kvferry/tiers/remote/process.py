@@ -34,15 +34,13 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.keys import Keys
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
-from kvferry.tiers.contract import Result, Way
+from kvferry.tiers.contract import Batch, Result, Way
 from kvferry.tiers.ipc import child
 from kvferry.tiers.ipc.memory import EngineMemory
 from kvferry.tiers.ipc.messages import (
     Channel,
     FrameKind,
-    OrderMessage,
     frame,
     pack,
     pack_result,
@@ -72,7 +70,7 @@ _NOT_ANSWERED = Fault("the store has not answered in time")
 class InFlightBatch:
     """A batch under way. Owns what became of each block so far."""
 
-    order: OrderMessage
+    order: Batch
     names: list[str]
     keys: Sequence[bytes]
     began: float = field(default_factory=lambda: time.monotonic())
@@ -129,10 +127,10 @@ class StoreTransfers:
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
         self._suspects: dict[str, None] = {}  # names under which something foreign lies
 
-    def begin(self, order: OrderMessage) -> InFlightBatch:
+    def begin(self, order: Batch, generation: int) -> InFlightBatch:
         """The batch of an order, before it is carried out."""
-        keys = list(Keys(order.keys))
-        return InFlightBatch(order, self._objects.names(keys, order.generation), keys)
+        keys = list(order.keys)
+        return InFlightBatch(order, self._objects.names(keys, generation), keys)
 
     async def carry(self, batch: InFlightBatch) -> Result:
         """Carry a batch out, until its deadline."""
@@ -251,7 +249,7 @@ class StoreTransfers:
                 self._suspects.pop(batch.names[at], None)
 
     @staticmethod
-    def _copy(move: Callable[..., Any], order: OrderMessage, at: int, room: memoryview) -> bool:
+    def _copy(move: Callable[..., Any], order: Batch, at: int, room: memoryview) -> bool:
         """Move one block's pieces between ``room`` and the engine; whether all are whole."""
         offsets = np.cumsum(order.sizes) - order.sizes
         return bool(move(address_of(room) + offsets, order.addresses[at], order.sizes).all())
@@ -327,7 +325,7 @@ class StoreProcess:
 
     def _take(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
-            batch = self._transfers.begin(unpack_order(body))
+            batch = self._transfers.begin(*unpack_order(body))
             self._spawn(self._carry(batch))
         elif kind is FrameKind.FORGET:
             self._spawn(self._client.forget(self._objects.folder(unpack(body))))

@@ -20,14 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from secrets import randbits
 
-import numpy as np
-
 from kvferry.errors import ConfigError, install
 from kvferry.settings.tiers import MOONCAKE, STORE_KINDS, RemoteAddress, read_remote
 from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
 from kvferry.tiers.ipc.messages import (
     FrameKind,
-    OrderMessage,
     pack,
     pack_order,
     unpack,
@@ -289,18 +286,7 @@ class RemoteTier(QueuedTier):
             if task is None:
                 return
             num_begun += 1
-            batch = task.batch
-            order = OrderMessage(
-                batch.id,
-                batch.way,
-                task.generation,
-                batch.deadline,
-                np.zeros(len(batch), dtype=np.int64),
-                batch.keys.array,
-                batch.sizes,
-                batch.addresses,
-            )
-            self._child.channel.send(pack_order(order))
+            self._child.channel.send(pack_order(task.batch, task.generation))
 
 
 def open_remote(setup: TierSetup) -> RemoteTier:
