@@ -314,7 +314,7 @@ if not mooncake_store.lacking():
     TIERS["mooncake"] = mooncake
 SLOW = sorted(TIERS.keys() - set(QUICK))
 FINDS.update(SLOW)
-SIDE_BY_SIDE = set(SLOW)
+SIDE_BY_SIDE = {*SLOW, "disk, two drives"}
 """Blocks of a batch are under way together, and what has not come at the deadline is given up:
 nobody touches its memory any more.
 """
@@ -668,12 +668,12 @@ def test_a_result_is_late_rather_than_untrue(rig: Rig, kind: str) -> None:
 @every_tier
 def test_what_waits_behind_a_hung_medium_fails_in_time(rig: Rig) -> None:
     """No thread is free, and still the batch ends: its memory was never touched."""
-    rig.write([0, 1], fresh(2))
+    rig.write([0, 2], fresh(2))
     gate = Gate(rig, Way.READ, 0)
     for _ in range(8):  # more than there are threads
         rig.send(Way.READ, [0], poisoned(1))
     into = poisoned(1)
-    behind = rig.send(Way.READ, [1], into, within=0.05)
+    behind = rig.send(Way.READ, [2], into, within=0.05)
     results = rig.poll_one()
     assert [(r.batch_id, r.ok.tolist()) for r in results] == [(behind, [False])]
     assert "in time" in results[0].reasons[0]
@@ -685,13 +685,13 @@ def test_what_waits_behind_a_hung_medium_fails_in_time(rig: Rig) -> None:
 @every_tier
 def test_a_tier_that_goes_away_fails_at_once_and_comes_back(rig: Rig) -> None:
     rows = fresh(2)
-    rig.write([0, 1], rows)
+    rig.write([0, 2], rows)
     assert rig.tier.ailment == ""
     gate = Gate(rig, Way.READ, 0)
     for _ in range(8):
         rig.send(Way.READ, [0], poisoned(1))
     gate.wait_reached()
-    waiting = rig.send(Way.READ, [1], poisoned(1))
+    waiting = rig.send(Way.READ, [2], poisoned(1))
     rig.go_away("cable pulled")
     assert "cable pulled" in rig.tier.ailment
     assert not rig.poll_for(waiting).ok.any(), "nobody waits for a thread"
@@ -704,7 +704,7 @@ def test_a_tier_that_goes_away_fails_at_once_and_comes_back(rig: Rig) -> None:
     rig.set_fault(None)
     rig.come_back()
     assert rig.tier.ailment == ""
-    into, result = rig.read([0, 1])
+    into, result = rig.read([0, 2])
     assert result.ok.all(), "what it had it still has"
     assert (into == rows).all()
 
