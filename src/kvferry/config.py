@@ -56,6 +56,7 @@ from kvferry.settings.kinds import (
     read_secret,
 )
 from kvferry.settings.tiers import (
+    MOONCAKE,
     RemoteAddress,
     TierSpec,
     join_tiers,
@@ -129,7 +130,6 @@ REMOVED = {
     "memory_curve": "record requests (record = PATH) and run kvferry simulate on the recording",
     "prefill_rate": "kvferry learns it from the requests that compute their prompts",
     "remote_bandwidth": "bound the traffic where it is shared: in the network, or at the store",
-    "remote_ttl": "give the bucket a lifecycle rule, or run kvferry remote purge --older-than",
     "store_mode": "blocks are stored as they are computed",
     "copy_path": "kernels copy where they can, else the driver does",
     "overlap_stall": "overlap_loads finds out by itself when a load may overlap",
@@ -203,6 +203,9 @@ class Config:
     the same key."""
     remote_mode: str = setting("read-write", one_of("read-write", "read-only"))
     """Read that store and write to it, or only read what other servers write."""
+    remote_ttl: float | None = setting(None, optional(SECONDS))
+    """Remove blocks of every model from a bucket or directory so long after they were written;
+    none: never. One of the servers with this setting does it at a time."""
     tier_write: str = setting("spill", one_of("spill", "through"))
     """Copy blocks to the tiers when host memory is about to drop them, or as soon as stored."""
     tier_flush: float = setting(10.0, SECONDS_OR_ZERO)
@@ -266,6 +269,11 @@ class Config:
         for f in fields(self):
             object.__setattr__(self, f.name, _kind(f.name).read(f.name, getattr(self, f.name)))
         join_tiers(self.disk, self.tiers, self.remote)  # refuses names that are taken
+        if self.remote is not None and self.remote_ttl is not None:
+            if self.remote.kind == MOONCAKE:
+                raise ConfigError("remote_ttl: a Mooncake master evicts by itself; leave this out")
+            if self.remote_mode == "read-only":
+                raise ConfigError("remote_ttl: a read-only server removes nothing; leave this out")
 
     @property
     def all_tiers(self) -> tuple[TierSpec, ...]:

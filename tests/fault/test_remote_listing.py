@@ -1,4 +1,4 @@
-"""What bounds a bucket: a lifecycle rule, and what a person lists and removes."""
+"""What bounds a bucket: removal by age, a lifecycle rule, and what a person removes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from click.testing import CliRunner, Result
 from tests.fakes import remote, s3_servers
 from tests.fakes.remote import SIZE, Store
 
+from kvferry.config import Config
+from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Way
+from kvferry.tiers.remote.listing import Expiry, list_ours
 from kvferry.tiers.remote.objects import ObjectFormat
 from kvferry.tools.cli.commands import kvferry as command
 
@@ -43,6 +48,105 @@ def store(kind: str) -> Iterator[Store]:
     tier = remote.open_s3("", SIZE, namespace=namespace, address=address_of(kind))
     yield Store(tier, namespace)
     tier.close()
+
+
+def expiry(kind: str, ttl: float, turn: int = 0, **more: Any) -> Expiry:
+    settle = {"settle": 0.3, **more}
+    bucket = remote.bucket(kind)
+    made = Expiry(bucket, FOLDER, ttl, lambda *_: None, clock=lambda: turn * 60.0, **settle)
+    assert made.turn_seconds == 60.0
+    return made
+
+
+def names(kind: str) -> set[str]:
+    pages = list_ours(remote.bucket(kind), FOLDER)
+    return {each.path for page in pages for each in page}
+
+
+@every_server
+def test_what_is_old_goes_and_what_is_young_stays(kind: str, store: Store) -> None:
+    store.write(ALL[:4])
+    time.sleep(3.0)
+    store.write(ALL[4:])
+    other = "tests/not-ours"
+    obstore.put(remote.bucket(kind), other, b"stays")
+    assert expiry(kind, 2.0).take_turn() == 5, "four blocks and the probe"
+    assert store.reads(ALL) == [False] * 4 + [True] * 4
+    assert not store.tier.ailment
+    assert obstore.head(remote.bucket(kind), other)["size"] == 5
+    time.sleep(3.0)
+    assert expiry(kind, 2.0, turn=1).take_turn() == 4
+    assert not names(kind)
+    store.write(ALL)
+    assert store.reads(ALL) == [True] * 8, "what was removed is written again"
+
+
+@every_server
+def test_one_server_at_a_time(kind: str, store: Store) -> None:
+    store.write(ALL)
+    time.sleep(1.5)
+
+    def race(turn: int) -> list[int]:
+        rivals = [expiry(kind, 0.5, turn) for _ in range(8)]
+        with ThreadPoolExecutor(8) as threads:
+            return sorted(threads.map(lambda rival: rival.take_turn(), rivals))
+
+    assert race(1) == [0] * 7 + [9]
+    assert race(1) == [0] * 8, "this turn was taken"
+    store.write(ALL)
+    time.sleep(1.5)
+    assert race(2) == [0] * 7 + [8]
+    turns = [
+        each["path"]
+        for page in obstore.list(remote.bucket(kind))
+        for each in page
+        if "kvferry-turns" in each["path"]
+    ]
+    assert len(turns) == 1, "past turns leave nothing behind"
+
+
+@every_server
+def test_readers_meet_misses_and_nothing_else(kind: str, store: Store) -> None:
+    """Blocks are removed and written again while another server reads them."""
+    reader = Store(
+        remote.open_s3("", SIZE, namespace=store.objects.namespace, address=address_of(kind)),
+        store.objects.namespace,
+    )
+    reader.rows[:] = store.rows
+    came: list[bool] = []
+    for turn in range(6):
+        store.write(ALL)
+        remover = expiry(kind, -60.0, turn, settle=0.0)  # everything is old
+
+        with ThreadPoolExecutor(1) as threads:
+            removing = threads.submit(remover.take_turn)
+            while not removing.done():
+                came += reader.reads(ALL)  # verifies what comes
+            removing.result()
+    assert not reader.tier.ailment
+    assert True in came
+    assert False in came
+    reader.tier.close()
+
+
+@every_server
+def test_a_server_removes_what_is_old_by_itself(kind: str, store: Store) -> None:
+    store.write(ALL)
+    time.sleep(1.5)
+    left = 60.0 - time.time() % 60.0
+    if left < 20.0:  # a turn that ends before the removal begins leaves it to the next
+        time.sleep(left)
+    keeper = remote.open_s3("", SIZE, address=address_of(kind), remote_ttl=1.0)
+    store.wait(lambda: not store.do(Way.FIND, ALL).ok.any())
+    keeper.close()
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="master evicts by itself"):
+        Config(remote="mooncake://here:1", remote_ttl="1h")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="read-only nothing is removed"):
+        Config(remote="s3://bucket", remote_ttl="1d", remote_mode="read-only")  # type: ignore[arg-type]
+    assert Config(remote="s3://bucket", remote_ttl="7d").remote_ttl == 604800.0  # type: ignore[arg-type]
 
 
 def test_the_documented_lifecycle_rule_is_one_and_covers_our_names() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import obstore
 from kvferry.settings.tiers import FILES, RemoteAddress
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, Fetched, Foreign, Log, Staging, Unavailable
-from kvferry.tiers.remote.listing import MOST_LABEL, PROBE, remove
+from kvferry.tiers.remote.listing import MOST_LABEL, PROBE, Expiry, remove
 from kvferry.tiers.remote.stores import (
     REQUEST_SECONDS,
     WrongSizeError,
@@ -59,8 +60,10 @@ class BucketClient:
         env: Mapping[str, str],
         *,
         label: str = "",
+        ttl: float | None = None,
     ) -> None:
         """``object_bytes`` has a block with its seal; ``label`` is shown by ``kvferry remote``."""
+        self._ttl = ttl
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._probe_name = f"{self._prefix}{folder}/probe"
         self._label = (PROBE + label.encode())[:MOST_LABEL]
@@ -141,10 +144,13 @@ class BucketClient:
         await asyncio.to_thread(remove_all)
 
     async def tend(self, log: Log) -> None:
-        """End this process before a reply fills the memory.
+        """Remove what is older than ``ttl``, and end this process before a reply fills the memory.
 
         The library below reads errors and lists to their end, whatever a server sends.
         """
+        if self._ttl is not None:
+            expiry = Expiry(self._store, self._prefix, self._ttl, log)
+            threading.Thread(target=expiry.run, name="kvferry-expiry", daemon=True).start()
         most = _private_bytes() + self._most_memory
         while _private_bytes() < most:
             await asyncio.sleep(0.02)

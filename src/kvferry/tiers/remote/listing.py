@@ -1,15 +1,22 @@
-"""What lies in a bucket, by whose it is and how old; and its removal."""
+"""What lies in a bucket, by whose it is and how old; and its removal, by hand or by age."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import obstore
+from obstore import exceptions
+
+from kvferry.tiers.remote.client import Log
+from kvferry.tiers.remote.stores import reason_of
 
 _GROUP = re.compile(
     r"kvferry-(\d+)/([0-9a-f]{64})/r(\d+)of(\d+)/([0-9a-f]{16})/(?:[0-9a-f]{2}/)?([0-9a-z]+)"
@@ -17,6 +24,8 @@ _GROUP = re.compile(
 PROBE, MOST_LABEL = b"kvferry was here\n", 1024
 """What begins the probe, the object beside the blocks, before the name of their model."""
 _PAGE = 1000
+_TURNS = "kvferry-turns"
+_TURNS_PER_TTL, _SHORTEST_TURN, _LONGEST_TURN = 8, 60.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -75,3 +84,76 @@ def remove(store: Any, paths: list[str]) -> None:
         for path in paths:
             with suppress(FileNotFoundError):
                 obstore.delete(store, path)
+
+
+class Expiry:
+    """Removes what was written more than ``ttl`` seconds ago. Owns this server's turns at it.
+
+    Time is cut into turns, and each turn has an object. The server that creates it looks through
+    the bucket, and no other does until the next turn. By that object the store also tells the time.
+    Where the store ignores the condition, the last server that wrote the object has the turn.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        ttl: float,
+        log: Log,
+        *,
+        settle: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``settle`` is how many seconds the servers wait for the last one to write the object."""
+        self._store = store
+        self._prefix = prefix
+        self._ttl = timedelta(seconds=ttl)
+        self._log = log
+        self._settle = settle
+        self._clock = clock
+        self.turn_seconds = min(max(ttl / _TURNS_PER_TTL, _SHORTEST_TURN), _LONGEST_TURN)
+
+    def run(self) -> None:
+        """Take turns for ever."""
+        while True:
+            try:
+                self.take_turn()
+            except Exception as error:
+                self._log(logging.WARNING, f"old blocks are not removed: {reason_of(error)}")
+            time.sleep(self.turn_seconds - self._clock() % self.turn_seconds)
+
+    def take_turn(self) -> int:
+        """Remove what is too old, if this turn is ours; how many objects."""
+        turn = int(self._clock() // self.turn_seconds)
+        name = f"{self._prefix}{_TURNS}/{turn:012d}"
+        now = self._claim(name)
+        if now is None:
+            return 0
+        num_removed = 0
+        for page in list_ours(self._store, self._prefix):
+            if self._clock() >= (turn + 1) * self.turn_seconds:
+                break  # the rest is the next turn's
+            old = [each.path for each in page if each.modified < now - self._ttl]
+            remove(self._store, old)
+            num_removed += len(old)
+        for past in obstore.list(self._store, prefix=f"{self._prefix}{_TURNS}"):
+            remove(self._store, [each["path"] for each in past if each["path"] < name])
+        if num_removed:
+            self._log(logging.INFO, f"{num_removed} objects older than remote_ttl were removed")
+        return num_removed
+
+    def _claim(self, name: str) -> datetime | None:
+        """The store's time, if the turn of this name is ours."""
+        mine = secrets.token_bytes(16)
+        with suppress(FileNotFoundError):
+            obstore.head(self._store, name)
+            return None
+        try:
+            obstore.put(self._store, name, mine, mode="create", use_multipart=False)
+        except exceptions.AlreadyExistsError:
+            return None
+        except (exceptions.NotSupportedError, NotImplementedError):
+            obstore.put(self._store, name, mine, use_multipart=False)
+        time.sleep(self._settle)
+        got = obstore.get(self._store, name)
+        return got.meta["last_modified"] if bytes(got.bytes()) == mine else None

@@ -273,6 +273,7 @@ def open_client(
         objects.folder(),
         os.environ,
         label=hello.get("label", "") if objects.secret is None else "",
+        ttl=hello.get("ttl"),
     )
 
 

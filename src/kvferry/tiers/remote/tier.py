@@ -310,6 +310,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         "num_ranks": setup.num_ranks,
         "key": key.hex() if key is not None else None,
         "label": setup.label,
+        "ttl": config.remote_ttl,
         "read_only": config.remote_mode == "read-only",
     }
     tier = RemoteTier(setup.name, setup.block_bytes, hello)
