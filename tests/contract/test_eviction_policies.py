@@ -41,7 +41,7 @@ from kvferry.settings.eviction import POLICIES as KINDS
 from kvferry.types import NO_SLOT, SlotArray
 
 POLICIES: dict[str, EvictionPolicyMaker] = {
-    **{kind.name: policy_named(kind.name) for kind in KINDS},
+    **{name: policy_named(name) for name in KINDS},
     "fifo": Fifo,
     "tails": Tails,
     "odd": Odd,

@@ -84,6 +84,6 @@ def test_what_cannot_be_meant_is_refused_in_one_line(
 
 
 def test_options() -> None:
-    assert read_policies("all") == tuple(kind.name for kind in POLICIES)
+    assert read_policies("all") == tuple(POLICIES)
     assert read_policies("arc, lru ,arc") == ("arc", "lru")
     assert read_capacities("3k, 100+2000,3000", None) == {(3000,): "3k", (100, 2000): "100+2000"}

@@ -26,9 +26,9 @@ def kind_of(pool: Pool) -> type:
 
 
 def test_every_name_makes_its_policy() -> None:
-    for kind in POLICIES:
-        pool = Pool(8, policy_named(kind.name))
-        assert f"{kind_of(pool).__module__}:{kind_of(pool).__name__}" == kind.factory
+    for name, factory in POLICIES.items():
+        pool = Pool(8, policy_named(name))
+        assert f"{kind_of(pool).__module__}:{kind_of(pool).__name__}" == factory
     assert kind_of(Pool(8, policy_named(MINE))) is Fifo
 
 

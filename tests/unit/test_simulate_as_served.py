@@ -79,7 +79,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    ("served", "policy"), [(kind.name,) * 2 for kind in POLICIES], indirect=["served"]
+    ("served", "policy"), [(name,) * 2 for name in POLICIES], indirect=["served"]
 )
 def test_the_library_hits_and_stores_what_simulate_says(
     served: Served, policy: str, requests: list[tuple[float, list[int]]]

@@ -25,66 +25,34 @@ from kvferry.settings.kinds import split_list
 _LONGEST = 256
 _PACKAGE = "kvferry.cache.policies."
 
-
-@dataclass(frozen=True)
-class PolicyKind:
-    """One policy: its name, what it does in words, and what makes it (``module:name``)."""
-
-    name: str
-    words: str
-    factory: str
-
-
-POLICIES = (
-    PolicyKind("lru", "what was used longest ago goes first", f"{_PACKAGE}lru:Lru"),
-    PolicyKind(
-        "returns",
-        "learns when conversations return, and keeps those most likely to, for as long as it pays",
-        f"{_PACKAGE}returns:Returns",
-    ),
-    PolicyKind(
-        "arc",
-        "recency and frequency share the memory as misses say they should",
-        f"{_PACKAGE}arc:Arc",
-    ),
-    PolicyKind(
-        "s3fifo",
-        "queues in order of arrival; a small one sifts out what comes only once",
-        f"{_PACKAGE}s3fifo:S3Fifo",
-    ),
-    PolicyKind(
-        "wtinylfu",
-        "a newcomer stays if it was asked for more often than what would go for it",
-        f"{_PACKAGE}wtinylfu:WTinyLfu",
-    ),
-)
-"""A new policy adds a line here."""
+POLICIES = {
+    "lru": f"{_PACKAGE}lru:Lru",
+    "returns": f"{_PACKAGE}returns:Returns",
+    "arc": f"{_PACKAGE}arc:Arc",
+    "s3fifo": f"{_PACKAGE}s3fifo:S3Fifo",
+    "wtinylfu": f"{_PACKAGE}wtinylfu:WTinyLfu",
+}
+"""The policies by name, and what makes each (``module:name``). A new policy adds a line here."""
 
 DEFAULT_POLICY = "returns"
 DEFAULT_TIER_POLICY = "lru"
 
-_BY_NAME = {kind.name: kind for kind in POLICIES}
-ACCEPTS = "|".join((*_BY_NAME, "package.module:factory"))
+ACCEPTS = "|".join((*POLICIES, "package.module:factory"))
 
 
 def read_policy(name: str, value: object) -> str:
     """A policy's name, or the path of a user's factory, which is looked up when it is opened."""
     text = value.strip() if isinstance(value, str) and len(value) <= _LONGEST else ""
-    if text.lower() in _BY_NAME:
+    if text.lower() in POLICIES:
         return text.lower()
     if FACTORY.fullmatch(text):
         return text
     if text.lower() == "slru":
         raise ConfigError(f"{name}: slru was removed; use returns, wtinylfu, arc or s3fifo instead")
     raise ConfigError(
-        f"{name}: expected {', '.join(_BY_NAME)} or a policy of your own as "
-        f"package.module:factory, got {shown(value)}{nearest(text, tuple(_BY_NAME))}"
+        f"{name}: expected {', '.join(POLICIES)} or a policy of your own as "
+        f"package.module:factory, got {shown(value)}{nearest(text, tuple(POLICIES))}"
     )
-
-
-def factory_of(policy: str) -> str:
-    """``module:name`` of what makes a policy that was read."""
-    return _BY_NAME[policy].factory if policy in _BY_NAME else policy
 
 
 EVERYBODY_ELSE = "*"

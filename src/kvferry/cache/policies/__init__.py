@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvferry.cache.policies.contract import EvictionPolicy, EvictionPolicyMaker, Residents
 from kvferry.core.quantities import find_factory
 from kvferry.errors import ConfigError
-from kvferry.settings.eviction import factory_of, read_policy
+from kvferry.settings.eviction import POLICIES, read_policy
 
 _VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard", "clear")
 
@@ -24,7 +24,7 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
     """
     policy = read_policy("policy", policy)
     make: Callable[[Residents], Any] = find_factory(
-        factory_of(policy), what=f"policy: {policy}", where="scheduler runs"
+        POLICIES.get(policy, policy), what=f"policy: {policy}", where="scheduler runs"
     )
 
     def made(residents: Residents) -> EvictionPolicy:

@@ -41,7 +41,7 @@ def read_policies(text: str) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for part in text.split(","):
         if part.strip().lower() == "all":
-            names |= dict.fromkeys(kind.name for kind in POLICIES)
+            names |= dict.fromkeys(POLICIES)
         elif part.strip():
             names[read_policy("--policy", part)] = None
     if not names:
@@ -99,7 +99,7 @@ _FLAG = {"is_flag": True}
     (
         "--policy policies",
         {"metavar": "NAMES", "default": "all"},
-        f"Policies with commas: {', '.join(kind.name for kind in POLICIES)}, a module path "
+        f"Policies with commas: {', '.join(POLICIES)}, a module path "
         "(package.module:factory), or all.",
     ),
     (
