@@ -144,7 +144,7 @@ def test_a_server_removes_what_is_old_by_itself(kind: str, store: Store) -> None
 def test_settings_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="master evicts by itself"):
         Config(remote="mooncake://here:1", remote_ttl="1h")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="read-only nothing is removed"):
+    with pytest.raises(ConfigError, match="a read-only server removes nothing"):
         Config(remote="s3://bucket", remote_ttl="1d", remote_mode="read-only")  # type: ignore[arg-type]
     assert Config(remote="s3://bucket", remote_ttl="7d").remote_ttl == 604800.0  # type: ignore[arg-type]
 
