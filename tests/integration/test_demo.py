@@ -129,17 +129,6 @@ def test_refuses_bad_input_before_any_work(arguments: list[str], message: str) -
     assert "Traceback" not in result.output
 
 
-def test_a_broken_command_breaks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvferry.tools.cli.simulate", None)
-    assert invoke("--version").output.startswith("kvferry ")
-    listing = invoke("--help")
-    assert listing.exit_code == 0
-    assert "simulate" in listing.output
-    broken = invoke("simulate")
-    assert broken.exit_code == 1
-    assert "kvferry simulate is not available here" in broken.output
-
-
 def test_without_its_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

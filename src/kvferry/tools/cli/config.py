@@ -29,9 +29,10 @@ FLAG = {"is_flag": True}
 )
 @as_json_option
 def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
-    """Show the settings as an engine started here would have them, and their sources.
+    """Show the settings and their sources.
 
-    It shows the basic settings and those that are not the default.
+    They are as an engine started here would have them: the basic ones and those that are not the
+    default.
 
     The exit code is 1 if a value in a file or a variable is refused.
     """
@@ -91,7 +92,7 @@ _CONNECTOR = {"kv_connector": CONNECTOR_NAME, "kv_role": "kv_both"}
     ("--json", FLAG, "Print the JSON form, for values with spaces and for older vLLM."),
 )
 def vllm_args(json: bool, **given: str | None) -> None:
-    """Print vLLM's arguments for kvferry with these settings.
+    """Print vLLM's arguments for kvferry.
 
     \b
     vllm serve MODEL $(kvferry vllm-args --host 64GiB --disk /mnt/nvme)

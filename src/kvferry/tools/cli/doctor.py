@@ -42,10 +42,10 @@ UNFIT = 1
 @as_json_option
 @click.pass_context
 def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_json: bool) -> None:
-    """Check whether this machine is fit for kvferry, and name the remedies.
+    """Check whether this machine is fit.
 
-    It checks the GPU, its driver and link, host memory and its limits, the disk, the other tiers,
-    and vLLM. It changes no setting.
+    It names a remedy for each problem and changes no setting. It checks the GPU, its driver and
+    link, host memory and its limits, the disk, the other tiers, and vLLM.
 
     To measure a drive, it writes and reads an unnamed file for two seconds, 256 MiB at most. To
     test a shared store, it writes a small object and reads it back.

@@ -48,7 +48,7 @@ VERDICTS = {
 @url_option
 @as_json_option
 def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
-    """Say why a request hit or missed, and show its copies.
+    """Say why a request hit or missed.
 
     REQUEST is the engine's name for it, the id in the server's answer, or its X-Request-Id. Without
     REQUEST it lists the latest requests. An engine remembers about a thousand.
@@ -168,7 +168,7 @@ _DID = {"pin": "pinned", "unpin": "unpinned", "drop": "dropped"}
 def control(
     action: str, url: str | None, token_file: str | None, as_json: bool, **given: Any
 ) -> None:
-    """Look up, pin, unpin, prefetch or drop the blocks of a request, or give it a hint.
+    """Pin, prefetch and drop blocks of a running server.
 
     ACTION is lookup, hint, pin, unpin, prefetch or drop.
 

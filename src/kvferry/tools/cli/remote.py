@@ -57,7 +57,7 @@ class NamespaceUse:
 
 @click.group()
 def remote() -> None:
-    """List and remove what kvferry keeps in a shared bucket.
+    """List and remove what is kept in a shared bucket.
 
     ADDRESS is one such as s3://BUCKET/PREFIX. Without it, it is the setting remote
     (KVFERRY_REMOTE, or the file of KVFERRY_CONFIG). Credentials are found as the server finds them.

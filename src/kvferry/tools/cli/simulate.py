@@ -145,11 +145,11 @@ _FLAG = {"is_flag": True}
 @as_json_option
 @click.pass_context
 def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
-    """Predict the hits of each policy and each size on TRACE, beside an all-knowing policy.
+    """Predict the hits of a policy or a size.
 
-    The trace goes through the same pool and policies as in your engine, without bytes. TRACE is
-    Mooncake's JSONL or kvferry's own, which a server writes with the setting record. It may be
-    gzipped and in several files (docs/traces.md).
+    An all-knowing policy stands beside them. The trace goes through the same pool and policies as
+    in your engine, without bytes. TRACE is Mooncake's JSONL or kvferry's own, which a server writes
+    with the setting record. It may be gzipped and in several files (docs/traces.md).
 
     A block hits if it is cached, and all blocks before it in its request. Lines that are no
     requests are left out, counted and named. The exit code is 1 if there is nothing to simulate.

@@ -18,8 +18,7 @@ from kvferry.telemetry.http import LOOPBACK
 from kvferry.tools.cli.output import found, options
 from kvferry.tools.cli.output import table as draw
 from kvferry.tools.top.page import PageServer
-from kvferry.tools.top.shown import Bar, Line, Shown
-from kvferry.tools.top.view import View, Watch
+from kvferry.tools.top.view import Bar, Line, Shown, View, Watch
 from kvferry.tools.words import (
     clean,
     sparkline,

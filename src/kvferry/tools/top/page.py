@@ -15,8 +15,7 @@ from importlib.resources import files
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import UnreachableError
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
-from kvferry.tools.top.shown import Shown
-from kvferry.tools.top.view import Watch
+from kvferry.tools.top.view import Shown, Watch
 
 _FILES = {
     (): ("index.html", "text/html; charset=utf-8"),
