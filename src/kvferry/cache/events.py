@@ -66,9 +66,9 @@ class Reader:
 
     __slots__ = ("_log", "events")
 
-    def __init__(self, log: EventLog, most: int | None) -> None:
+    def __init__(self, log: EventLog) -> None:
         self._log = log
-        self.events: deque[PoolEvent] = deque(maxlen=most)
+        self.events: deque[PoolEvent] = deque()
         """What was appended since the last :meth:`take`, the oldest first."""
 
     def __len__(self) -> int:
@@ -90,14 +90,9 @@ class EventLog:
         self._clock = clock
         self._queues: list[list[deque[PoolEvent]]] = [[] for _ in ALL_KINDS]
 
-    def reader(
-        self, kinds: tuple[EventKind, ...] = ALL_KINDS, *, most: int | None = None
-    ) -> Reader:
-        """A reader of what is appended from now on.
-
-        Of more than ``most`` waiting records the oldest are lost; None keeps all of them.
-        """
-        reader = Reader(self, most)
+    def reader(self, kinds: tuple[EventKind, ...] = ALL_KINDS) -> Reader:
+        """A reader of what is appended from now on."""
+        reader = Reader(self)
         for kind in kinds:
             self._queues[kind].append(reader.events)
         return reader
@@ -119,12 +114,10 @@ class EventLog:
         tokens: int = 0,
         request: str = "",
         detail: object = None,
-        at: float | None = None,
     ) -> None:
-        """Append a record of now, or of ``at`` seconds by the pool's clock."""
+        """Append a record of now, by the pool's clock."""
         queues = self._queues[kind]
         if queues:
-            time = self._clock() if at is None else at
-            event = PoolEvent(time, kind, slots, keys, tokens, request, detail)
+            event = PoolEvent(self._clock(), kind, slots, keys, tokens, request, detail)
             for queue in queues:
                 queue.append(event)

@@ -121,8 +121,8 @@ def parse_count(
     return _between(name, value, count, minimum, maximum, "")
 
 
-def parse_share(value: object, *, name: str = "share", most: float = 1.0) -> float:
-    """A part of a whole, 0 to ``most``: from "25%", 0.25 or "0.25"."""
+def parse_share(value: object, *, name: str = "share") -> float:
+    """A part of a whole, 0 to 1: from "25%", 0.25 or "0.25"."""
     text = value.strip() if isinstance(value, str) else ""
     match = _SHARE.fullmatch(text)
     share = math.nan
@@ -130,10 +130,9 @@ def parse_share(value: object, *, name: str = "share", most: float = 1.0) -> flo
         share = float(match[1]) / (100.0 if match[2] else 1.0)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         share = float(value) if abs(value) <= 1 else math.inf
-    if not 0 <= share <= most:
+    if not 0 <= share <= 1:
         raise ConfigError(
-            f"{name}: expected a share such as 25% or 0.25, at most {show_share(most)}, "
-            f"got {shown(value)}"
+            f"{name}: expected a share such as 25% or 0.25, at most 100%, got {shown(value)}"
         )
     return share
 

@@ -109,7 +109,6 @@ def add_traffic(
 class TransferCounts:
     """What happened to transfers and receipts so far."""
 
-    launched: int = 0
     landed: int = 0
     failed: int = 0
     overdue: int = 0
@@ -366,7 +365,6 @@ class Transfers:
         self.in_flight[transfer.id] = each
         self._num_sent = max(self._num_sent, transfer.id + 1)
         self.next_deadline = min(self.next_deadline, deadline)
-        self.counts.launched += isinstance(transfer, Transfer)
         return transfer
 
     # -- landing --------------------------------------------------------------------------------
