@@ -177,7 +177,6 @@ def main() -> int:
     parser.add_argument("--blocks", default="1MiB,128KiB,4MiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None, help="of the tier, each way")
-    parser.add_argument("--write-threads", type=int, default=None, help="those that write")
     parser.add_argument("--call", type=parse_size, default=None, help="longest call of the tier")
     parser.add_argument("--commit", type=float, default=None, help="seconds between two commits")
     parser.add_argument("--json", type=Path, default=None)
@@ -186,7 +185,6 @@ def main() -> int:
     size = args.size or default_bytes(args.folder)
     tried = {
         "num_threads": args.threads,
-        "num_write_threads": args.write_threads,
         "job_bytes": args.call,
         "commit_seconds": args.commit,
     }

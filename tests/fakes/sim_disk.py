@@ -35,10 +35,6 @@ class SimFile(DiskFile):
         self.read_fault: Fault | None = None
         self.rng = random.Random(1)  # decides what a failed sync leaves
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.cache)
-
     def read_at(self, offset: int, count: int) -> bytes:
         if self.read_fault is not None:
             self.read_fault("read", offset, count)

@@ -126,11 +126,9 @@ class DriveServer:
             self._budget,
             slots,
         )
-        most = MAX_THREADS // 2
-        num_reads = min(setup.num_threads, most)
-        num_writes = min(setup.num_write_threads or setup.num_threads, most)
-        for number in range(num_reads + num_writes):
-            io_workers.IoWorker(context, Way.READ if number < num_reads else Way.WRITE, number)
+        num_each = min(setup.num_threads, MAX_THREADS // 2)
+        for number in range(2 * num_each):
+            io_workers.IoWorker(context, Way.READ if number < num_each else Way.WRITE, number)
         self._commits.thread.start()
         ready = ReadyMessage(
             StoreAt(str(store.folder), store.store_id, state.this_host()),

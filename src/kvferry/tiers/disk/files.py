@@ -81,10 +81,6 @@ class DiskFile:
     def __init__(self, path: Path, *, writable: bool = True) -> None:
         self._fd = open_file(str(path), os.O_RDWR if writable else os.O_RDONLY)
 
-    @property
-    def num_bytes(self) -> int:
-        return os.fstat(self._fd).st_size
-
     def read_at(self, offset: int, count: int) -> bytes:
         """Return at most ``count`` bytes; fewer at the end of the file."""
         return os.pread(self._fd, count, offset)

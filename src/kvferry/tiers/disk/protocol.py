@@ -56,8 +56,6 @@ class DriveSetup:
     key: bytes | None = field(default=None, repr=False)
     deadline: float = 10.0
     num_threads: int = NUM_THREADS
-    num_write_threads: int | None = None
-    """As many as read, if None."""
     job_bytes: int = JOB_BYTES
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
