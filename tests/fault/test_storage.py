@@ -51,13 +51,13 @@ def test_a_drive_that_comes_after_the_start_serves_what_it_has(tmp_path: Path) -
     disk.write_text("a drive that is not mounted")
     engine = Engine(disk / "store")
     try:
-        assert engine.storage.ailments
+        assert engine.storage._levels[0].medium.ailment
         assert engine.load() == [False] * COUNT
         disk.unlink()
         mount.rename(disk)
         end = time.monotonic() + LONG
         while engine.load() != [True] * COUNT:
-            assert time.monotonic() < end, engine.storage.ailments
+            assert time.monotonic() < end, engine.storage._levels[0].medium.ailment
             time.sleep(0.05)
     finally:
         engine.storage.close()

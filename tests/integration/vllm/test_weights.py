@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.integration.vllm import models
 from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, make_prompts
-from tests.integration.vllm.server import Server
 
 from kvferry.connectors.common.weights import Freshness, Weights
 from kvferry.connectors.vllm.connector import _RESTORES
@@ -86,26 +85,6 @@ def test_a_sleep_keeps_the_host(start, llama):
     assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
     assert engine.stats.resets == 0
     engine.check_idle()
-
-
-@pytest.mark.timeout(900)
-def test_a_server_that_sleeps_and_pauses_forgets_the_host(llama, tmp_path):
-    """Right after an answer: its last stores are still under way, and vLLM waits for them."""
-    (prompt,) = make_prompts(95, 350)
-    server = Server(llama, tmp_path / "server.log", ferry=FERRY)
-    try:
-        answer = server.complete(prompt)
-        stops = [("/sleep", "/wake_up"), ("/pause", "/resume")][_RESTORES:]
-        for number, (stop, go) in enumerate(stops, 1):
-            server.post(stop, {})
-            server.post(go, {})
-            assert server.complete(prompt) == answer
-            server.wait_for("vllm:kvferry_resets_total", number, most=number)
-        assert server.metric("vllm:kvferry_hit_tokens_total") == 0
-        assert server.terminate() == 0
-        assert "out of service" not in server.log
-    finally:
-        server.kill()
 
 
 class FakeWeights(Weights):

@@ -85,19 +85,6 @@ class EngineAdapter(EngineBlocks, Protocol):
         """End every hold. Call it only once no rank copies."""
 
 
-class Events(Protocol):
-    """What routers are told of blocks that can be had without computing."""
-
-    def ordered(self, part: Ordered) -> None:
-        """These blocks of a request are being stored."""
-
-    def settled(self) -> None:
-        """Copies may have landed."""
-
-    def take(self) -> Iterable[Any]:
-        """The engine's own events since the last call."""
-
-
 KeysOfTokens = Callable[[list[int], str], Keys]
 """From token ids and a salt to the keys of a request with these tokens."""
 
@@ -134,7 +121,7 @@ class SessionSetup:
     goes_alone: bool = True
     engine_here: int = 0
     overlap_refusal: str = ""
-    make_events: Callable[[Pool, Sequence[LowerTier], int], Events] | None = None
+    make_events: Callable[[Pool, Sequence[LowerTier], int], Any] | None = None
     """Makes events for routers, given the tokens of a key; None without listeners."""
     keys_of_tokens: Callable[[int], KeysOfTokens] | None = None
     """Makes what names blocks by tokens, given the tokens of a key; None where nothing can."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvferry.cache import reach
 from kvferry.cache.policies import policy_named
@@ -21,7 +22,6 @@ from kvferry.connectors.common.contract import (
     EngineAdapter,
     EngineKeys,
     EngineRequest,
-    Events,
     SessionSetup,
     Step,
 )
@@ -169,7 +169,7 @@ class Serving:
             self._has_others,
             hash_tokens=engine.hash_tokens,
         )
-        self.events: Events | None = None
+        self.events: Any = None
         if setup.make_events is not None:
             self.events = setup.make_events(self.scheduler.pool, tiers, engine.hash_tokens)
         self.scheduler.watch_requests()

@@ -105,8 +105,6 @@ class Storage:
         A block is pieces of ``sizes`` bytes. ``keep_alive`` is never freed if a hung drive may
         still write there.
         """
-        if not config.all_tiers:
-            raise InputError("there is nothing to store on: set disk or remote")
         self._sizes = np.array(sizes, dtype=np.int64)
         self._config = config
         self._keep_alive = keep_alive
@@ -127,15 +125,6 @@ class Storage:
                 )
                 self._levels.append(_StorageTier(blocks, medium))
             undo.pop_all()
-
-    @property
-    def ailments(self) -> dict[str, str]:
-        """Why tiers are unavailable, by tier; empty while all work."""
-        return {
-            str(level.blocks.name): level.medium.ailment
-            for level in self._levels
-            if level.medium.ailment
-        }
 
     @property
     def is_busy(self) -> bool:
