@@ -195,7 +195,7 @@ def test_a_drive_that_hangs_in_the_kernel_holds_nothing_up(
 ) -> None:
     """Neither a reset, nor the end of a server, nor the start of the next one."""
     with mounted(kind, tmp_path) as place:
-        options = {"disk_deadline": 3.0, "disk_keep_free": 0, "tier_flush": 0}
+        options = {"disk_deadline": 3.0, "disk_keep_free": 0, "tier_flush": 0, "policy": "lru"}
         ferry, tier = attach_disk(attach, place / "kvferry", disk_start_deadline=LONG, **options)
         fill_ferry(ferry)
         wait_until(lambda: not tier.figures().pending and not tier.figures().durable_lag)
