@@ -85,17 +85,16 @@ class RankShape:
 class StepReceipts:
     """Every rank to the scheduler side: what ended since the last step.
 
-    ``ready`` and ``pinned`` have usable host slots and pinned bytes, where these changed.
+    ``ready`` has usable host slots and pinned bytes, where these changed.
     ``shapes`` are sent once, for engines without a handshake. ``drained`` names the ranks that
     were asked to drain and have. ``stale`` are epochs whose blocks no longer fit the weights.
     ``health`` has tiers that went away or came back; ``disks``, once a second, the drives' figures.
     """
 
     receipts: tuple[Receipt, ...] = ()
-    ready: tuple[tuple[Rank, int], ...] = ()
+    ready: tuple[tuple[Rank, int, int], ...] = ()
     shapes: tuple[RankShape, ...] = ()
     drained: tuple[Rank, ...] = ()
-    pinned: tuple[tuple[Rank, int], ...] = ()
     stale: tuple[int, ...] = ()
     health: tuple[Health, ...] = ()
     disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()

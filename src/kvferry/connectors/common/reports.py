@@ -182,7 +182,7 @@ class Reports:
 
     def note(self, report: StepReceipts) -> None:
         """What ranks say of their memory and drives."""
-        self._pinned |= dict(report.pinned)
+        self._pinned |= {rank: num_bytes for rank, _, num_bytes in report.ready}
         for rank, tier, disk in report.disks:
             self._disks[rank, tier] = disk
 

@@ -436,9 +436,9 @@ class Serving:
 
     def take(self, report: StepReceipts) -> None:
         """The ranks' answers of one step."""
-        for rank, num_slots in report.ready:  # host memory grows while requests run
+        for rank, num_slots, _ in report.ready:  # host memory grows while requests run
             self.scheduler.note_ready(rank, num_slots)
-        if report.pinned or report.disks:
+        if report.ready or report.disks:
             self.reports.note(report)
         for health in report.health:
             self._note_health(health)

@@ -512,8 +512,7 @@ class WorkerSession:
         if not self._is_grown and (num_ready := memory.ready_slots) != self._reported_ready:
             self._reported_ready = num_ready
             self._is_grown = num_ready == memory.host.num_slots
-            news["ready"] = ((rank, num_ready),)
-            news["pinned"] = ((rank, memory.host.stats().pinned_bytes),)
+            news["ready"] = ((rank, num_ready, memory.host.stats().pinned_bytes),)
         if memory.tiers and time.monotonic() >= self._disks_at:
             self._disks_at = time.monotonic() + _DISK_SECONDS
             disks = tuple((rank, name, figures) for name, figures in memory.disks().items())
