@@ -183,10 +183,12 @@ def frozen(place: Path) -> Iterator[None]:
     run("fsfreeze", "-f", str(place))
     late = threading.Timer(LONG, lambda: subprocess.run(thaw, check=True))
     late.start()
-    yield
-    assert late.is_alive(), "it waited for the drive"
-    late.cancel()
-    subprocess.run(thaw, check=True)
+    try:
+        yield
+        assert late.is_alive(), "it waited for the drive"
+    finally:
+        late.cancel()
+        subprocess.run(thaw, check=False)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
