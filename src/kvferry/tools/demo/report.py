@@ -75,16 +75,16 @@ class Part:
     """One part of the demo: the same turns in several runs. The answers of all must be equal.
 
     ``runs`` are by their names in JSON, the most interesting first. ``where`` ends the sentence
-    about equal answers. ``gain`` has the result in words, ``cards`` in large figures: each is a
-    figure, its subject, and a detail. ``rows`` are the lines of the table.
+    about equal answers. ``cards`` have the result: each is a figure, its subject, and a detail.
+    ``rows`` are the lines of the table.
     """
 
     title: str
     runs: Mapping[str, Run]
     where: str
-    gain: str
     cards: Sequence[tuple[str, str, str]]
     rows: Sequence[Row]
+    note: str = ""
 
     @property
     def num_different_turns(self) -> int:
@@ -108,6 +108,12 @@ class Part:
             f"{self.num_different_turns} of {len(run.turns)} answers differ {self.where}. kvferry "
             "or the demo is broken: please report it."
         )
+
+    @property
+    def gain(self) -> str:
+        """The result in words."""
+        told = [f"{figure} {subject} ({detail})." for figure, subject, detail in self.cards]
+        return " ".join([*told, self.note]).strip()
 
     def table(self) -> list[list[str]]:
         """The table's head and its lines."""
@@ -164,7 +170,7 @@ def _part(part: Part) -> str:
         )
     kind = "good" if part.tokens_equal else "bad"
     return (
-        f"<section><h2>{escape(part.title)}</h2><p>{escape(part.gain)}</p>"
+        f"<section><h2>{escape(part.title)}</h2><p>{escape(part.note)}</p>"
         f'<p class="verdict {kind}">{escape(part.verdict)}</p><div class="cards">{cards}</div>'
         f'<div class="plots">{plots}</div><figure>{_table(part.table())}</figure></section>'
     )
