@@ -15,7 +15,7 @@ from kvferry.types import DEVICE, Transfer, TransferId
 
 _OVER = {State.LEFT, State.ENDED}
 _LIVE = set(State) - _OVER
-_ASKED = {State.UNKNOWN, State.ANSWERED, State.WAITING, State.MATCHED}
+_ASKED = {State.UNKNOWN, State.WAITING, State.MATCHED}
 
 Steps = Mapping[State, set[State]]
 
@@ -36,7 +36,7 @@ STEPS: Mapping[str, Steps] = {
         RUNNING={State.LOADING, State.LOADED, State.RUNNING},
     ),
     "run": _same(**{state.name: {State.RUNNING} for state in _LIVE}),
-    "store": _same(UNKNOWN={State.RUNNING}, ANSWERED={State.RUNNING}, LOADED={State.RUNNING}),
+    "store": _same(UNKNOWN={State.RUNNING}, LOADED={State.RUNNING}),
     "preempt": _same(**{state.name: {State.UNKNOWN} for state in _LIVE}),
     "end": _same(**{state.name: {State.ENDED} for state in State}),
     "leave": _same(
@@ -44,7 +44,7 @@ STEPS: Mapping[str, Steps] = {
         RUNNING={State.LEFT, State.ENDED},
     ),
     "others": _same(LEFT={State.LEFT, State.ENDED}),
-    "plan": _same(ANSWERED={State.UNKNOWN}, LEFT={State.LEFT, State.ENDED}),
+    "plan": _same(LEFT={State.LEFT, State.ENDED}),
     "store left": _same(LEFT={State.LEFT, State.ENDED}),
     "settle": _same(
         LOADING={State.LOADING, State.LOADED, State.UNKNOWN},
@@ -52,7 +52,6 @@ STEPS: Mapping[str, Steps] = {
         MATCHED={State.MATCHED, State.UNKNOWN},
     ),
     "reset": _same(
-        ANSWERED={State.UNKNOWN},
         MATCHED={State.UNKNOWN},
         WAITING={State.UNKNOWN, State.WAITING},  # what comes up goes on coming
         LEFT={State.ENDED},
@@ -165,7 +164,6 @@ def check_nothing_left(scheduler: Scheduler) -> None:
     parts = scheduler._requests
     check(scheduler, ())
     assert not parts.live
-    assert not parts.answered
     assert not parts.pinned
     assert not parts.released
     assert not scheduler.deferred

@@ -151,7 +151,7 @@ class World:
             if request.state is not State.ENDED:
                 for verb in VERBS:
                     yield (verb, number)
-        if self.scheduler.num_queued or self.scheduler._requests.answered:
+        if self.scheduler.num_queued:
             yield ("plan",)
         for rank, unanswered in enumerate(self.unanswered):
             if unanswered:

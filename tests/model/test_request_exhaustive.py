@@ -25,7 +25,7 @@ SCENARIOS: dict[str, tuple[Scenario, set[State], int]] = {
     ),
     "alone and cold": (
         Scenario((Life((1, 2, 3)),), num_slots=2, depth=7),
-        {State.ANSWERED, State.RUNNING, State.MATCHED, State.LOADING},
+        {State.UNKNOWN, State.RUNNING, State.MATCHED, State.LOADING},
         300,
     ),
     "two that share": (
@@ -58,7 +58,7 @@ SCENARIOS: dict[str, tuple[Scenario, set[State], int]] = {
     ),
     "one slot for two": (
         Scenario((Life((1, 2)), Life((3, 4))), num_slots=1, events=("fail",), depth=5),
-        {State.ANSWERED, State.RUNNING, State.ENDED},
+        {State.UNKNOWN, State.RUNNING, State.ENDED},
         300,
     ),
     "what lies below": (
@@ -68,12 +68,12 @@ SCENARIOS: dict[str, tuple[Scenario, set[State], int]] = {
     ),
     "the next turn": (
         Scenario(NEXT_TURN, has_rests=True, begins=ONE_RUNS, depth=4),
-        {State.LEFT, State.ANSWERED, State.RUNNING, State.ENDED},
+        {State.LEFT, State.UNKNOWN, State.RUNNING, State.ENDED},
         600,
     ),
     "the next turn where the engine evicts": (
         Scenario(NEXT_TURN, has_rests=True, evicts=True, begins=ONE_RUNS, depth=4),
-        {State.LEFT, State.ANSWERED, State.RUNNING, State.ENDED},
+        {State.LEFT, State.UNKNOWN, State.RUNNING, State.ENDED},
         600,
     ),
 }

@@ -387,7 +387,7 @@ class Matcher:
             lacking = np.flatnonzero(~found.host[g][blocks.start : blocks.stop])
             if len(lacking):
                 run = blocks[int(lacking[0]) :]
-                before = self.names[g].before(found.keys, run.start)
+                before = self.names[g].before(found.keys, run.start) if run.start else None
                 runs.append(RunBelow(group, group.part(run), before, self._chained[g]))
         return runs
 

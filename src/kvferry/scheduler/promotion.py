@@ -146,10 +146,6 @@ class Promoter:
             promotion.num_asked = 0
         if found.all_tokens <= found.host_tokens or promotion.has_promoted:
             return False
-        return self._promote(caller, found, most_slots)
-
-    def _promote(self, caller: Any, found: Lookup, most_slots: int | None) -> bool:
-        promotion: Promotion = caller.promotion
         room = self._lower.room
         most = room if most_slots is None else min(room, most_slots)
         found = self._matcher.within(found, most)

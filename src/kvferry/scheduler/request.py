@@ -65,7 +65,6 @@ class State(Enum):
     """
 
     UNKNOWN = "unknown"  # nothing is pinned for it, nothing is on its way
-    ANSWERED = "answered"  # the same; it was told so since the last plan
     WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
     MATCHED = "matched"  # a hit is pinned for it
     LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
@@ -76,7 +75,7 @@ class State(Enum):
 
 
 OVER = (State.LEFT, State.ENDED)
-_IDLE = (State.UNKNOWN, State.ANSWERED, State.LOADED)
+_IDLE = (State.UNKNOWN, State.LOADED)
 
 
 @dataclass(eq=False)
@@ -105,7 +104,6 @@ class Requests:
     live: dict[Request, None] = field(default_factory=dict)
     pinned: dict[Request, None] = field(default_factory=dict)
     released: list[DeviceBlocks] = field(default_factory=list)
-    answered: dict[Request, None] = field(default_factory=dict)
     least_tokens: int = field(init=False)
     lower_pools: tuple[Pool, ...] = field(init=False)
 
@@ -113,13 +111,6 @@ class Requests:
         self.least_tokens = min(self.sizes)
         pools = [tier.pool for tier in self.lower.tiers]
         self.lower_pools = tuple([pool for pool in pools if pool is not None])
-
-    def forget_answered(self) -> None:
-        """A step has passed since these were answered that nothing is here."""
-        for request in self.answered:
-            if request.state is State.ANSWERED:
-                request.state = State.UNKNOWN
-        self.answered.clear()
 
     def leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
         """The leading slots of a request, as far as its hit goes: what is behind is not there."""
@@ -225,8 +216,6 @@ class Request:
         if self._missed != missed:  # explained once a question
             self._missed = missed
             self._answered_nothing(computed_tokens, max_tokens, missing)
-            requests.answered[self] = None
-            self.state = State.ANSWERED
         return match
 
     def _look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Match:
@@ -459,7 +448,6 @@ class Request:
             raise self._over("run")
         if self.state is not State.RUNNING:
             self.state = State.RUNNING
-            self._requests.answered.pop(self, None)
             if self._computed and self._requests.deferred is not None:
                 self.go_on(self._computed)
 
@@ -640,7 +628,6 @@ class Request:
         requests = self._requests
         self.state = State.ENDED
         del requests.live[self]
-        requests.answered.pop(self, None)
 
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.

@@ -341,8 +341,6 @@ class Scheduler:
         if self.lower.tiers:
             self._order_for_tiers()
         plan = self.transfers.launch(self._clock())
-        if self._requests.answered:
-            self._requests.forget_answered()
         return plan
 
     def _order_for_tiers(self) -> None:
@@ -519,7 +517,6 @@ class Scheduler:
             for rest in self.deferred.take_all():
                 requests.released.extend(rest.held)
                 rest.request.end_left()
-        requests.forget_answered()
         for request in requests.live:
             request.forget()
         self.control.reset()

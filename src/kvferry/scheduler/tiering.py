@@ -22,7 +22,6 @@ import numpy as np
 from kvferry.cache.events import EventKind
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import Lease
 from kvferry.core.identity import new_epoch
 from kvferry.core.keys import Key, Keys
 from kvferry.scheduler.tier import Flags, KeyedTier, LowerTier, Move, Presence, SlotTier
@@ -247,7 +246,12 @@ class LowerTiers:
                 slots = lookup.found[number].slots
                 src = slots[at] if len(slots) else slots
                 coming = keys if len(at) == num_keys else keys.take(at)
-                transfers.add(self._lift(lookup.tiers[number], coming, src, lease))
+                tier = lookup.tiers[number]
+                transfer_id = self._transfers.move(tier.name, HOST, coming, tier.read(src), lease)
+                self.moves[transfer_id] = Move(tier, coming, upward=True)
+                self._host.log.append(EventKind.PROMOTE, keys=coming, detail=tier.name)
+                self._busy[tier.name].begin(self._clock())
+                transfers.add(transfer_id)
                 room -= len(at)
                 if len(at) < np.count_nonzero(~known[start:stop]):
                     break  # the host has no room for all of it: what follows could not be reached
@@ -255,13 +259,6 @@ class LowerTiers:
                 parent = keys[stop - 1]
             start = stop
         return room
-
-    def _lift(self, tier: LowerTier, keys: Keys, slots: SlotArray, lease: Lease) -> TransferId:
-        transfer_id = self._transfers.move(tier.name, HOST, keys, tier.read(slots), lease)
-        self.moves[transfer_id] = Move(tier, keys, upward=True)
-        self._host.log.append(EventKind.PROMOTE, keys=keys, detail=tier.name)
-        self._busy[tier.name].begin(self._clock())
-        return transfer_id
 
     def _bringing(self, run: RunBelow) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
@@ -291,8 +288,10 @@ class LowerTiers:
             for tier, found in zip(group.below.tiers, group.below.found, strict=True):
                 counts[tier] += int(np.count_nonzero(found.readable[part] & lacks))
         ((tier, _),) = counts.most_common(1)
-        moves = [move for move in self.moves.values() if move.upward and not move.late]
-        num_queued = sum([len(move.keys) for move in moves if move.tier is tier])
+        num_queued = 0
+        for move in self.moves.values():
+            if move.tier is tier and move.upward and not move.late:
+                num_queued += len(move.keys)
         return self._worth.decide(num_tokens, num_lacking * size, num_queued * size, tier.name)
 
     # -- what became of it ----------------------------------------------------------------------

@@ -51,14 +51,14 @@ _LONG_SILENCE = 1.0
 """After so long without a poll the engine was not stepping. The ranks report what they finished
 meanwhile with the next step only, so no deadline has passed before that."""
 
-_OTHERS = (State.ANSWERED, State.LOADING, State.LOADED, State.RUNNING)
+_OTHERS = (State.LOADING, State.LOADED, State.RUNNING)
 
 
 class RequestState:
     """One of the engine's requests, and the scheduler's request of the same name. Owns neither.
 
     The engine had ``computed`` tokens when it last asked for a match; ``claimed`` were promised to
-    it beyond these.
+    it beyond these. Once it ``has_blocks`` without a load it computes beside others that load.
     """
 
     def __init__(self, theirs: EngineRequest, ours: Request, keys: EngineKeys) -> None:
@@ -67,7 +67,7 @@ class RequestState:
         self.keys = keys
         self.preemptions = theirs.num_preemptions
         self.computed = self.claimed = 0
-        self.is_timed = False
+        self.is_timed = self.has_blocks = False
         self._began: tuple[float, int] | None = None
 
     def time_prefill(self) -> tuple[int, float] | None:
@@ -265,8 +265,6 @@ class Serving:
         ours, claimed = state.ours, state.claimed
         # Also without a load: a request that comes back with one token would count as not run.
         self._num_quiet = 0
-        if not num_external_tokens and ours.state is State.ANSWERED:
-            return
         state.claimed = 0
         if num_external_tokens != claimed:
             # Another connector serves the request, or the engine wants less: change the pins.
@@ -274,6 +272,7 @@ class Serving:
                 computed_tokens=state.computed, max_tokens=state.computed + num_external_tokens
             )
         if not num_external_tokens:
+            state.has_blocks = True
             return
         end = state.computed + num_external_tokens
         self._loading.began(request.request_id, request.num_tokens, end)
@@ -312,13 +311,14 @@ class Serving:
     def _note_preemption(self, state: RequestState) -> None:
         """An engine may preempt and resume a request before it says so; its count says it first."""
         state.preemptions = state.theirs.num_preemptions
+        state.has_blocks = False
         state.ours.preempt()
         self._loading.ended(state.ours.id)
 
     def _has_others(self) -> bool:
         """Whether requests compute in these steps, or will: from the start, or once loaded."""
-        for state in self._requests.values():  # noqa: SIM110  # a generator is a call per request
-            if state.ours.state in _OTHERS:
+        for state in self._requests.values():  # a generator is a call per request
+            if state.has_blocks or state.ours.state in _OTHERS:
                 return True
         return False
 
