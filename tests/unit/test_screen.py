@@ -14,7 +14,7 @@ from kvferry.telemetry.catalog import Snapshot, exposition
 from kvferry.tools.cli import explain as cli_explain
 from kvferry.tools.cli.top import Screen
 from kvferry.tools.top.scrape import parse
-from kvferry.tools.top.view import View, Watch
+from kvferry.tools.top.view import TenantView, View, Watch
 
 
 def look(**changes: object) -> View:
@@ -71,11 +71,16 @@ KEYED = replace(HOST, name="store", free=0, cached=0, leased=0, asked=4000, foun
         ),
         ({"tiers": [KEYED]}, ["999 of 4,000 found", "25%"], ["0 of 0"]),
         (
-            {"tiers": [replace(DISK, pending=5, failed={"damaged": 2, "late": 1}, restored=1200)]},
+            {"tiers": [replace(DISK, pending=5, failed={"damaged": 2, "late": 1}, held=4)]},
             [
                 "Drives of disk: 2 blocks failed (damaged), 1 block failed (late)",
-                "Tier disk: 1,200 blocks found at start, 5 blocks not durable yet",
+                "Tier disk: 4 blocks pinned, 5 blocks not durable yet",
             ],
+            [],
+        ),
+        (
+            {"tenants": [TenantView("search", {"host": 4}, 1, 2, 0.5)]},
+            ["Tenant Slots Evicted Requests Device misses loaded search host 4 1 2 50%"],
             [],
         ),
     ],
