@@ -97,7 +97,6 @@ class LayerwiseLoads:
         layout: GroupLayout,
         *,
         land: Callable[[], None],
-        parts: LayerParts | None = None,
     ) -> None:
         """``layers`` are those of the only group, in the order in which they run.
 
@@ -108,7 +107,7 @@ class LayerwiseLoads:
         tensors: dict[str, list[str]] = {}
         for tensor, _, _ in layout.spans:
             tensors.setdefault(tensor.rpartition("[")[0], []).append(tensor)
-        parts = parts or LayerParts.of(layout)
+        parts = LayerParts.of(layout)
         self._part_of = {
             name: parts.last_of(layout, tensors[name]) for name in layers if name in tensors
         }
