@@ -178,21 +178,25 @@ class Server:
         """The bytes of the page at a host index."""
         return self.host.get_data_page(index).view(torch.uint8).numpy().tobytes()
 
-    def backup(self, tokens: list[int]) -> list[bytes]:
-        """Fill host pages for these tokens with random bytes and back them up; returns them."""
-        count = len(tokens) // PAGE
-        indices = self.host.alloc(count * PAGE)
-        for at in range(count):
+    def filled(self, tokens: list[int]) -> torch.Tensor:
+        """Host pages of random bytes for these tokens."""
+        indices = self.host.alloc(len(tokens) // PAGE * PAGE)
+        for index in indices[::PAGE]:
             page = self.host.get_dummy_flat_data_page()
+            # Not torch's own numbers, which are the same ones on every rank.
             random = bytearray(secrets.token_bytes(page.nbytes))
             page.view(torch.uint8).copy_(torch.frombuffer(random, dtype=torch.uint8))
-            self.host.set_from_flat_data_page(indices[at * PAGE], page)
-        return self.write(tokens, indices)
+            self.host.set_from_flat_data_page(index, page)
+        return indices
 
-    def write(self, tokens: list[int], indices: torch.Tensor) -> list[bytes]:
+    def backup(self, tokens: list[int]) -> list[bytes]:
+        """Fill host pages for these tokens with random bytes and back them up; returns them."""
+        return self.write(tokens, self.filled(tokens))
+
+    def write(self, tokens: list[int], indices: torch.Tensor, **more: Any) -> list[bytes]:
         hashes = get_hash_str(tokens[: len(indices)], None, page_size=PAGE)
         pages = [self.page(index) for index in indices[::PAGE]]
-        self.controller.write_storage(indices, tokens[: len(indices)], hash_value=hashes)
+        self.controller.write_storage(indices, tokens[: len(indices)], hash_value=hashes, **more)
         self.controller.ack_backup_queue.get(timeout=LONG)
         self.host.free(indices)
         return pages
@@ -200,22 +204,26 @@ class Server:
     def prefetch(self, tokens: list[int]) -> list[bytes]:
         """The leading pages that come back for these tokens, into memory full of other bytes."""
         self.controller.prefetch(secrets.token_hex(4), tokens)
-        operation = self.controller.prefetch_hit_queue.get(timeout=LONG)
+        return self.fetched(self.controller.prefetch_hit_queue.get(timeout=LONG))[0]
+
+    def fetched(self, operation: Any) -> tuple[list[bytes], dict[str, int]]:
+        """The pages that an operation brings up, and what it brings up of other pools."""
         if not operation.storage_hit_count:
-            return []
-        indices = self.host.alloc(operation.storage_hit_count)
+            return [], {}
+        operation.host_indices = indices = self.host.alloc(operation.storage_hit_count)
         self.bytes.fill_(0xEE)
-        operation.host_indices = indices
         self.controller.prefetch_buffer.put(operation)
         completed, end = 0, time.monotonic() + LONG
+        hits: dict[str, int] = {}
         while time.monotonic() < end:
             ack = self.controller.ack_prefetch_queue.get(timeout=LONG)
             if ack.completed_req:
                 break
-            completed = ack.completed_tokens
+            completed = max(completed, ack.completed_tokens or 0)
+            hits |= ack.pool_hits or {}
         pages = [self.page(index) for index in indices[:completed:PAGE]]
         self.host.free(indices)
-        return pages
+        return pages, hits
 
     def close(self) -> None:
         self.controller.detach_storage_backend()
@@ -287,20 +295,11 @@ class HybridServer(Server):
 
     def backup_all(self, tokens: list[int]) -> tuple[list[bytes], list[bytes]]:
         """Back a prompt up with its window and state, all of random bytes; returns them."""
-        hashes = get_hash_str(tokens, None, page_size=PAGE)
-        indices = self.host.alloc(len(tokens))
-        for at in range(0, len(tokens), PAGE):
-            page = self.host.get_dummy_flat_data_page()
-            page.view(torch.uint8).random_(0, 255)
-            self.host.set_from_flat_data_page(indices[at], page)
-        extra = self.transfers(hashes)
+        extra = self.transfers(get_hash_str(tokens, None, page_size=PAGE))
         for part in self.parts(extra):
             part.random_(0, 255)
-        pages = [self.page(index) for index in indices[::PAGE]]
         parts = [part.numpy().tobytes() for part in self.parts(extra)]
-        self.controller.write_storage(indices, tokens, hash_value=hashes, extra_pools=extra)
-        self.controller.ack_backup_queue.get(timeout=LONG)
-        self.host.free(indices)
+        pages = self.write(tokens, self.filled(tokens), extra_pools=extra)
         self.free(extra)
         return pages, parts
 
@@ -314,21 +313,9 @@ class HybridServer(Server):
         if not operation.storage_hit_count:
             self.free(extra)
             return [], []
-        operation.host_indices = indices = self.host.alloc(operation.storage_hit_count)
-        self.bytes.fill_(0xEE)
-        self.controller.prefetch_buffer.put(operation)
-        completed, end = 0, time.monotonic() + LONG
-        hits: dict[str, int] = {}
-        while time.monotonic() < end:
-            ack = self.controller.ack_prefetch_queue.get(timeout=LONG)
-            if ack.completed_req:
-                break
-            completed = max(completed, ack.completed_tokens or 0)
-            hits |= ack.pool_hits or {}
-        pages = [self.page(index) for index in indices[:completed:PAGE]]
+        pages, hits = self.fetched(operation)
         whole = all(hits.get(each.name) == len(each.keys) for each in operation.pool_transfers)
         parts = [part.numpy().tobytes() for part in self.parts(operation.pool_transfers)]
-        self.host.free(indices)
         self.free(operation.pool_transfers)
         return pages, parts if whole else []
 
