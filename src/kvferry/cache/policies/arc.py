@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from kvferry.cache.policies.contract import Residents
 from kvferry.cache.policies.slot_lists import Ghosts, QueuePolicy
-from kvferry.types import NO_SLOT, SlotArray
 
 _ONCE, _AGAIN = 0, 1
 
@@ -23,69 +22,46 @@ class Arc(QueuePolicy):
         super().__init__(residents, 2)
         self.target = 0.0
         self._ghosts = (Ghosts(), Ghosts())
-        self._known = Ghosts()  # ghosts that are about to come in
 
     def used(self, slot: int) -> None:
         self.push(slot, _AGAIN)
 
-    def place(self, word: int) -> int:
-        to = self._adapt(word)
-        self._known.remove(word)
-        return to
-
-    def admit(self, word: int) -> None:
-        self.coming(self._adapt(word))
-
-    def _adapt(self, word: int) -> int:
-        """The queue of a newcomer. If it is a ghost there was too little room where it was."""
-        if word in self._known:
-            return _AGAIN
+    def arrive(self, word: int, number: int, *, is_full: bool) -> None:
         once, again = self._ghosts
-        if word in once:
+        was_once, was_frequent = word in once, word in again
+        if was_once:
             step = max(1.0, len(again) / len(once))
             self.target = min(float(self._num_slots), self.target + step)
-        elif word in again:
+        elif was_frequent:
             step = max(1.0, len(once) / len(again))
             self.target = max(0.0, self.target - step)
-        else:
-            return _ONCE
-        once.remove(word)
-        again.remove(word)
-        self._known.add(word)
-        self._known.trim(self._num_slots)
-        return _AGAIN
+        self.returned(word)
+        if is_full:
+            self._replace(was_frequent=was_frequent)
+        self.push(number, _AGAIN if was_once or was_frequent else _ONCE)
+        num_once, num_again = map(len, self.queues)
+        once.trim(self._num_slots - num_once)
+        again.trim(2 * self._num_slots - num_once - num_again - len(once))
 
-    def victim(self, word: int | None) -> int | None:
-        was_frequent = word is not None and word in self._ghosts[_AGAIN]
-        to = self._adapt(word) if word is not None else None
-        num_once = self.size(_ONCE)
-        at = _AGAIN
-        if num_once and (num_once > self.target or (was_frequent and num_once == self.target)):
-            at = _ONCE
-        if not self.size(at):
-            at = 1 - at
-        if to is not None:
-            self.coming(to)
-        if not self.queues[at]:
-            if not self._num_coming[at]:
-                return None
-            self._num_coming[at] -= 1  # all that is in it is about to come: its own end goes
-            return NO_SLOT
-        slot = self.pop(at)
-        once, again = self._ghosts
-        self._ghosts[at].add(self.word_of(slot))
-        once.trim(self._num_slots - self.size(_ONCE))
-        held = self.size(_ONCE) + self.size(_AGAIN)
-        again.trim(2 * self._num_slots - held - len(once))
-        return slot
+    def _replace(self, *, was_frequent: bool) -> None:
+        once, again = self.queues
+        too_many = len(once) > self.target or (was_frequent and len(once) == self.target)
+        at = _ONCE if once and (too_many or not again) else _AGAIN
+        if self.queues[at]:
+            number = next(iter(self.queues[at]))
+            word = self.go(number)
+            if number >= 0:
+                self._ghosts[at].add(word)
 
-    def returned(self, slots: SlotArray) -> None:
-        for word in self.words_of(slots):
-            for ghosts in self._ghosts:
-                ghosts.remove(word)
+    def evict(self) -> None:
+        self._replace(was_frequent=False)
+
+    def returned(self, word: int) -> None:
+        for ghosts in self._ghosts:
+            ghosts.pop(word, None)
 
     def clear(self) -> None:
         super().clear()
         self.target = 0.0
-        for ghosts in (*self._ghosts, self._known):
+        for ghosts in self._ghosts:
             ghosts.clear()

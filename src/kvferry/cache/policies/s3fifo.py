@@ -5,11 +5,9 @@ After Yang and others, "FIFO Queues are All You Need for Cache Eviction" (SOSP 2
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvferry.cache.policies.contract import Residents
 from kvferry.cache.policies.slot_lists import Ghosts, QueuePolicy
-from kvferry.types import NO_SLOT, SlotArray
+from kvferry.types import SlotArray
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
@@ -27,56 +25,53 @@ class S3Fifo(QueuePolicy):
 
     def __init__(self, residents: Residents) -> None:
         super().__init__(residents, 2)
-        self._num_uses = np.zeros(self._num_slots, dtype=np.int8)
+        self._num_uses: dict[int, int] = {}
         self._most_small = max(1, int(self._num_slots * _SMALL_SHARE))
         self._ghosts = Ghosts()
 
     def used(self, slot: int) -> None:
-        self._num_uses[slot] = min(_MOST_USES, self._num_uses.item(slot) + 1)
+        self._num_uses[slot] = min(_MOST_USES, self._num_uses.get(slot, 0) + 1)
 
-    def insert(self, slots: SlotArray) -> None:
-        self._num_uses[slots] = 0
-        super().insert(slots)
+    def go(self, number: int) -> int:
+        self._num_uses.pop(number, None)
+        return super().go(number)
 
-    def place(self, word: int) -> int:
-        return _MAIN if self._ghosts.remove(word) else _SMALL
+    def arrive(self, word: int, number: int, *, is_full: bool) -> None:
+        if is_full:
+            self.evict()
+        to = _MAIN if word in self._ghosts else _SMALL
+        self.returned(word)
+        self.push(number, to)
 
-    def admit(self, word: int) -> None:
-        self.coming(_MAIN if word in self._ghosts else _SMALL)
-
-    def victim(self, word: int | None) -> int | None:
-        slot = self._evicted()
-        if word is not None and slot is not None:
-            self.admit(word)
-        return slot
-
-    def _evicted(self) -> int | None:
+    def evict(self) -> None:
         small, main = self.queues
-        while small or main or self._num_coming[_SMALL]:
-            if self.size(_SMALL) < self._most_small and main:
-                slot = self.pop(_MAIN)
-                if not self._num_uses.item(slot):
-                    return slot
-                self._num_uses[slot] -= 1
-                self.push(slot, _MAIN)
-            elif small:
-                slot = self.pop(_SMALL)
-                if self._num_uses.item(slot) < _PROMOTE_AFTER:
-                    self._ghosts.add(self.word_of(slot))
+        while small or main:
+            if main and len(small) < self._most_small:
+                number = next(iter(main))
+                num_uses = self._num_uses.get(number, 0)
+                if not num_uses:
+                    self.go(number)
+                    return
+                self._num_uses[number] = num_uses - 1
+            else:
+                number = next(iter(small))
+                if self._num_uses.pop(number, 0) < _PROMOTE_AFTER:
+                    word = self.go(number)
+                    if number >= 0:
+                        self._ghosts.add(word)
                     self._ghosts.trim(self._num_slots - self._most_small)
-                    return slot
-                self._num_uses[slot] = 0
-                self.push(slot, _MAIN)
-            elif self._num_coming[_SMALL]:
-                self._num_coming[_SMALL] -= 1
-                return NO_SLOT
-        return None
+                    return
+            self.push(number, _MAIN)
 
-    def returned(self, slots: SlotArray) -> None:
-        for word in self.words_of(slots):
-            self._ghosts.remove(word)
+    def returned(self, word: int) -> None:
+        self._ghosts.pop(word, None)
+
+    def discard(self, slots: SlotArray) -> None:
+        super().discard(slots)
+        for slot in slots.tolist():
+            self._num_uses.pop(slot, None)
 
     def clear(self) -> None:
         super().clear()
-        self._num_uses.fill(0)
+        self._num_uses.clear()
         self._ghosts.clear()
