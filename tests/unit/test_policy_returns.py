@@ -24,7 +24,7 @@ from kvferry.cache.replay import PoolReplay
 from kvferry.sim.simulation import Simulation, Trial, simulate
 from kvferry.telemetry.traces import keys_of_numbers
 
-NEW = bins(1, 0, None, (0.0, 0.0), 1000)
+NEW = bins(1, 0, None, 1000)
 OTHERS = ("lru", "arc", "s3fifo", "wtinylfu")
 
 

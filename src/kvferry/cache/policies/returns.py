@@ -142,11 +142,7 @@ class Returns:
         words = keys.array[:, 0].tobytes()
         path, num_known = tree.match(words)
         if path and num_known < path[-1].end:
-            left = path[-1]
-            path[-1] = tree.split(left, num_known - left.start)
-            if not left.children:
-                left.is_left = True
-                self._describe(left)
+            path[-1] = tree.split(path[-1], num_known - path[-1].start)
         if num_known < num_blocks:
             last = path[-1] if path else tree.root
             node = tree.extend(last, words[num_known * WORD :])
@@ -175,11 +171,9 @@ class Returns:
             gap = log2(max(now - self._tree.time.item(node.id), FIRST_SECONDS))
             mean = gap if node.gap is None else node.gap
             node.gap = mean + (gap - mean) / min(node.turn, _MEAN_OF)
-            if node.turn == 1 and node.parent is not None:
-                node.parent.kin_returned += 1
             if node.told is not None:
                 self._senders.judge(node.told.sender, right=not node.told.ended)
-            node.told, node.hint, node.is_left = None, NO_HINT, False
+            node.told, node.hint = None, NO_HINT
         node.turn += 1
         node.new_tokens = num_new
         node.record = NO_RECORD
@@ -190,12 +184,8 @@ class Returns:
 
     def _describe(self, node: Node) -> int:
         """The row of a node's features, as they are now."""
-        ways = int(node.kin) if node.children and node.kin >= _SHARED_BY else 0
-        parent = node.parent
-        kin = (parent.kin, parent.kin_returned) if parent is not None else (0.0, 0.0)
-        features = bins(
-            node.turn, ways, node.gap, kin, node.new_tokens, node.hint, is_left=node.is_left
-        )
+        ways = node.ways if node.children and node.ways >= _SHARED_BY else 0
+        features = bins(node.turn, ways, node.gap, node.new_tokens, node.hint)
         row = self._tree.row[node.id] = self.model.row(features)
         if node.record != NO_RECORD:
             self.model.change(node.record, row)

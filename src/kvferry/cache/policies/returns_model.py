@@ -2,10 +2,9 @@
 
 Each feature is one of a few bins::
 
-    turn     1 2 3 4, 5-8, more        how often a conversation was asked for; or it was left
+    turn     1 2 3 4, 5-8, more        how often a conversation was asked for
     ways     3, 4-7, 8-31, more        instead, for a part that others share: how many go on from it
     gap      none, by factors of four  the mean time between requests, of the last four
-    kin      unknown, 3%, 15%, 40%     the share that returned of those that begin at the same place
     new      by factors of four        tokens of the last prompt that were new
     hint     none, ended, continues, continues within a second, two, four, ...; believed or not
 """
@@ -25,14 +24,14 @@ Features = tuple[int, ...]
 # Where bins begin, for each feature after its first bin.
 _TURN, _WAYS = (2, 3, 4, 5, 9), (4, 8, 32)
 _GAP = (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)  # logarithms to base two of seconds
-_KIN, _FEW_KIN = (0.03, 0.15, 0.4), 8
 _NEW = (1024, 4096, 16384, 65536)
-_LEFT, _SHARED = len(_TURN) + 1, len(_TURN) + 2
-_GAPS, _KINS, _DEADLINES = len(_GAP) + 2, len(_KIN) + 2, 14
+_SHARED = len(_TURN) + 1
+_GAPS, _DEADLINES = len(_GAP) + 2, 14
 _HINTS = 2 + _DEADLINES
 # Shared parts have bins of their own, behind those of conversations.
-_SIZES = (_SHARED + len(_WAYS) + 1, 2 * _GAPS, 2 * _KINS, len(_NEW) + 2, 1 + 2 * _HINTS)
+_SIZES = (_SHARED + len(_WAYS) + 1, 2 * _GAPS, len(_NEW) + 2, 1 + 2 * _HINTS)
 _STARTS: list[int] = np.cumsum([0, *_SIZES]).tolist()
+_HINTS_AT = _STARTS[3]
 NO_HINT = 0
 
 NUM_BUCKETS = 38
@@ -66,31 +65,21 @@ def bins(
     turn: int,
     ways: int,
     gap: float | None,
-    kin: tuple[float, float],
     new_tokens: int,
     hint: int = NO_HINT,
-    *,
-    is_left: bool = False,
 ) -> Features:
-    """The features of a node; not shared where ``ways`` is zero.
-
-    ``gap`` is a logarithm to base two of seconds, ``kin`` how many there are and how many returned.
-    """
+    """The features of a node, shared if it has ``ways``; ``gap`` is log2 of seconds."""
     shared = ways > 0
-    num, returned = kin
     if shared:
         by_turn, by_new = _SHARED + bisect_right(_WAYS, ways), len(_NEW) + 1
     else:
-        by_turn = _LEFT if is_left else bisect_right(_TURN, turn)
-        by_new = bisect_right(_NEW, new_tokens)
+        by_turn, by_new = bisect_right(_TURN, turn), bisect_right(_NEW, new_tokens)
     by_gap = 0 if gap is None else 1 + bisect_right(_GAP, gap)
-    by_kin = 0 if num < _FEW_KIN else 1 + bisect_right(_KIN, returned / num)
     return (
         by_turn,
         _STARTS[1] + shared * _GAPS + by_gap,
-        _STARTS[2] + shared * _KINS + by_kin,
-        _STARTS[3] + by_new,
-        _STARTS[4] + hint,
+        _STARTS[2] + by_new,
+        _HINTS_AT + hint,
     )
 
 
@@ -107,8 +96,8 @@ def _hint_cells() -> tuple[Floats, Ints]:
 
     All deadlines share what is learned of how near they are.
     """
-    prior = np.zeros((_SIZES[4], NUM_BUCKETS))
-    cells = np.arange(_STARTS[4], _STARTS[5])[:, None] * _NUM_GROUPS + _GROUPS
+    prior = np.zeros((_SIZES[3], NUM_BUCKETS))
+    cells = np.arange(_HINTS_AT, _STARTS[-1])[:, None] * _NUM_GROUPS + _GROUPS
     prior[hint_bin(True, None, is_believed=True)] = -5.0
     prior[hint_bin(False, None, is_believed=True)] = 2.0
     for is_believed in (True, False):
@@ -116,7 +105,7 @@ def _hint_cells() -> tuple[Floats, Ints]:
         for deadline in range(_DEADLINES):
             near = np.searchsorted(_NEAR, _BUCKETS - _ENDS.searchsorted(2.0**deadline))
             prior[first + deadline] = is_believed * _NEAR_PRIOR.take(near)
-            cells[first + deadline] = (_STARTS[4] + first) * _NUM_GROUPS + near
+            cells[first + deadline] = (_HINTS_AT + first) * _NUM_GROUPS + near
     return prior, cells
 
 
@@ -157,7 +146,7 @@ class ReturnModel:
         self._returned = np.zeros(2 * _RECORDS, dtype=np.int8)
         self._passed = np.zeros(NUM_BUCKETS, dtype=np.int64)  # records that a bucket learned of
         self._learned_at = 0.0
-        self.row(bins(0, 0, None, (0.0, 0.0), 0))  # row 0, of what was never asked for
+        self.row(bins(0, 0, None, 0))  # row 0, of what was never asked for
 
     @property
     def learned(self) -> tuple[Floats, ...]:
@@ -246,8 +235,8 @@ class ReturnModel:
         base = np.maximum(features[:, :1] - _SHARED + 1, 0)
         bases = base * NUM_BUCKETS + buckets
         weights = features[:, :, None] * _NUM_GROUPS + _GROUPS.take(buckets)[:, None, :]
-        hints = features[:, 4:] - _STARTS[4]
-        weights[:, 4] = _HINT_CELLS[hints, buckets]
+        hints = features[:, 3:] - _HINTS_AT
+        weights[:, 3] = _HINT_CELLS[hints, buckets]
         logits = self._base.take(bases) + self._weight.take(weights).sum(1)
         logits += _HINT_PRIOR[hints, buckets]
         chance = 1 / (1 + np.exp(-np.clip(logits, -_MOST_LOGIT, _MOST_LOGIT)))

@@ -26,7 +26,6 @@ _NODE_BLOCKS = 16  # a node takes as much memory as the words of so many blocks
 _LEAST_BLOCKS = 1 << 16
 _TIMES_SLOTS = 6
 _FORGET_AT_ONCE = 256
-_MOST_KIN = 32.0
 
 
 @dataclass(eq=False, slots=True)
@@ -42,10 +41,8 @@ class Node:
     turn: int = 0
     new_tokens: int = 0
     gap: float | None = None
-    kin: float = 0.0  # nodes that began behind this one
-    kin_returned: float = 0.0
+    ways: int = 0  # how often a node began behind this one
     record: int = NO_RECORD
-    is_left: bool = False
     hint: int = NO_HINT
     told: Evidence | None = None  # and was not judged yet
 
@@ -122,7 +119,7 @@ class RequestTree:
         self._num_blocks -= count
         upper.children[node.words[size : size + WORD]] = node
         upper.turn, upper.gap, upper.new_tokens = node.turn, node.gap, node.new_tokens
-        upper.kin, upper.kin_returned = 1.0, float(node.turn > 1)
+        upper.ways = 1
         self.time[upper.id], self.row[upper.id] = self.time[node.id], self.row[node.id]
         node.words, node.start, node.parent = node.words[size:], node.start + count, upper
         slots = node.slots
@@ -141,9 +138,7 @@ class RequestTree:
             node.words += words
             self._num_blocks += len(words) // WORD
             return node
-        node.kin += 1
-        if node.kin > _MOST_KIN:
-            node.kin, node.kin_returned = node.kin / 2, node.kin_returned / 2
+        node.ways += 1
         return self._new(words, node.end, node)
 
     def forget(self) -> None:
