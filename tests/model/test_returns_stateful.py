@@ -126,8 +126,6 @@ class ReturnsMachine(RuleBasedStateMachine):
         policy, tree = self.policy, self.policy._tree
         every = np.arange(self.pool.num_slots)
         held = every[tree.held].tolist()
-        ids = tree.ids[: tree.count].tolist()
-        assert len(set(ids)) == len(ids)
         inside: list[int] = []
         for node in tree.nodes:
             assert tree.nodes[node.id] is node
@@ -136,7 +134,7 @@ class ReturnsMachine(RuleBasedStateMachine):
                 assert child.parent is node
                 assert child.start == node.end
             slots = node.slots.tolist()
-            assert (node.id in ids) == (node in tree.holding) == bool(slots)
+            assert (node in tree.holding) == bool(slots)
             if slots:
                 assert tree.last_slot[node.id] == slots[-1]
                 places = tree._position[node.slots].tolist()

@@ -259,17 +259,15 @@ class Returns:
 
     def _look(self) -> None:
         """Sample some nodes whose end can go, and queue those of least value."""
-        tree, every = self._tree, self._tree.ids[: self._tree.count]
-        by_age = self._residents.feeds_below()
+        tree, num_slots, by_age = self._tree, len(self._tree.held), self._residents.feeds_below()
+        slots = self._chance.integers(num_slots, size=_SAMPLES)
         if by_age:
-            picks = np.array([node.id for node in islice(tree.holding, _SAMPLES)], dtype=np.int32)
-        elif tree.count > _SAMPLES:
-            picks = every.take((self._chance.random(_SAMPLES) * tree.count).astype(np.int64))
-        else:
-            picks = every
-        picks = picks[tree.can_lose(picks)]
+            slots = np.array([node.slots[-1] for node in islice(tree.holding, _SAMPLES)], np.int64)
+        picks = tree.losing(slots)
+        if not len(picks):  # hardly any node ends here
+            picks = tree.losing(self._chance.integers(num_slots, size=_SAMPLES**2))
         if not len(picks):
-            picks = every[tree.can_lose(every)]
+            picks = tree.losing(np.arange(num_slots))
         ages = self._tick() - tree.time.take(picks)
         values = -ages if by_age else self.model.values(tree.row.take(picks), ages)
         order, num = values.argsort(kind="stable"), len(picks)

@@ -63,8 +63,8 @@ def _num_same(some: bytes, others: bytes) -> int:
 class RequestTree:
     """Owns the nodes, which slots each holds, and the order in which they were asked for.
 
-    ``time``, ``row`` and ``last_slot`` are by the number of a node; ``ids[:count]`` are the nodes
-    that hold slots. Bounded: what was longest not asked for and holds nothing is forgotten.
+    ``time``, ``row`` and ``last_slot`` are by the number of a node. Bounded: what was longest not
+    asked for and holds nothing is forgotten.
     """
 
     def __init__(self, residents: Residents) -> None:
@@ -86,9 +86,6 @@ class RequestTree:
         self.time = np.zeros(64)
         self.row = np.zeros(64, dtype=np.int64)
         self.last_slot = np.full(64, NO_SLOT, dtype=np.int64)
-        self.ids = np.zeros(64, dtype=np.int32)
-        self._place = np.zeros(64, dtype=np.int32)  # in ids
-        self.count = 0
         self.holding: OrderedDict[Node, None] = OrderedDict()
         """Nodes that hold slots, the one longest not used first."""
         self._others: OrderedDict[Node, None] = OrderedDict()
@@ -102,7 +99,7 @@ class RequestTree:
         if number == len(self.nodes):
             self.nodes.append(node)
             if number == len(self.time):
-                for name in ("time", "row", "last_slot", "ids", "_place"):
+                for name in ("time", "row", "last_slot"):
                     setattr(self, name, np.tile(getattr(self, name), 2))
         self.nodes[number] = node
         self.time[number], self.row[number] = self._residents.now(), self.row[parent.id]
@@ -235,14 +232,9 @@ class RequestTree:
         if len(slots):
             self.last_slot[node.id] = slots[-1]
         if len(slots) and not had:
-            self.ids[self.count], self._place[node.id] = node.id, self.count
-            self.count += 1
             self.holding[node] = None
             del self._others[node]
         elif had and not len(slots):
-            self.count -= 1
-            moved, place = self.ids.item(self.count), self._place.item(node.id)
-            self.ids[place], self._place[moved] = moved, place
             self._others[node] = None
             del self.holding[node]
 
@@ -260,8 +252,8 @@ class RequestTree:
         for node in self.nodes_of(slots):
             self._hold(node, node.slots[self.held.take(node.slots)])
 
-    def can_lose(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """For each node, by its number, whether its last slot can go."""
-        last = self.last_slot.take(ids)
-        residents = self._residents
-        return residents.is_idle(last) & (residents.num_followers_of(last) == 0)
+    def losing(self, slots: SlotArray) -> npt.NDArray[np.int32]:
+        """The numbers of the nodes with these slots, as far as their last slot can go."""
+        ids = self._of.take(slots[self.held.take(slots)])
+        last, residents = self.last_slot.take(ids), self._residents
+        return ids[residents.is_idle(last) & (residents.num_followers_of(last) == 0)]
