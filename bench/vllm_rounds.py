@@ -166,6 +166,7 @@ def bound_rounds(
         child.ask("fill")
         found[name]["first"] = child.ask("bound", 1)
         child.ask("bound", NUM_CLIENTS)  # what is done once is done
+        said(found)
     for number in range(rounds):
         for name in in_turn(children, number):
             found[name]["rounds"].append(children[name].ask("bound", NUM_CLIENTS))

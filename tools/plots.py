@@ -89,7 +89,7 @@ def plots() -> dict[str, str]:
         ),
         "plot-copies.svg": chart(
             "Copy of 256 MiB from host memory to the GPU, in pieces of 16 KiB",
-            f"NVIDIA H200, PCIe Gen5 x16, {date}; more is better",
+            "NVIDIA H200, PCIe Gen5 x16, 2026-11-19; more is better",
             "GB/s",
             [
                 ("one copy for each piece", copies["loop"]),

@@ -83,8 +83,11 @@ def thread_seconds() -> dict[str, float]:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, float] = {}
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
-            fields = file.read().rpartition(")")[2].split()
+        try:
+            with open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
         name = names.get(int(task), "not Python's")
         found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
     return found
