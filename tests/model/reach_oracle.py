@@ -101,30 +101,3 @@ def ever_needed(layer: Layer, block: int, step: int) -> bool:
         for hit in range(step, beyond + 1, step)
         if has_boundary(layer, hit)
     )
-
-
-def worth(layers: Sequence[Layer], held: Sequence[Bits], step: int) -> list[list[bool]]:
-    """Slots that some hit reads, where that hit lacks no slot of any layer.
-
-    A slot past the end of ``held`` is in the future: it may yet be computed and stored. A slot
-    within it that is not held is lost.
-    """
-    ends = [len(bits) * layer.block_tokens for layer, bits in zip(layers, held, strict=True)]
-    spans = [layer.span for layer in layers]
-    period = step
-    for layer in layers:
-        period *= layer.block_tokens if layer.kind == "state" else 1
-    beyond = max(ends) + max(spans) + 2 * period
-    worthy = [[False] * len(bits) for bits in held]
-    for hit in range(step, beyond + 1, step):
-        if not all(has_boundary(layer, hit) for layer in layers):
-            continue
-        reads = [
-            [b for b in needed_blocks(layer, hit, 0) if b < len(bits)]
-            for layer, bits in zip(layers, held, strict=True)
-        ]
-        if all(bits[b] for bits, blocks in zip(held, reads, strict=True) for b in blocks):
-            for mask, blocks in zip(worthy, reads, strict=True):
-                for b in blocks:
-                    mask[b] = True
-    return worthy

@@ -85,8 +85,8 @@ class Serving:
         self.stories = Stories(setup)
         self.groups = setup.groups
         self.device_groups = tuple(single(group) for group in setup.groups)
-        self.alignment = reach.hit_alignment(
-            self.device_groups, hash_block_tokens=setup.hash_tokens
+        self.alignment = math.lcm(
+            setup.hash_tokens, *(group.block_tokens for group in self.device_groups)
         )
         self.config = Config.from_dict(
             {

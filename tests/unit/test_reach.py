@@ -15,11 +15,8 @@ from kvferry.cache.reach import (
     Group,
     RecurrentState,
     SlidingWindow,
-    can_serve,
-    hit_alignment,
     longest_hit,
     needed,
-    worth_storing,
 )
 from kvferry.errors import InputError
 
@@ -33,7 +30,6 @@ def test_the_masks_given_are_not_changed() -> None:
     present = mask("##.#")
     present.setflags(write=False)
     longest_hit([SlidingWindow(16, window=20)], [present], 64)
-    worth_storing([SlidingWindow(16, window=20)], [present])
     assert present.tolist() == mask("##.#").tolist()
 
 
@@ -45,8 +41,7 @@ def test_the_masks_given_are_not_changed() -> None:
         (lambda: ChunkedLocal(16, chunk=-8), "chunk must be at least 1, got -8"),
         (lambda: needed(FullAttention(16), -1), "num_tokens must not be negative, got -1"),
         (lambda: needed(FullAttention(16), 1, computed_tokens=-2), "computed_tokens must not be"),
-        (lambda: hit_alignment([]), "no groups given"),
-        (lambda: hit_alignment([FullAttention(4)], hash_block_tokens=0), "hash_block_tokens"),
+        (lambda: longest_hit([], [], 1), "no groups given"),
         (lambda: longest_hit([FullAttention(16)], [], 1), "0 slot masks for 1 groups"),
         (lambda: longest_hit([FullAttention(16)], [mask("#")], -1), "max_tokens must not be"),
         (lambda: longest_hit([FullAttention(16)], [mask("#")], 1, alignment=0), "alignment must"),
@@ -54,7 +49,6 @@ def test_the_masks_given_are_not_changed() -> None:
             lambda: longest_hit([FullAttention(16)], [np.ones(3)], 1),  # type: ignore[list-item]
             r"group 0 must be a vector of booleans, got float64 of shape \(3,\)",
         ),
-        (lambda: can_serve([FullAttention(16)], -1), "num_tokens must not be negative"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: Callable[[], object], words: str) -> None:

@@ -130,13 +130,6 @@ class RecurrentState(Group):
         return num_tokens - 1
 
 
-def hit_alignment(groups: Sequence[Group], *, hash_block_tokens: int = 1) -> int:
-    """The step of hit lengths at which every group's slot, and the engine's hash block, ends."""
-    _require_groups(groups)
-    _require_positive("hash_block_tokens", hash_block_tokens)
-    return math.lcm(hash_block_tokens, *(group.block_tokens for group in groups))
-
-
 def needed(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
     """The group's blocks that a hit of ``num_tokens`` reads: places in the request's table.
 
@@ -167,7 +160,7 @@ def longest_hit(
     """The longest hit, in tokens, that *all* groups can serve.
 
     ``present[g][i]`` says that slot i of group g can be read; slots past its end cannot. The hit is
-    a multiple of ``alignment`` (by default ``hit_alignment(groups)``) and at most ``max_tokens``.
+    a multiple of ``alignment`` (by default of every block) and at most ``max_tokens``.
     A request must compute at least one token itself to have logits to sample from, so callers pass
     at most ``prompt_len - 1``. The engine holds the first ``computed_tokens`` itself, in all
     groups: nothing below them is asked for, and where no hit is longer they are the answer.
@@ -176,14 +169,12 @@ def longest_hit(
     _require_not_negative("max_tokens", max_tokens)
     _require_not_negative("computed_tokens", computed_tokens)
     step = _hit_step(groups, alignment)
+    others = []
     for group, slots in zip(groups, present, strict=True):
         if isinstance(group, FullAttention):
             max_tokens = min(max_tokens, _prefix_tokens(group, slots, computed_tokens))
-    others = [
-        (group, slots)
-        for group, slots in zip(groups, present, strict=True)
-        if not isinstance(group, FullAttention)
-    ]
+        else:
+            others.append((group, slots))
     low, high = computed_tokens // step, max_tokens // step
     if not others:
         return max(high * step, computed_tokens)
@@ -201,49 +192,23 @@ def longest_hit(
     return computed_tokens
 
 
-def worth_storing(
-    groups: Sequence[Group], held: Sequence[BoolArray], *, alignment: int | None = None
-) -> list[BoolArray]:
-    """Per group, the slots that some hit reads which can be served in all groups.
-
-    ``held[g][i]`` says that the bytes of slot i still exist: on the device, or stored already. A
-    slot not held is lost (the engine freed what its window had passed, or took no snapshot there),
-    and with it every hit that reads it. Slots past the end of ``held[g]`` are not computed yet and
-    may come. A slot that no remaining hit reads would take room and never be loaded.
-    """
-    _require_match(groups, held)
-    step = _hit_step(groups, alignment)
-    # Past this length no group but full attention reads a slot we have: one length there stands
-    # for all the longer ones.
-    end = max(
-        len(slots) * group.block_tokens + (group.look_back or 0) + 1
-        for group, slots in zip(groups, held, strict=True)
-    )
-    lengths = np.arange(1, -(-end // step) + 1, dtype=np.int64) * step
-    cuts = [
-        tuple(np.minimum(edge, len(slots)) for edge in _cut(group, lengths, 0))
-        for group, slots in zip(groups, held, strict=True)
-    ]
-    possible = np.ones(len(lengths), dtype=np.bool_)
-    for slots, (first, stop) in zip(held, cuts, strict=True):
-        lost = np.concatenate(([0], np.cumsum(~slots)))
-        possible &= lost[first] == lost[stop]
-    return [
-        _covered(first[possible], stop[possible], len(slots))
-        for slots, (first, stop) in zip(held, cuts, strict=True)
-    ]
-
-
-def can_serve(
-    groups: Sequence[Group], num_tokens: int, *, alignment: int | None = None
-) -> list[BoolArray]:
+def can_serve(groups: Sequence[Group], num_tokens: int, *, alignment: int) -> list[BoolArray]:
     """Per group, which whole slots of the first ``num_tokens`` any hit can read, if none is lost.
 
-    It depends on the model alone, so one answer for the longest request serves all, as a prefix.
+    It depends on the model alone, so one answer for the longest request serves all, as a prefix. A
+    slot that no hit reads would take room and never be loaded.
     """
-    _require_not_negative("num_tokens", num_tokens)
-    held = [np.ones(num_tokens // group.block_tokens, dtype=np.bool_) for group in groups]
-    return worth_storing(groups, held, alignment=alignment)
+    step = _hit_step(groups, alignment)
+    # Past this length no group but full attention reads a slot that is asked about: one length
+    # there stands for all the longer ones.
+    end = num_tokens + max(group.look_back or 0 for group in groups) + 1
+    lengths = np.arange(1, -(-end // step) + 1, dtype=np.int64) * step
+    masks = []
+    for group in groups:
+        num_slots = num_tokens // group.block_tokens
+        first, stop = (np.minimum(edge, num_slots) for edge in _cut(group, lengths, 0))
+        masks.append(_covered(first, stop, num_slots))
+    return masks
 
 
 def _cut(group: Group, lengths: IntArray, computed_tokens: int) -> tuple[IntArray, IntArray]:
@@ -293,13 +258,14 @@ def _covered(first: IntArray, stop: IntArray, num_slots: int) -> BoolArray:
 def _hit_step(groups: Sequence[Group], alignment: int | None) -> int:
     """The distance between lengths worth asking: aligned, and where every group can stop."""
     if alignment is None:
-        return hit_alignment(groups)
+        alignment = math.lcm(*(group.block_tokens for group in groups))
     _require_positive("alignment", alignment)
     return math.lcm(alignment, *(group.stop_tokens for group in groups))
 
 
 def _require_match(groups: Sequence[Group], masks: Sequence[BoolArray]) -> None:
-    _require_groups(groups)
+    if not groups:
+        raise InputError("no groups given; a model has at least one")
     if len(groups) != len(masks):
         raise InputError(f"{len(masks)} slot masks for {len(groups)} groups; give one per group")
     for index, mask in enumerate(masks):
@@ -308,11 +274,6 @@ def _require_match(groups: Sequence[Group], masks: Sequence[BoolArray]) -> None:
                 f"the slot mask of group {index} must be a vector of booleans, "
                 f"got {mask.dtype} of shape {mask.shape}"
             )
-
-
-def _require_groups(groups: Sequence[Group]) -> None:
-    if not groups:
-        raise InputError("no groups given; a model has at least one")
 
 
 def _require_positive(name: str, value: int) -> None:

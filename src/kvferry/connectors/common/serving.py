@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -153,7 +154,7 @@ class Serving:
         # A window that serves the token after the prompt may not reach back for its last one.
         self._claims_whole = setup.is_full and setup.goes_alone and not setup.uses_drafts
         # The last block that a draft model wrote belongs to tokens that need not come again.
-        step = reach.hit_alignment(groups, hash_block_tokens=engine.hash_tokens)
+        step = math.lcm(engine.hash_tokens, *(group.block_tokens for group in groups))
         self._spare_tokens = step if setup.uses_drafts else 0
         # Drafts of this step may be refused in the next, and a state cannot go back to before.
         has_states = any(isinstance(group, reach.RecurrentState) for group in groups)
