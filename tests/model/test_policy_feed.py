@@ -173,5 +173,5 @@ def test_chains_are_told_as_they_were() -> None:
             if not is_late:
                 pool.catch_up()
         pool.check_integrity()
-        counts.append(pool.eviction.policy._tree.count)  # type: ignore[attr-defined]
+        counts.append(len(pool.eviction.policy._tree.holding))  # type: ignore[attr-defined]
     assert counts[0] == counts[1]
