@@ -23,10 +23,7 @@ from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.parts import Scenario, compare, run_restart
 from kvferry.tools.demo.workload import Chat
 
-TINY = (
-    *("demo", "--conversations", "4", "--turns", "3", "--opening-tokens", "70"),
-    *("--device-blocks", "20", "--host", "8MiB"),
-)
+TINY = ("demo", "--conversations", "4", "--turns", "3", "--opening-tokens", "70")
 
 
 def invoke(*arguments: str) -> Result:
@@ -112,10 +109,7 @@ def in_servers(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "message"),
     [
         (["--turns", "0"], "Invalid value for '--turns': 0 is not in the range x>=1"),
-        (["--host", "64G"], "unknown unit in '64G'"),
-        (["--host", "100"], "did you mean"),
-        (["--device-blocks", "5"], "5 device blocks do not fit"),
-        (["--device-blocks", "100000"], "leave something to offload"),
+        (["--conversations", "1"], "leaves nothing to offload"),
         (["--opening-tokens", "9999"], "the model ends at 4096"),
         (["--html", "no/such/folder/report.html"], "there is no folder no/such/folder"),
         (["--kill"], "give --servers too"),
@@ -161,7 +155,7 @@ CHAT = Chat(
     answer_tokens=5,
     num_users=2,
 )
-SCENARIO = Scenario(chat=CHAT, shape=SHAPE, device_blocks=14, host="8MiB")
+SCENARIO = Scenario(CHAT, SHAPE)
 
 
 def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(

@@ -31,7 +31,6 @@ from kvferry.tools.demo.workload import Turn
 
 TINY = (
     *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--opening-tokens", "70"),
-    *("--device-blocks", "20", "--host", "8MiB"),
 )
 MARK = "KVFERRY_TEST_MARK"
 
@@ -83,7 +82,6 @@ def test_servers_share_and_one_that_is_killed_harms_no_other(mark: str, tmp_path
     assert "Big device" not in found.output, "a fleet is shown alone"
     page = html.read_text()
     assert "3 servers, one store" in page
-    assert "A small device has 20" in page
     assert "(†) was killed at half of the turns" in page
 
 

@@ -36,8 +36,6 @@ def test_version():
     ("typed", "words"),
     [
         (("docter",), "Did you mean 'doctor'?"),
-        (("TOP",), "Did you mean 'top'?"),
-        (("xyzzy",), "There are: config"),
         (("top", "--onec"), "--once"),
     ],
 )

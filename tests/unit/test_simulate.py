@@ -88,13 +88,6 @@ def test_a_partial_last_block_is_asked_for_and_not_stored(tmp_path: Path) -> Non
     assert score.whole.hit_tokens == 2 * 512 - 100, "no more than the prompt has"
 
 
-def test_halves(tmp_path: Path) -> None:
-    path = written(tmp_path, *[request(n, [n % 2, 2 + n % 2]) for n in range(8)])
-    (score,) = simulate(asked(path, 10, halves=True)).scores
-    assert [each.hits for each in score.parts.values()] == [[4], [8]]
-    assert [each.requests for each in score.parts.values()] == [4, 4]
-
-
 def test_processes_find_the_same(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     talks = [list(range(100 * n, 100 * n + 20)) for n in range(12)]
@@ -102,14 +95,12 @@ def test_processes_find_the_same(tmp_path: Path) -> None:
         request(n, talks[rng.integers(12)][: rng.integers(1, 20)], partial=False)
         for n in range(300)
     ]
-    one = asked(written(tmp_path, *requests), 20, 50, 120, halves=True, hints=0.5)
-    shares: list[float] = []
-    alone, together = simulate(one), simulate(replace(one, jobs=3), shares.append)
+    one = asked(written(tmp_path, *requests), 20, 50, 120, hints=0.5)
+    alone, together = simulate(one), simulate(replace(one, jobs=3))
     for a, b in zip(alone.scores + alone.bounds, together.scores + together.bounds, strict=True):
         assert a.trial == b.trial
         assert a.whole == b.whole or vars(a.whole) == vars(b.whole)
         assert (a.stored, a.evicted) == (b.stored, b.evicted)
-    assert shares[-1] == 1.0
     with pytest.raises(ConfigError, match="cannot be imported"):
         simulate(replace(one, jobs=2, trials=(Trial("no_module_x:y", (5,)),) * 2))
 
@@ -179,7 +170,7 @@ def test_what_the_host_drops_is_found_below(tmp_path: Path, write: str) -> None:
     path = written(tmp_path, *chats(150))
     capacities = ((40,), (40, 60), (40, 60, 400), (500,))
     trials = tuple(Trial("lru", capacity, write) for capacity in capacities)
-    simulated = simulate(asked(path, trials=trials, halves=True))
+    simulated = simulate(asked(path, trials=trials))
     host, two, three, all_fits = (score.whole for score in simulated.scores)
     assert [len(each.hits) for each in (host, two, three)] == [1, 2, 3]
     assert abs(two.hits[0] - host.hits[0]) < 0.1 * host.hits[0], "about what the host alone has"
@@ -188,8 +179,6 @@ def test_what_the_host_drops_is_found_below(tmp_path: Path, write: str) -> None:
     assert sum(host.hits) < sum(two.hits) < sum(three.hits) <= sum(all_fits.hits)
     assert sum(three.hits) > 0.9 * sum(all_fits.hits)
     assert [score.trial.capacity for score in simulated.bounds] == [(40,), (100,), (500,)]
-    for score in simulated.scores:
-        assert sum(part.hits[-1] for part in score.parts.values()) == score.whole.hits[-1]
 
 
 def test_tiers_have_a_policy_of_their_own(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import heapq
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures import Future as Promise
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -248,21 +248,11 @@ class SchedulerReplay:
         )
 
 
-Progress = Callable[[float], None]
-"""Receives the share of the work that is done, 0 to 1."""
-
-_REPORT_EVERY = 256
-_PROGRESS_SECONDS = 0.2
-_shared: Any = None
-"""In a child process: the requests served by each process."""
-
 Capacity = tuple[int, ...]
 """Blocks of each tier, host memory first."""
 
 ALL_KNOWING = "all-knowing"
 """The policy name of the bound."""
-
-HALVES = ("first half", "second half")
 
 
 @dataclass(frozen=True)
@@ -280,8 +270,7 @@ class Simulation:
     """The trials, their trace and the rules. Plain data, so that it travels to other processes.
 
     Partial last blocks are looked up, and stored only with ``keep_partial``. For a ``hints`` share
-    of the conversations the policy learns from the trace's future whether they continue. ``halves``
-    also counts each half of the requests.
+    of the conversations the policy learns from the trace's future whether they continue.
     """
 
     paths: tuple[Path, ...]
@@ -289,7 +278,6 @@ class Simulation:
     block_tokens: int | None = None
     keep_partial: bool = False
     hints: float = 0.0
-    halves: bool = False
     bound: bool = True
     jobs: int = 0
 
@@ -356,27 +344,17 @@ class Tally:
 
 @dataclass(eq=False)
 class Score:
-    """The figures of one trial: of all requests, and of each half of them if asked for."""
+    """The figures of one trial."""
 
     trial: Trial
     whole: Tally = field(default_factory=Tally)
-    parts: dict[str, Tally] = field(default_factory=dict)
     stored: int = 0
     evicted: int = 0
     seconds: float = 0.0
 
-    @classmethod
-    def of(cls, trial: Trial, asked: Simulation) -> Score:
-        return cls(trial, parts={name: Tally() for name in (HALVES if asked.halves else ())})
-
-    def add(
-        self, share: float, blocks: int, tokens: int, hits: Capacity, block_tokens: int
-    ) -> None:
-        """Count one request at this share of the trace."""
-        saved = min(sum(hits) * block_tokens, tokens)
-        self.whole.add(blocks, tokens, hits, saved)
-        if self.parts:
-            self.parts[HALVES[share >= 0.5]].add(blocks, tokens, hits, saved)
+    def add(self, blocks: int, tokens: int, hits: Capacity, block_tokens: int) -> None:
+        """Count one request."""
+        self.whole.add(blocks, tokens, hits, min(sum(hits) * block_tokens, tokens))
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -387,7 +365,6 @@ class Score:
             "stored": self.stored,
             "evicted": self.evicted,
             "seconds": round(self.seconds, 3),
-            "parts": {name: tally.as_data() for name, tally in self.parts.items()},
         }
 
 
@@ -473,25 +450,19 @@ def run_trials(
     trials: Sequence[Trial],
     counted: Counted,
     foretold: Foretold | None,
-    report: Callable[[int], None],
 ) -> list[Score]:
-    """Serve every request of the trace to each trial. ``report`` receives the number served."""
+    """Serve every request of the trace to each trial."""
     replays = [_replay(trial, counted.block_tokens) for trial in trials]
-    scores = [Score.of(trial, asked) for trial in trials]
-    at = -1
+    scores = [Score(trial) for trial in trials]
     for at, request in enumerate(_reader(asked)):
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
         evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
-        share = at / counted.num_requests
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()
             hits = replay.serve(keys, storable, request.at, evidence, request.input_tokens)
             score.seconds += time.thread_time() - began
-            score.add(share, num_blocks, request.input_tokens, hits, counted.block_tokens)
-        if at % _REPORT_EVERY == 0:
-            report((at + 1) * len(trials))
-    report((at + 1) * len(trials))
+            score.add(num_blocks, request.input_tokens, hits, counted.block_tokens)
     for replay, score in zip(replays, scores, strict=True):
         score.stored, score.evicted = replay.stored, replay.evicted
     return scores
@@ -507,12 +478,11 @@ def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> l
             yield request
 
     future = Future.of(noted(), keep_partial=asked.keep_partial)
-    scores = [Score.of(trial, asked) for trial in bounds]
+    scores = [Score(trial) for trial in bounds]
     for score in scores:
         began = time.perf_counter()
         for at, hits in enumerate(all_knowing(future, sum(score.trial.capacity)).tolist()):
-            share = at / counted.num_requests
-            score.add(share, *sizes[at], (hits,), counted.block_tokens)
+            score.add(*sizes[at], (hits,), counted.block_tokens)
         score.seconds = time.perf_counter() - began
     return scores
 
@@ -526,7 +496,7 @@ class Simulated:
     bounds: tuple[Score, ...]
 
 
-def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simulated:
+def simulate(asked: Simulation) -> Simulated:
     """Run every trial. Raises InputError if the trace has no request to simulate."""
     if not asked.trials:
         raise InputError("nothing to try: name a policy and a capacity")
@@ -539,10 +509,9 @@ def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simu
     bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # all tiers as one
     jobs = min(asked.jobs or os.cpu_count() or 1, len(asked.trials) + bool(bounds))
     if jobs > 1:
-        scores, best = _together(asked, counted, foretold, bounds, jobs, progress)
+        scores, best = _together(asked, counted, foretold, bounds, jobs)
     else:
-        total = counted.num_requests * len(asked.trials)
-        scores = run_trials(asked, asked.trials, counted, foretold, lambda n: progress(n / total))
+        scores = run_trials(asked, asked.trials, counted, foretold)
         best = run_bound(asked, bounds, counted) if bounds else []
     order = {trial: at for at, trial in enumerate(asked.trials)}
     scores.sort(key=lambda score: order[score.trial])
@@ -555,39 +524,31 @@ def _together(
     foretold: Foretold | None,
     bounds: Sequence[Trial],
     jobs: int,
-    progress: Progress,
 ) -> tuple[list[Score], list[Score]]:
     """Deal the trials out to processes. Each reads the trace by itself."""
     context = get_context("spawn")
     hands = [asked.trials[at::jobs] for at in range(jobs) if asked.trials[at::jobs]]
-    done = context.Array("q", len(hands), lock=False)
-    total = counted.num_requests * len(asked.trials)
-    with ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(done,)) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=_begin) as pool:
         parts: list[Promise[list[Score]]] = [
-            pool.submit(_work, asked, hand, counted, foretold, at) for at, hand in enumerate(hands)
+            pool.submit(run_trials, asked, hand, counted, foretold) for hand in hands
         ]
-        best = pool.submit(run_bound, asked, bounds, counted) if bounds else None
+        best = [pool.submit(run_bound, asked, bounds, counted)] if bounds else []
         try:
-            waiting = {*parts, *([best] if best is not None else [])}
-            while waiting:
-                waiting = wait(waiting, _PROGRESS_SECONDS).not_done
-                progress(sum(done) / total)
-                broken = [each for each in parts if each.done() and each.exception()]
-                if broken:
-                    broken[0].result()
+            for ended in wait([*parts, *best], return_when=FIRST_EXCEPTION).done:
+                ended.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list((pool._processes or {}).values()):
                 process.terminate()
             raise
-        scores = list(chain.from_iterable(part.result() for part in parts))
-        return scores, best.result() if best is not None else []
+        scores, bound = (
+            list(chain.from_iterable(each.result() for each in some)) for some in (parts, best)
+        )
+        return scores, bound
 
 
-def _begin(done: Any) -> None:
+def _begin() -> None:
     """Prepare a child process. It ends with its parent, however that ends."""
-    global _shared
-    _shared = done
 
     def end_with_parent() -> None:
         parent = parent_process()
@@ -596,16 +557,3 @@ def _begin(done: Any) -> None:
             os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _work(
-    asked: Simulation,
-    trials: Sequence[Trial],
-    counted: Counted,
-    foretold: Foretold | None,
-    at: int,
-) -> list[Score]:
-    def report(num_served: int) -> None:
-        _shared[at] = num_served
-
-    return run_trials(asked, trials, counted, foretold, report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import click
@@ -20,18 +19,7 @@ from kvferry.tools.cli.top import top
 
 
 class Commands(click.Group):
-    """A group that names the nearest command, and tells an error in one line."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. The error for an unknown one names the nearest."""
-        known = sorted(self.commands)
-        if args and args[0] not in known and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0][:40].lower(), known, n=1)
-            mean = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
-            ctx.fail(f"No such command {args[0]!r}.{mean}")
-        return super().resolve_command(ctx, args)
+    """A group that tells an error in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. An error that says what to do becomes one line."""

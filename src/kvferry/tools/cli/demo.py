@@ -9,10 +9,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvferry.config import Config
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import InputError
 from kvferry.tools.cli.output import options, table
-from kvferry.tools.demo.model import BLOCK_TOKENS, ModelShape
+from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.mooncake_master import require_mooncake
 from kvferry.tools.demo.parts import Scenario, compare, run_fleet, run_restart
 from kvferry.tools.demo.report import OnTurn, Part, render
@@ -32,12 +31,6 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     ("--conversations", COUNT | {"default": 14}, "Number of conversations."),
     ("--turns", COUNT | {"default": 5}, "Questions in each conversation."),
     ("--opening-tokens", COUNT | {"default": 320}, "Average tokens at a conversation's start."),
-    (
-        "--device-blocks",
-        COUNT | {"default": None, "show_default": "a quarter of what all conversations need"},
-        "KV blocks of the small device, 16 tokens each.",
-    ),
-    ("--host", {"metavar": "SIZE", "default": "256MiB"}, "Host memory for kvferry's blocks."),
     ("--restart", FLAG, "Also restart a server. The new process finds its blocks on disk."),
     (
         "--servers",
@@ -69,14 +62,13 @@ def demo(ctx: click.Context, /, html: Path | None, **given: Any) -> None:
     html = html or Path(f"kvferry-{name}.html")
     try:
         scenario = _scenario(given)
-        Config.from_dict({"host": given["host"]})  # refuses a bad size
         if given["kill"] and not given["servers"]:
             raise InputError("--kill kills one of several servers: give --servers too")
         if given["servers"]:
             require_mooncake()
         if not html.parent.is_dir():
             raise InputError(f"cannot write {html}: there is no folder {html.parent}")
-    except (InputError, ConfigError) as error:
+    except InputError as error:
         raise click.UsageError(str(error), ctx) from error
     try:
         parts = _run(scenario, given, console)
@@ -97,13 +89,7 @@ def _scenario(given: dict[str, Any]) -> Scenario:
         opening_tokens=given["opening_tokens"],
         vocab=shape.vocab,
     )
-    a_quarter = max(-(-max(chat.lengths) // BLOCK_TOKENS), chat.num_blocks(BLOCK_TOKENS) // 4)
-    return Scenario(
-        chat=chat,
-        shape=shape,
-        device_blocks=given["device_blocks"] or a_quarter,
-        host=given["host"],
-    )
+    return Scenario(chat, shape)
 
 
 def _run(scenario: Scenario, given: dict[str, Any], console: Console) -> dict[str, Part]:

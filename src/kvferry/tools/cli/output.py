@@ -1,14 +1,12 @@
-"""Output that the commands share: JSON, tables that fit, progress on one line."""
+"""Output that the commands share: JSON, tables that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -48,19 +46,6 @@ def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
         return command
 
     return add
-
-
-@contextmanager
-def progress(words: str, *, is_hidden: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar on standard error, if that is a terminal. Tell it how much is done, and of how many."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    is_hidden = is_hidden or not console.is_terminal
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden
-    ) as bar:
-        task = bar.add_task(words, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def unbroken(*, stderr: bool = False) -> Console:

@@ -18,7 +18,7 @@ from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.remote.tier import require_packages
-from kvferry.tools.cli.output import as_json_option, progress, table, unbroken
+from kvferry.tools.cli.output import as_json_option, table, unbroken
 from kvferry.tools.words import counted
 
 _BATCH = 1000
@@ -79,7 +79,7 @@ def list_command(address: str | None, as_json: bool) -> None:
     kvferry remote ls s3://my-bucket/kv --json
     """
     where = _address(address)
-    found = _find(where, lambda modified: True, is_quiet=as_json)
+    found = _find(where, lambda modified: True)
     if as_json:
         click.echo(json.dumps({"address": str(where), "namespaces": [f.plain() for f in found]}))
     elif found:
@@ -116,7 +116,7 @@ def purge(
     where = _address(address)
     age = parse_seconds(older_than, name="--older-than") if older_than is not None else None
     end = None if age is None else datetime.now(timezone.utc) - timedelta(seconds=age)
-    found = _find(where, lambda modified: end is None or modified < end, is_quiet=as_json)
+    found = _find(where, lambda modified: end is None or modified < end)
     found = [each for each in found if each.namespace.startswith(namespace)]
     paths = [one.path for each in found for one in each.objects]
     size = rounded_size(sum(each.num_bytes for each in found))
@@ -124,7 +124,13 @@ def purge(
     if paths and not yes:
         _show(found, unbroken(stderr=True))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
-    _remove(where, paths, is_quiet=as_json)
+    with _failing(where):
+        from kvferry.tiers.remote.listing import remove
+        from kvferry.tiers.remote.stores import open_bucket
+
+        store = open_bucket(where, os.environ)
+        for at in range(0, len(paths), _BATCH):
+            remove(store, paths[at : at + _BATCH])
     if as_json:
         click.echo(json.dumps({"address": str(where), "removed": len(paths)}))
     else:
@@ -147,36 +153,20 @@ def _address(told: str | None) -> RemoteAddress:
     return address
 
 
-def _find(
-    where: RemoteAddress, wants: Callable[[datetime], bool], *, is_quiet: bool
-) -> list[NamespaceUse]:
+def _find(where: RemoteAddress, wants: Callable[[datetime], bool]) -> list[NamespaceUse]:
     from kvferry.tiers.remote.listing import label_in, list_ours
     from kvferry.tiers.remote.stores import open_bucket
 
     found = dict[str, NamespaceUse]()
-    num_listed = 0
-    with _failing(where), progress("Listing objects", is_hidden=is_quiet) as follow:
+    with _failing(where):
         store = open_bucket(where, os.environ)
         for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
-            num_listed += len(page)
-            follow(num_listed, None)
             for each in filter(lambda each: wants(each.modified), page):
                 here = found.setdefault(each.namespace, NamespaceUse(each.namespace))
                 here.objects.append(each)
                 if each.name == "probe" and not here.label:
                     here.label = label_in(store, each.path)
     return sorted(found.values(), key=lambda each: -each.num_bytes)
-
-
-def _remove(where: RemoteAddress, paths: list[str], *, is_quiet: bool) -> None:
-    from kvferry.tiers.remote.listing import remove
-    from kvferry.tiers.remote.stores import open_bucket
-
-    with _failing(where), progress("Removing objects", is_hidden=is_quiet) as follow:
-        store = open_bucket(where, os.environ)
-        for at in range(0, len(paths), _BATCH):
-            remove(store, paths[at : at + _BATCH])
-            follow(min(at + _BATCH, len(paths)), len(paths))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from kvferry.sim.simulation import (
     simulate,
 )
 from kvferry.telemetry.traces import TraceReader
-from kvferry.tools.cli.output import as_json_option, options, progress, table, unbroken
+from kvferry.tools.cli.output import as_json_option, options, table, unbroken
 
 _MOST_BLOCKS = 1 << 30
 _INTERRUPTED = 130
@@ -128,7 +128,6 @@ _FLAG = {"is_flag": True}
         {"metavar": "NAME", "default": DEFAULT_TIER_POLICY},
         "The setting tier_policy: the policy of the tiers below host memory.",
     ),
-    ("--halves", _FLAG, "Also count each half of the requests."),
     (
         "--hints",
         {"type": click.FloatRange(0, 1), "metavar": "SHARE", "default": 0.0},
@@ -157,8 +156,7 @@ def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None
     try:
         asked, names = _asked(given)
         began = time.monotonic()
-        with progress("Simulating", is_hidden=False) as follow:
-            simulated = simulate(asked, lambda share: follow(round(100 * share), 100))
+        simulated = simulate(asked)
     except KeyboardInterrupt:
         ctx.exit(_INTERRUPTED)
     if as_json:
@@ -185,7 +183,7 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
         for capacity in names
         for policy in read_policies(given["policies"])
     )
-    same = ("block_tokens", "keep_partial", "hints", "halves", "bound", "jobs")
+    same = ("block_tokens", "keep_partial", "hints", "bound", "jobs")
     asked = Simulation(
         paths=tuple(given["traces"]),
         trials=trials,
@@ -209,8 +207,8 @@ def _put_figures(simulated: Simulated, names: Names, seconds: float, console: Co
     if trace.num_late:
         console.print(f"{trace.num_late:,} requests were not in the order of time.")
     num_tiers = max(len(capacity) for capacity in names)
-    columns = ["Hit ratio", *simulated.scores[0].parts, *(f"tier {n}" for n in range(1, num_tiers))]
-    heads = ["Capacity", "Policy", *columns, "Of best", "Tokens saved", "Seconds saved"]
+    tiers = [f"tier {n}" for n in range(1, num_tiers)]
+    heads = ["Capacity", "Policy", "Hit ratio", *tiers, "Of best", "Tokens saved", "Seconds saved"]
     rows = []
     bounds = {bound.trial.capacity[0]: bound for bound in simulated.bounds}
     for capacity, found in groupby(simulated.scores, key=lambda score: score.trial.capacity):
@@ -230,8 +228,7 @@ def _put_figures(simulated: Simulated, names: Names, seconds: float, console: Co
 def _row(score: Score, bound: Score | None, num_tiers: int) -> list[str]:
     whole = score.whole
     found = [*whole.hits, *[0] * num_tiers][1:num_tiers]
-    row = [score.trial.policy]
-    row += [f"{part.hit_ratio:.4f}" for part in (whole, *score.parts.values())]
+    row = [score.trial.policy, f"{whole.hit_ratio:.4f}"]
     row += ["" if score is bound else f"{n / max(1, whole.blocks):.4f}" for n in found]
     best = bound.whole.hit_ratio if bound else 0.0
     row += [f"{whole.hit_ratio / best:.0%}" if best else "", f"{whole.token_ratio:.1%}"]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 
@@ -55,13 +54,6 @@ class Run:
 
     def first_token_seconds(self, percentile: float = 50) -> float:
         return float(np.percentile([turn.first_token_seconds for turn in self.turns], percentile))
-
-    def first_token_by_round(self) -> list[float]:
-        """The median time to first token of each round."""
-        rounds: dict[str, list[float]] = {}
-        for turn in self.turns:
-            rounds.setdefault(turn.id.rpartition("-")[2], []).append(turn.first_token_seconds)
-        return [float(np.median(rounds[number])) for number in sorted(rounds)]
 
 
 Row = tuple[str, Callable[[Run], str]]
@@ -121,7 +113,6 @@ class Part:
         return [head, *([name, *map(show, self.runs.values())] for name, show in self.rows)]
 
 
-_COLOURS = ("teal", "orange", "grey")
 _SOURCES = {
     "device": ("found on the device", "grey"),
     "host": ("loaded", "teal"),
@@ -151,39 +142,11 @@ def _part(part: Part) -> str:
         f"<small>{escape(detail)}</small></div>"
         for big, what, detail in part.cards
     )
-    plots = _figure(
-        "Sources of the prompt tokens",
-        "Loading a block is a copy. Computing it takes the whole model.",
-        _bars(part.runs),
-        _SOURCES.values(),
-    )
-    if len(part.runs) == len(_COLOURS):  # the three ways
-        colours = zip((run.title for run in part.runs.values()), _COLOURS, strict=True)
-        plots = (
-            _figure(
-                "Median time to first token by turn of the conversation",
-                "Without kvferry the small device computes whole conversations again.",
-                _columns([run.first_token_by_round() for run in part.runs.values()]),
-                tuple(colours),
-            )
-            + plots
-        )
     kind = "good" if part.tokens_equal else "bad"
     return (
         f"<section><h2>{escape(part.title)}</h2><p>{escape(part.note)}</p>"
         f'<p class="verdict {kind}">{escape(part.verdict)}</p><div class="cards">{cards}</div>'
-        f'<div class="plots">{plots}</div><figure>{_table(part.table())}</figure></section>'
-    )
-
-
-def _figure(title: str, words: str, plot: str, names: Sequence[tuple[str, str]] | Any) -> str:
-    """A framed plot with its heading, its text, and the names of its colours."""
-    legend = "".join(
-        f'<li><span class="{colour}"></span>{escape(name)}</li>' for name, colour in names
-    )
-    return (
-        f"<figure><h3>{escape(title)}</h3><p>{escape(words)}</p>{plot}"
-        f'<ul class="legend">{legend}</ul></figure>'
+        f"<figure>{_bars(part.runs)}</figure><figure>{_table(part.table())}</figure></section>"
     )
 
 
@@ -201,21 +164,13 @@ def _bars(runs: Mapping[str, Run]) -> str:
                 f'title="{name}: {count:,}">{words}</i>'
             )
         out.append(f'{escape(run.title)}<div class="bar">{parts}</div>')
-    return f'<div class="bars">{"".join(out)}</div>'
-
-
-def _columns(runs: Sequence[Sequence[float]]) -> str:
-    """Columns of seconds: for each turn one of every run."""
-    most = max(map(max, runs)) or 1.0
-    out = []
-    for turn, values in enumerate(zip(*runs, strict=True), 1):
-        columns = "".join(
-            f'<i class="{colour}" style="height:{100 * value / most:.1f}%"><b>{1000 * value:,.0f}'
-            "</b></i>"
-            for value, colour in zip(values, _COLOURS, strict=True)
-        )
-        out.append(f"<div><p>{columns}</p>{turn}</div>")
-    return f'<div class="columns">{"".join(out)}</div><p>Milliseconds.</p>'
+    legend = "".join(
+        f'<li><span class="{colour}"></span>{name}</li>' for name, colour in _SOURCES.values()
+    )
+    return (
+        "<h3>Sources of the prompt tokens</h3><p>Loading a block is a copy. Computing it takes the "
+        f'whole model.</p><div class="bars">{"".join(out)}</div><ul class="legend">{legend}</ul>'
+    )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
