@@ -1,8 +1,8 @@
 """The contract of eviction policies, run against every one we have and some that only tests have.
 
 A new policy joins by a line in ``POLICIES``. What holds for all: which slots it holds, that each is
-given out at most once, and that a pool stays sound whatever it says. Which goes first is checked
-against an oracle where there is one (``tests/model/test_lru_as_before.py`` is the other half).
+given out at most once, and that a pool stays sound whatever it says. LRU's order is checked against
+an oracle.
 
 One-line breaks that were tried; each made a test of this module fail.
 
@@ -13,6 +13,7 @@ One-line breaks that were tried; each made a test of this module fail.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from random import Random
 
@@ -22,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.policies import Fifo, Odd, Tails
-from tests.model.lru_before import TouchOrder
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
 from kvferry.cache.policies import policy_named
@@ -328,14 +328,29 @@ def test_a_policy_that_names_only_what_cannot_go_is_not_asked_for_ever() -> None
     pool.check_integrity()
 
 
-class Oracle(TouchOrder):
-    """The order of touches; a chain is touched from its end on."""
+class Oracle:
+    """The order of touches, the longest untouched first; a chain is touched from its end on."""
+
+    def __init__(self) -> None:
+        self.slots: OrderedDict[int, None] = OrderedDict()
+
+    def keep(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.slots[slot] = None
+            self.slots.move_to_end(slot)
 
     def insert(self, slots: list[int]) -> None:
-        self.touch(slots[::-1])
+        self.keep(slots[::-1])
 
     use = insert
-    keep = TouchOrder.touch
+
+    def take(self, count: int) -> list[int]:
+        return [self.slots.popitem(last=False)[0] for _ in range(min(count, len(self.slots)))]
+
+    def put_back(self, slots: list[int]) -> None:
+        for slot in reversed(slots):
+            self.slots[slot] = None
+            self.slots.move_to_end(slot, last=False)
 
 
 def test_lru_over_many_laps_of_its_queue() -> None:
@@ -354,9 +369,9 @@ def test_lru_over_many_laps_of_its_queue() -> None:
         tell_oracle(touched)
         if lap % 211 == 0:
             count = int(rng.integers(0, 6))
-            taken = oracle.take_oldest(count)
+            taken = oracle.take(count)
             assert policy.take(count, ARRIVING).tolist() == taken
             policy.put_back(as_slots(taken[: count // 2]))
             oracle.put_back(taken[: count // 2])
         assert policy.peek(NUM_SLOTS).tolist() == list(oracle.slots)
-    assert policy.take(NUM_SLOTS, ARRIVING).tolist() == oracle.take_oldest(NUM_SLOTS)
+    assert policy.take(NUM_SLOTS, ARRIVING).tolist() == oracle.take(NUM_SLOTS)
