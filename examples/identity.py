@@ -31,7 +31,7 @@ others = [
     replace(namespace, salt="tenant-2"),
     replace(namespace, revision="d4e5f6"),
     replace(namespace, overrides={"rope_theta": 10_000}),
-    namespace.bump(),  # a new epoch: everything kept so far is forgotten at once
+    replace(namespace, epoch=namespace.epoch + 1),  # all kept so far is forgotten at once
 ]
 shared = sum(key in set(hello) for other in others for key in chain(other, range(1, 9)))
 print("shared with others: ", shared)

@@ -25,6 +25,7 @@ from kvferry.engine import (
     Receipt,
     Scheduler,
     SharedHandle,
+    SharedMemory,
     SharedMover,
     Worker,
     chain,
@@ -44,7 +45,11 @@ def rank_process(rank: int, link: Connection) -> None:
     layout = describe(kv, block_axis=0)
 
     handle: SharedHandle | None = link.recv()  # the first rank makes the memory, others open it
-    memory = HostMemory.share(POOL_BYTES if handle is None else handle, slot_layout([layout]))
+    slots = slot_layout([layout])
+    if handle is None:
+        memory = SharedMemory.create(POOL_BYTES, slots)
+    else:
+        memory = SharedMemory.open(handle, slots)
     link.send(memory.handle)
     host = HostMemory(POOL_BYTES, layout.block_bytes, shared=memory)
     host.wait()

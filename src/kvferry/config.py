@@ -109,20 +109,16 @@ def _is_setting(name: str, value: str) -> bool:
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
 
-RENAMED = {
-    "ask_deadline": "lookup_deadline",
-    "disk_after": "disk_admission",
-    "keep_share": "pin_share",
-    "level_policy": "tier_policy",
-    "level_write": "tier_write",
-    "level_write_out": "tier_flush",
-    "levels": "tiers",
-    "remote_after": "remote_admission",
-    "store_after": "store_threshold",
-}
-"""Former names of settings. Using one is an error that gives the present name."""
-
 REMOVED = {
+    "ask_deadline": "use lookup_deadline",
+    "disk_after": "use disk_admission",
+    "keep_share": "use pin_share",
+    "level_policy": "use tier_policy",
+    "level_write": "use tier_write",
+    "level_write_out": "use tier_flush",
+    "levels": "use tiers",
+    "remote_after": "use remote_admission",
+    "store_after": "use store_threshold",
     "control": "a control_token turns control on, on metrics_port and metrics_host",
     "disk_for_others": "give each model a directory (disk) and a disk_size of its own",
     "disk_other_models_share": "give each model a directory (disk) and a disk_size of its own",
@@ -380,8 +376,6 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
 
 def _unknown(source: str, name: object, known: Sequence[str]) -> ConfigError:
     """The error for a name that does not exist, with the present or the nearest name."""
-    if name in RENAMED:
-        return ConfigError(f"{source}: {name} is now called {RENAMED[str(name)]}")
     if name in REMOVED:
         return ConfigError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
     return ConfigError(

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from threading import current_thread
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from kvferry.cache.reach import Group
 from kvferry.config import Config
 from kvferry.core.identity import Extra, Namespace, chain, scope
 from kvferry.core.keys import Key, Keys
-from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause, weakly
+from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause
 from kvferry.core.quantities import Integers, integer
-from kvferry.errors import ClosedError, DeadlineError, InputError, StateError
+from kvferry.errors import DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
 from kvferry.hostmem.memory import GrowthStats
 from kvferry.rank import RankMemory
@@ -123,7 +124,7 @@ class Ferry(Closing):
         self._has_tiers = bool(rank.tiers)
         self._pending: dict[Request, float] = {}
         """Requests with pending hits, and when each ends unless it is asked for again."""
-        self._tickets = Tickets(weakly(self, Ferry._advance, ClosedError("this ferry was dropped")))
+        self._tickets = Tickets(WeakMethod(self._advance))
         self._in_pieces: dict[Request, tuple[Ticket, int]] = {}
         """Loads whose last blocks still come up: the ticket, and the blocks before them."""
         self._mailbox = Mailbox()

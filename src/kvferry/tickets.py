@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakMethod
 
 import numpy as np
 
 from kvferry.core.quantities import Integers, integers
-from kvferry.errors import InputError
+from kvferry.errors import ClosedError, InputError
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK, Ordered
 from kvferry.types import Landing, SlotArray, TransferId
@@ -56,8 +57,8 @@ _SLEEP_SHARE = 8
 class Tickets:
     """Owns which transfers belong to which ticket, and the ends that were not told yet."""
 
-    def __init__(self, advance: Callable[[], None]) -> None:
-        """``advance`` lets the ferry learn what ended."""
+    def __init__(self, advance: WeakMethod[Callable[[], None]]) -> None:
+        """``advance`` lets the ferry learn what ended; a ticket does not keep its ferry alive."""
         self._advance = advance
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self.untold: dict[Ticket, Ticket] = {}
@@ -113,6 +114,12 @@ class Tickets:
         ended, self.untold = self.untold, {}
         return list(ended)
 
+    def _look(self) -> None:
+        advance = self._advance()
+        if advance is None:
+            raise ClosedError("this ferry was dropped")
+        advance()
+
     async def ended(self, ticket: Ticket) -> Ticket:
         """Return a ticket once it has ended. A cancelled caller leaves the copy alone.
 
@@ -121,7 +128,7 @@ class Tickets:
         from asyncio import Event, get_running_loop, sleep
 
         loop, began = get_running_loop(), time.monotonic()
-        self._advance()
+        self._look()
         while not ticket.has_ended:
             if self._looking is not None and self._looking[0] is loop:
                 await self._looking[1].wait()
@@ -132,7 +139,7 @@ class Tickets:
                 while self._num_ended == before:
                     waited = time.monotonic() - began
                     await sleep(min(_MOST_SLEEP, waited / _SLEEP_SHARE))
-                    self._advance()
+                    self._look()
             finally:
                 if self._looking is mine:
                     self._looking = None

@@ -14,7 +14,6 @@ from kvferry.types import (
     Health,
     Outcome,
     Plan,
-    Question,
     Rank,
     Receipt,
     Reset,
@@ -68,8 +67,11 @@ class Worker:
             tier = self._tiers.get(question.tier)
             if tier is None:
                 self._refuse(question.id, f"there is no tier {question.tier} here")
-            else:
-                self._ask(tier, question)
+                continue
+            try:
+                tier.ask(question)
+            except Exception as error:
+                self._refuse(question.id, f"{type(error).__name__}: {error}")
         for transfer in plan.transfers:
             mover = self._routes.get((transfer.src, transfer.dst))
             if mover is None:
@@ -134,12 +136,6 @@ class Worker:
             del self._tiers[name], self._routes[HOST, name], self._routes[name, HOST]
             reason = f"it could not forget: {type(error).__name__}: {error}"
             self._shut_out.append(Health(self.rank, name, reason))
-
-    def _ask(self, tier: LowerTierMover, question: Question) -> None:
-        try:
-            tier.ask(question)
-        except Exception as error:
-            self._refuse(question.id, f"{type(error).__name__}: {error}")
 
     def _refuse(self, order_id: TransferId, reason: str) -> None:
         self._refused.append(Receipt(order_id, self.rank, Outcome.FAILED, reason))

@@ -28,11 +28,11 @@ with HostMemory(256 << 20, 1_000_003, chunk_bytes=4 << 20) as host:
 SHARED = """
 import os
 from kvferry.hostmem.memory import HostMemory
-from kvferry.hostmem.slots import SlotLayout
+from kvferry.hostmem.slots import SharedMemory, SlotLayout
 slots = SlotLayout.of([1_000_003], chunk_bytes=4 << 20)
-shared = HostMemory.share(256 << 20, slots)
+shared = SharedMemory.create(256 << 20, slots)
 if os.fork() == 0:
-    shared = HostMemory.share(shared.handle, slots)
+    shared = SharedMemory.open(shared.handle, slots)
 with HostMemory(0, 1_000_003, shared=shared, chunk_bytes=4 << 20) as host:
     os.write(1, b"ready\\n")
     while True:

@@ -76,11 +76,10 @@ if "kvferry.tools.demo.serving" in sys.orig_argv:
     from kvferry.transfer.engine.cpu import CpuEngine
     move = CpuEngine._move
 
-    def move_wrong(self, transfer):
-        if transfer.dst == "device":
-            wrong = (transfer.src_slots + 1) % len(self._host)
-            transfer = replace(transfer, src_slots=wrong)
-        move(self, transfer)
+    def move_wrong(self, job):
+        if job.direction.value == "load":
+            job = replace(job, host_slots=(job.host_slots + 1) % len(self._host))
+        move(self, job)
 
     CpuEngine._move = move_wrong
 """

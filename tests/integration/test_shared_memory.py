@@ -43,7 +43,8 @@ class RankProcess:
     def __init__(self, rank: int, kv: list[np.ndarray], asked: int | SharedHandle) -> None:
         self.kv = kv
         layout = describe(kv, block_axis=0)
-        self.shared = HostMemory.share(asked, slot_layout((layout,)))
+        share = SharedMemory.create if isinstance(asked, int) else SharedMemory.open
+        self.shared = share(asked, slot_layout((layout,)))  # type: ignore[operator]
         self.host = HostMemory(0, layout.block_bytes, shared=self.shared)
         engine = CpuEngine((layout,), self.host.tier.rows, rank=Rank(rank))
         mover = SharedMover(engine, rank=Rank(rank), num_ranks=RANKS)
@@ -162,18 +163,18 @@ def test_no_process_can_cut_the_memory_short() -> None:
 
 
 def test_ranks_whose_blocks_lie_otherwise_do_not_come_into_service() -> None:
-    shared = HostMemory.share(POOL_BYTES, SLOTS)
+    shared = SharedMemory.create(POOL_BYTES, SLOTS)
     first = HostMemory(0, 4096, shared=shared)
     with pytest.raises(ConfigError, match=r"blocks of 4096 bytes.*blocks of 4160 bytes"):
-        HostMemory.share(shared.handle, SlotLayout.of([4160]))
+        SharedMemory.open(shared.handle, SlotLayout.of([4160]))
     others = [SlotLayout.of([4096, 64]), SlotLayout.of([4096], ["k v"]), replace(SLOTS, pitch=8192)]
     for slots in others:
         with pytest.raises(ConfigError) as error:
-            HostMemory.share(shared.handle, slots)
+            SharedMemory.open(shared.handle, slots)
         assert str(SLOTS) in str(error.value)
         assert str(slots) in str(error.value)
     with pytest.raises(ConfigError, match=r"blocks of 4096 bytes.*have 4160 bytes"):
-        HostMemory(0, 4160, shared=HostMemory.share(shared.handle, SLOTS))
+        HostMemory(0, 4160, shared=SharedMemory.open(shared.handle, SLOTS))
     first.close()
 
 

@@ -149,6 +149,7 @@ def torch_cases() -> dict[str, Callable[[Any], Any]]:
         "nested": lambda torch: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
         "repeats": lambda torch: torch.zeros(BLOCKS, 1).expand(BLOCKS, 8),
         "holds no bytes": lambda torch: torch.zeros(BLOCKS, 0),
+        "read-only": lambda torch: torch.from_numpy(over_a_read_only_map()),
     }
 
 

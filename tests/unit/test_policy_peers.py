@@ -20,8 +20,6 @@ from kvferry.cache.policies.s3fifo import S3Fifo
 from kvferry.cache.policies.wtinylfu import WTinyLfu
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.errors import ConfigError
-from kvferry.settings.eviction import read_policy
 
 PAIRS: list[tuple[type, type[Published]]] = [
     (Arc, PublishedArc),
@@ -137,8 +135,3 @@ def test_a_scan_leaves_what_was_used_again(name: str) -> None:
     for flood in range(100, 106):
         serve(list(range(1000 + 30 * flood, 1030 + 30 * flood)))
     assert serve(hot) == 20
-
-
-def test_a_policy_that_was_removed_is_refused_with_the_alternatives() -> None:
-    with pytest.raises(ConfigError, match="slru was removed; use returns, wtinylfu, arc or s3fifo"):
-        read_policy("policy", "slru")

@@ -39,7 +39,6 @@ def test_an_address_is_read_and_said_again(address: str) -> None:
         ("s3://Bucket", "cannot be a bucket"),
         ("s3://bucket/a b", "cannot be a prefix"),
         ("s3://bucket/a//b", "cannot be a prefix"),
-        ("s3://bucket?pack=4", "every block is an object"),
         ("s3://bucket?endpoint", "is no address"),
         ("s3://bucket?endpoint=host:9000", "endpoint: expected http://HOST:PORT"),
         ("s3://bucket?endpoint=http://", "endpoint: expected http://HOST:PORT"),

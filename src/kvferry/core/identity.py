@@ -21,13 +21,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Key, Keys, masked_key, require_key
 from kvferry.core.quantities import Integers, integer, integers, written
@@ -104,15 +103,6 @@ class Namespace:
         """The mask that moves an engine's hashes into this namespace."""
         return blake2b(self.fingerprint, digest_size=KEY_BYTES, person=_ADOPT).digest()
 
-    @cached_property
-    def adoption_words(self) -> npt.NDArray[np.uint64]:
-        """The same as the words of a key."""
-        return np.frombuffer(self.adoption, dtype="<u8")
-
-    def bump(self) -> Namespace:
-        """The next epoch: shares no key with this one, so everything stored so far is forgotten."""
-        return replace(self, epoch=self.epoch + 1)
-
 
 def chain(
     namespace: Namespace,
@@ -155,7 +145,7 @@ def chain(
         digest.update(above + data[at : at + width])
         above = digest.digest()
         keys.append(above)
-    return Keys(np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, KEY_WORDS))
+    return _of_digests(keys)
 
 
 def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
@@ -188,7 +178,11 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
         map(len, contents)
     ):
         contents = [_digest(position, content) for position, content in enumerate(contents)]
-    return Keys.of_digests(contents, namespace.adoption_words)
+    return _of_digests(contents).masked(namespace.adoption)
+
+
+def _of_digests(digests: Sequence[bytes]) -> Keys:
+    return Keys.of(np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, KEY_WORDS))
 
 
 def adopt_one(namespace: Namespace, content: bytes) -> Key:
@@ -210,13 +204,10 @@ def _digest(position: int, content: bytes) -> bytes:
 def scope(epoch: int, group: int) -> bytes:
     """The mask that moves keys into an epoch and a group: ``keys.masked(scope(epoch, group))``.
 
-    One XOR over the batch instead of one more digest per key, its own inverse, and all zeros for
-    ``scope(0, 0)``. Sound because keys and masks are both outputs of a 256-bit digest: for two
-    different blocks or scopes to meet, ``key ^ key'`` must equal ``mask ^ mask'``. One block under
-    two scopes would need two equal digests. Two blocks would need keys with a difference fixed in
-    advance by a pair of scopes, as hard as a collision (2**128 tries) divided by the square root of
-    the number of pairs in use; a million scopes leave it above 2**100. Masks are no secret: they
-    keep blocks apart, while the namespace's salt keeps tenants apart.
+    One XOR over the batch, its own inverse, all zeros for ``scope(0, 0)``. Sound because keys and
+    masks are outputs of a 256-bit digest: blocks meet only where ``key ^ key'`` equals ``mask ^
+    mask'``, which takes above 2**100 tries with a million scopes. Masks are no secret: the
+    namespace's salt keeps tenants apart.
     """
     epoch = _require_count("epoch", epoch, 0)
     group = _require_count("group", group, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NewType, Protocol, overload
 
 import numpy as np
@@ -61,13 +61,7 @@ class Keys:
         return cls(np.frombuffer(b"".join(items), dtype="<u8").reshape(-1, KEY_WORDS))
 
     @classmethod
-    def of_digests(cls, digests: Sequence[bytes], mask: KeyArray) -> Keys:
-        """Keys from bytes that are known to be ``KEY_BYTES`` each, XORed with a mask of words."""
-        words = np.frombuffer(b"".join(digests), dtype=_WORD).reshape(-1, KEY_WORDS)
-        return cls._of(words ^ mask)
-
-    @classmethod
-    def _of(cls, array: KeyArray) -> Keys:
+    def of(cls, array: KeyArray) -> Keys:
         """Rows that are known to be keys, and that no other code will write."""
         keys = cls.__new__(cls)
         keys.array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
@@ -80,14 +74,7 @@ class Keys:
 
     def masked(self, mask: bytes) -> Keys:
         """Every key XORed with a ``KEY_BYTES`` mask: the same blocks under another scope."""
-        if len(mask) != KEY_BYTES:
-            raise InputError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
-        return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
-
-    def part(self, which: slice, mask: KeyArray | None) -> Keys:
-        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words unless it is None."""
-        part = self.array[which]
-        return Keys._of(part if mask is None else part ^ mask)
+        return Keys.of(self.array ^ np.frombuffer(mask, dtype=_WORD))
 
     def keys(self) -> Keys:
         """Itself: a chain that does not grow."""
@@ -102,12 +89,12 @@ class Keys:
     def __getitem__(self, item: slice) -> Keys: ...
     def __getitem__(self, item: int | slice) -> Key | Keys:
         if isinstance(item, slice):
-            return Keys._of(self.array[item])
+            return Keys.of(self.array[item])
         return Key(self.array[item].tobytes())
 
     def take(self, positions: npt.NDArray[Any]) -> Keys:
         """The keys at ``positions`` (numbers or a boolean mask), in that order."""
-        return Keys._of(self.array[positions])
+        return Keys.of(self.array[positions])
 
     def has_duplicates(self) -> bool:
         """Whether a key is there twice."""
@@ -121,7 +108,7 @@ class Keys:
         return (Key(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
 
     def __add__(self, other: Keys) -> Keys:
-        return Keys._of(np.concatenate((self.array, other.array)))
+        return Keys.of(np.concatenate((self.array, other.array)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Keys) and np.array_equal(self.array, other.array)
@@ -156,7 +143,8 @@ class BlockNames:
         ratio, words = self.ratio, self._words
         if words is None and ratio == 1 and blocks == range(len(keys.array)):
             return keys
-        return keys.part(slice((blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio), words)
+        part = keys.array[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
+        return Keys.of(part if words is None else part ^ words)
 
     def all(self, keys: Keys) -> Keys:
         """The names of every whole block of a request."""
@@ -167,9 +155,7 @@ class BlockNames:
         keys = chain.keys()
         if num_keys is not None and num_keys < len(keys.array):
             keys = keys[:num_keys]
-        if self.ratio == 1 and self._words is None:
-            return keys
-        return self.of(keys, range(len(keys.array) // self.ratio))
+        return self.all(keys)
 
     def before(self, keys: Keys, first: int) -> Key | None:
         """The name of the block before this one, None at the start of the request."""

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from kvferry.errors import ClosedError, StateError
 
 T = TypeVar("T", bound="Closing")
-U = TypeVar("U")
 
 log = logging.getLogger(__name__)
 
@@ -121,19 +120,6 @@ class Closing(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def weakly(owner: U, method: Callable[[U], None], gone: Exception) -> Callable[[], None]:
-    """``method`` of ``owner`` without keeping it alive; raises ``gone`` once it was dropped."""
-    found = weakref.ref(owner)
-
-    def call() -> None:
-        alive = found()
-        if alive is None:
-            raise gone
-        method(alive)
-
-    return call
 
 
 def close_if_dropped(

@@ -33,9 +33,7 @@ from kvferry.hostmem.slots import (
     Chunks,
     HostTier,
     PrivateMemory,
-    SharedHandle,
     SharedMemory,
-    SlotLayout,
     populate,
 )
 from kvferry.settings.kinds import Auto
@@ -154,7 +152,7 @@ class HostMemory(Closing):
         Returns when the first chunk is ready. ``registrar`` pins with the GPU's driver (None: not
         pinned), ``pci_bus_id`` names the GPU to be near to. ``busy`` says whether the model runs
         now, ``wanted`` how many slots were ever written (both called from any thread). ``shared``
-        memory (see :meth:`share`) counts once, not once per rank. ConfigError, with the limit and
+        memory counts once, not once per rank. ConfigError, with the limit and
         the remedy, where the machine cannot give this much.
         """
         machine = machine if machine is not None else Machine()
@@ -200,21 +198,6 @@ class HostMemory(Closing):
         self._began = time.monotonic()
         self._make_first_ready(pin)
         threading.Thread(target=self._grow, name="kvferry-grow-0", daemon=True).start()
-
-    @staticmethod
-    def share(
-        asked: int | Auto | SharedHandle, slots: SlotLayout, *, machine: Machine | None = None
-    ) -> SharedMemory:
-        """Memory for all ranks of this host: the first rank makes it, the others open it.
-
-        The first gives the size and sends ``handle`` to the other ranks, which give that. Keep it
-        open until all have it. ``slots`` is the layout of this rank's blocks; ConfigError, with
-        both, where another rank's differs.
-        """
-        if isinstance(asked, SharedHandle):
-            return SharedMemory.open(asked, slots)
-        machine = machine if machine is not None else Machine()
-        return SharedMemory.create(size_for(asked, machine), slots)
 
     @property
     def num_slots(self) -> int:

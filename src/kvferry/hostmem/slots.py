@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from kvferry.core.quantities import format_size
 from kvferry.errors import ClosedError, ConfigError, InputError
+from kvferry.hostmem.limits import Machine, size_for
+from kvferry.settings.kinds import Auto
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -237,8 +239,9 @@ class SharedMemory:
         ask_huge(self.bytes)
 
     @classmethod
-    def create(cls, num_bytes: int, slots: SlotLayout) -> SharedMemory:
+    def create(cls, asked: int | Auto, slots: SlotLayout) -> SharedMemory:
         """New memory; hand :attr:`handle` to the other ranks while this object is open."""
+        num_bytes = size_for(asked, Machine())
         fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
@@ -252,7 +255,10 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: SharedHandle, slots: SlotLayout) -> SharedMemory:
-        """The memory that another process of this host and user has made, for such blocks."""
+        """The memory that another process of this host and user has made.
+
+        ``slots`` is the layout of this rank's blocks; ConfigError, with both, where it differs.
+        """
         if handle.slots != slots:
             raise ConfigError(
                 f"shared host memory of process {handle.pid} has {handle.slots}. This rank has "

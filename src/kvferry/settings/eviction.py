@@ -47,8 +47,6 @@ def read_policy(name: str, value: object) -> str:
         return text.lower()
     if FACTORY.fullmatch(text):
         return text
-    if text.lower() == "slru":
-        raise ConfigError(f"{name}: slru was removed; use returns, wtinylfu, arc or s3fifo instead")
     raise ConfigError(
         f"{name}: expected {', '.join(POLICIES)} or a policy of your own as "
         f"package.module:factory, got {shown(value)}{nearest(text, tuple(POLICIES))}"

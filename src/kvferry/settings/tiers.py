@@ -132,11 +132,6 @@ def read_remote(name: str, value: object) -> RemoteAddress:
     if len(options) < len(pairs):
         raise ConfigError(f"{name}: every option may be given once, got {quoted(parts.query)}")
     for option, text in options.items():
-        if option == "pack":
-            raise ConfigError(
-                f"{name}: the option pack was removed: every block is an object; where blocks are "
-                "small, a larger block size of the engine makes fewer objects"
-            )
         takes = _OPTIONS[kind].get(option)
         if takes is None:
             raise ConfigError(

@@ -23,6 +23,7 @@ import bisect
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, ValuesView
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -195,7 +196,21 @@ def _of_torch(tensor: Any, name: str) -> TensorView:
         raise LayoutError(f"{what} does not say where its bytes are: {error}") from error
     if not address and 0 not in shape:
         raise LayoutError(f"{what} has no memory: nothing to copy from")
+    # Only there: the driver reserves addresses of device memory as pages that cannot be accessed.
+    if getattr(getattr(tensor, "device", None), "type", None) == "cpu" and _is_read_only(address):
+        raise LayoutError(f"{name} is read-only memory; blocks could never be loaded into it")
     return TensorView(name, address, shape, strides, itemsize)
+
+
+def _is_read_only(address: int) -> bool:
+    """Whether the process may not write there: torch does not know, and a load would crash."""
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            place, flags = line.split(None, 2)[:2]
+            first, _, end = place.partition("-")
+            if int(first, 16) <= address < int(end, 16):
+                return "w" not in flags
+    return False
 
 
 class _Axis(NamedTuple):

@@ -18,7 +18,7 @@ from tests.integration.vllm.simulated import Shape, Simulation
 from vllm.v1 import kv_cache_interface
 
 from kvferry.transfer.engine.cpu import CpuEngine
-from kvferry.types import DEVICE, Transfer
+from kvferry.transfer.job import CopyJob, Direction
 
 if not hasattr(kv_cache_interface, "CircularBufferSpec"):
     pytest.skip("this vLLM says too little of its layers", allow_module_level=True)
@@ -250,10 +250,10 @@ def test_loads_that_fail_on_a_small_device_end_every_wait(
     (shape,) = (each for each in _shapes() if each.name == name)
     chance, move = random.Random(5), CpuEngine._move
 
-    def fails(engine: CpuEngine, transfer: Transfer) -> None:
-        if transfer.dst == DEVICE and chance.random() < 0.4:
+    def fails(engine: CpuEngine, job: CopyJob) -> None:
+        if job.direction is Direction.LOAD and chance.random() < 0.4:
             raise OSError("the card is ill")
-        move(engine, transfer)
+        move(engine, job)
 
     monkeypatch.setattr(CpuEngine, "_move", fails)
     with closing(Simulation(replace(shape, num_blocks=num_blocks), llama, 1)) as sim:

@@ -49,13 +49,14 @@ def late_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _slow_down(monkeypatch: Any, seconds: float = PART_SECONDS) -> None:
-    real = CpuEngine._load_part
+    real = CpuEngine._move
 
     def late(self: Any, part: Any) -> None:
-        time.sleep(seconds)
+        if part.layout not in self._jobs.layouts:
+            time.sleep(seconds)
         real(self, part)
 
-    monkeypatch.setattr(CpuEngine, "_load_part", late)
+    monkeypatch.setattr(CpuEngine, "_move", late)
 
 
 def told_early(engine: Engine, monkeypatch: Any) -> list[str]:
@@ -163,13 +164,14 @@ def test_at_random(start, expect, llama, monkeypatch):
     chooser = random.Random(16)
     prompts = make_prompts(16, *[chooser.randrange(20, 400) for _ in range(16)])
     expected = expect(llama, prompts)
-    real = CpuEngine._load_part
+    real = CpuEngine._move
 
     def late(self: Any, part: Any) -> None:
-        time.sleep(chooser.choice((0, 0, 0.002, 0.01)))
+        if part.layout not in self._jobs.layouts:
+            time.sleep(chooser.choice((0, 0, 0.002, 0.01)))
         real(self, part)
 
-    monkeypatch.setattr(CpuEngine, "_load_part", late)
+    monkeypatch.setattr(CpuEngine, "_move", late)
     with tampering(monkeypatch, fails=lambda transfer: chooser.random() < 0.1) as tampers:
         engine = start(llama, ferry=FERRY, num_gpu_blocks_override=34)
     told = told_early(engine, monkeypatch)

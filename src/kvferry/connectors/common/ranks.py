@@ -13,7 +13,6 @@ from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, TierShape
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.slots import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
@@ -85,14 +84,14 @@ def _share_host(
     sent: SharedHandle | str | None = None
     if place.rank == 0:
         try:
-            made = HostMemory.share(config.host, slots)
+            made = SharedMemory.create(config.host, slots)
             sent = made.handle
         except KvferryError as error:  # the others wait to hear
             sent = str(error)
     sent = broadcast(sent)
     if not isinstance(sent, SharedHandle):
         raise ConfigError(f"the ranks' common host memory: {sent}")
-    return made if made is not None else HostMemory.share(sent, slots)
+    return made if made is not None else SharedMemory.open(sent, slots)
 
 
 def movers_of(

@@ -200,12 +200,10 @@ class CpuEngine:
         start = time.perf_counter()
         marks = self._marks.get(transfer.id, ())
         try:
-            if marks:
-                for mark, part in zip(marks, self._jobs.of(transfer).parts(), strict=True):
-                    self._load_part(part)
-                    mark._set()
-            else:
-                self._move(transfer)
+            for number, part in enumerate(self._jobs.of(transfer).parts()):
+                self._move(part)
+                if marks:
+                    marks[number]._set()
         except Exception as error:  # a copy thread that dies leaves its request waiting for ever
             for mark in marks:
                 mark._set()  # or compute hangs
@@ -213,18 +211,11 @@ class CpuEngine:
         else:
             self._end(transfer, seconds=time.perf_counter() - start)
 
-    def _move(self, transfer: Transfer) -> None:
-        job = self._jobs.of(transfer)
-        self._views_of(job.layout).copy(job, self._host)
-
-    def _load_part(self, part: CopyJob) -> None:
-        self._views_of(part.layout).copy(part, self._host)
-
-    def _views_of(self, layout: GroupLayout) -> _BlockViews:
-        views = self._views.get(id(layout))
+    def _move(self, job: CopyJob) -> None:
+        views = self._views.get(id(job.layout))
         if views is None:
-            views = self._views[id(layout)] = _BlockViews(layout)
-        return views
+            views = self._views[id(job.layout)] = _BlockViews(job.layout)
+        views.copy(job, self._host)
 
     def _end(
         self, transfer: Transfer, *, seconds: float = 0.0, error: Exception | None = None
