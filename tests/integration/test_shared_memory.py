@@ -43,8 +43,11 @@ class RankProcess:
     def __init__(self, rank: int, kv: list[np.ndarray], asked: int | SharedHandle) -> None:
         self.kv = kv
         layout = describe(kv, block_axis=0)
-        share = SharedMemory.create if isinstance(asked, int) else SharedMemory.open
-        self.shared = share(asked, slot_layout((layout,)))  # type: ignore[operator]
+        slots = slot_layout((layout,))
+        if isinstance(asked, int):
+            self.shared = SharedMemory.create(asked, slots)
+        else:
+            self.shared = SharedMemory.open(asked, slots)
         self.host = HostMemory(0, layout.block_bytes, shared=self.shared)
         engine = CpuEngine((layout,), self.host.tier.rows, rank=Rank(rank))
         mover = SharedMover(engine, rank=Rank(rank), num_ranks=RANKS)
