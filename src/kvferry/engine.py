@@ -68,7 +68,6 @@ from kvferry.scheduler.transfers import Ordered as Ordered
 from kvferry.telemetry.stats import SchedulerStats as SchedulerStats
 from kvferry.tiers.contract import Batch as Batch
 from kvferry.tiers.contract import BatchId as BatchId
-from kvferry.tiers.contract import LastingTier as LastingTier
 from kvferry.tiers.contract import Result as Result
 from kvferry.tiers.contract import Tier as Tier
 from kvferry.tiers.contract import TierSetup as TierSetup

@@ -83,6 +83,11 @@ class IntegrityError(KvferryError, AssertionError):
     """kvferry's own bookkeeping contradicts itself: please report it."""
 
 
+def words_of(error: BaseException) -> str:
+    """What an error says: our own explain themselves, others need their type's name."""
+    return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
+
+
 def install(extra: str) -> str:
     """How to install one of the extras. kvferry is not on a package index yet."""
     return f"pip install '.[{extra}]' in kvferry's source tree"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.config import Config
-from kvferry.core.keys import Keys, Recovered
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
@@ -169,17 +169,6 @@ class Tier(Protocol):
         Batches that have not begun after ``timeout`` seconds fail. Batches still under way then are
         left behind and returned: their memory may be touched at any later time, and must stay.
         Results of all others can still be polled.
-        """
-
-
-class LastingTier(Tier, Protocol):
-    """A placed tier that outlives its process: it can name what it still has."""
-
-    def recovered(self) -> Recovered:
-        """The blocks that an earlier life left, whole and not forgotten, by key and place.
-
-        Called once, before the first batch; the one call that may wait for the medium. A tier that
-        ails by then returns nothing.
         """
 
 

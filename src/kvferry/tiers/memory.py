@@ -23,15 +23,10 @@ class MemoryTier(ThreadedTier):
     _most_blocks: int | None = None
 
     def __init__(
-        self,
-        num_places: int | None,
-        block_bytes: int,
-        *,
-        name: TierName = MEMORY,
-        num_threads: int = 2,
+        self, num_places: int | None, block_bytes: int, *, name: TierName = MEMORY
     ) -> None:
         self.num_places = num_places
-        super().__init__(name, block_bytes, num_threads=num_threads)
+        super().__init__(name, block_bytes)
         self._blocks: dict[Any, bytes] = {}
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import find_factory
-from kvferry.errors import ClosedError, ConfigError, InputError, KvferryError
+from kvferry.errors import ClosedError, ConfigError, InputError, words_of
 from kvferry.hostmem.slots import Bytes, HostTier
 from kvferry.settings.tiers import DISK, REMOTE, TierSpec
 from kvferry.tiers.contract import CLOSE_SECONDS, Batch, BatchId, Result, Tier, TierSetup, Way
@@ -302,7 +302,7 @@ class TierMover:
                 except _NOT_A_RESULT as error:
                     log.error("tier %s: a result is ignored: %s", self._tier.name, error)
         except Exception as error:
-            fault = f"{verb.__name__} failed: {type(error).__name__}: {error}"
+            fault = f"{verb.__name__} failed: {words_of(error)}"
             if not self._fault:
                 log.exception("tier %s is unavailable until it answers again", self._tier.name)
         self._fault = fault
@@ -441,12 +441,8 @@ def open_tiers(
     tiers: dict[TierName, TierMover] = {}
     with ExitStack() as undo:
         for spec in specs:
-            own = replace(
-                setup,
-                name=spec.name,
-                block_bytes=host.slot_bytes,
-                options=spec.options,
-            )
+            size = host.slot_bytes
+            own = replace(setup, name=spec.name, block_bytes=size, options=spec.options)
             tier = open_tier(spec, own)
             undo.callback(tier.close)
             tiers[spec.name] = TierMover(host, tier, rank=setup.rank)
@@ -462,10 +458,7 @@ def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
     try:
         tier = factory(setup)
     except Exception as error:  # a user's factory may raise anything
-        reason = (
-            str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
-        )
-        raise ConfigError(f"{what} cannot be opened: {reason}") from error
+        raise ConfigError(f"{what} cannot be opened: {words_of(error)}") from error
     wrong = _what_is_wrong(tier, setup)
     if wrong:
         close = getattr(tier, "close", None)

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import cast
 
-from kvferry.errors import ClosedError, InputError, KvferryError
+from kvferry.errors import ClosedError, InputError, words_of
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
@@ -212,10 +212,8 @@ class ThreadedTier(QueuedTier):
             start = time.perf_counter()
             try:
                 result = self._carry_out(task)
-            except KvferryError as error:
-                result = Result.all_failed(task.batch, str(error))
             except Exception as error:  # a thread that dies leaves its request waiting for ever
-                result = Result.all_failed(task.batch, f"{type(error).__name__}: {error}")
+                result = Result.all_failed(task.batch, words_of(error))
             with self._changed:
                 self._end(task, replace(result, seconds=time.perf_counter() - start))
 

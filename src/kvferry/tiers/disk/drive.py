@@ -18,15 +18,10 @@ from pathlib import Path
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import io_workers, state
-from kvferry.tiers.disk.block_file import BlockFile, open_prover
+from kvferry.tiers.disk.block_file import BlockFile, Buffer, open_prover
 from kvferry.tiers.disk.files import DiskFile
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue
-from kvferry.tiers.disk.protocol import (
-    Count,
-    DriveSetup,
-    ReadyMessage,
-    put_blocks,
-)
+from kvferry.tiers.disk.protocol import Count, DriveSetup, ReadyMessage, put_blocks
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.ipc import child, messages
@@ -109,26 +104,22 @@ class DriveServer:
         count = len(found[1]) if setup.before is None else 0
         if count:
             put_blocks(self._status, found)
-        memory, slots = (
-            self._engine.memory,
-            threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 4)),
-        )
         context = io_workers.WorkerContext(
             queue,
             self._commits,
             file,
-            memory,
+            self._engine.memory,
             prover,
             health,
             self._status,
-            pitch,
-            blocks_per_job,
             self._budget,
-            slots,
+            threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 4)),
         )
         num_each = min(setup.num_threads, MAX_THREADS // 2)
         for number in range(2 * num_each):
-            io_workers.IoWorker(context, Way.READ if number < num_each else Way.WRITE, number)
+            buffer = Buffer(blocks_per_job, pitch, is_sealed=prover.is_sealed)
+            way = Way.READ if number < num_each else Way.WRITE
+            io_workers.IoWorker(context, buffer, way, number)
         self._commits.thread.start()
         ready = ReadyMessage(
             StoreAt(str(store.folder), store.store_id, state.this_host()),

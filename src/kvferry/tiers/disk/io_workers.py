@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.keys import Keys
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, words_of
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
 from kvferry.tiers.disk.index import DiskIndex
@@ -200,8 +200,6 @@ class WorkerContext:
     prover: Prover
     health: DriveHealth
     status: StatusPage
-    pitch: int
-    blocks_per_job: int
     budget: DayBudget | None
     cpu_slots: threading.Semaphore
     """A thread that copies and proves holds one; a thread that waits for the drive does not.
@@ -215,12 +213,11 @@ class WorkerContext:
 class IoWorker:
     """One thread and its buffer, for one way. It outlives every failure of a job."""
 
-    def __init__(self, context: WorkerContext, way: Way, number: int) -> None:
+    def __init__(self, context: WorkerContext, buffer: Buffer, way: Way, number: int) -> None:
         self._context = context
+        self._buffer = buffer
         self._way = way
         self._number = number
-        is_sealed = context.prover.is_sealed
-        self._buffer = Buffer(context.blocks_per_job, context.pitch, is_sealed=is_sealed)
         self._reasons: dict[int, str] = {}
         self.thread = threading.Thread(
             target=self._run, name=f"kvferry-drive-{way.value}-{number}", daemon=True
@@ -236,8 +233,7 @@ class IoWorker:
             try:
                 move(job, places)
             except Exception as error:  # a thread that dies leaves its order waiting for ever
-                said = str(error) if isinstance(error, KvferryError) else repr(error)
-                self._fail(job.positions, Count.OTHER_FAILURES, said)
+                self._fail(job.positions, Count.OTHER_FAILURES, words_of(error))
                 if self._way is Way.WRITE:  # that failed leaves no block
                     self._context.commits.lose(places)
             queue.end(job, self._reasons)
@@ -318,8 +314,7 @@ class IoWorker:
                 continue
             context.health.failed(way, error)
             whole[first] = False
-            said = "" if isinstance(error, KvferryError) else f"{type(error).__name__}: "
-            reason = f"place {places[first]}: {said}{error}"
+            reason = f"place {places[first]}: {words_of(error)}"
             self._fail(positions[first:last], Count.DRIVE_ERRORS, reason)
         clock = Count.READ_MICROSECONDS if way is Way.READ else Count.WRITE_MICROSECONDS
         context.status.add(clock, int((time.monotonic() - start) * 1e6))
@@ -330,7 +325,7 @@ class IoWorker:
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Where the segments of these blocks are: in the buffer, in the engine, how long."""
         order = job.order
-        here = (self._buffer.address + which * self._context.pitch)[:, None] + order.offsets
+        here = (self._buffer.address + which * self._buffer.pitch)[:, None] + order.offsets
         there = order.message.addresses[positions[which]]
         sizes = np.broadcast_to(order.message.sizes, here.shape)
         return here.ravel(), there.ravel(), sizes.ravel()

@@ -23,6 +23,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvferry.core.lifecycle import Closing
@@ -84,16 +85,13 @@ class StoreLock(Closing):
             )
         try:
             require_plain(folder, lock.fd)
-            lock._sign(on_behalf_of or os.getpid())
+            pid, since = on_behalf_of or os.getpid(), time.strftime("%F %T", time.gmtime())
+            words = f"process {pid} on {socket.gethostname()} ({_command(pid)}) since {since} UTC"
+            lock._write(words.encode())
         except BaseException:
             lock.close()
             raise
         return lock
-
-    def _sign(self, pid: int) -> None:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        words = f"process {pid} on {socket.gethostname()} ({_command(pid)}) since {since} UTC"
-        self._write(words.encode())
 
     def _write(self, words: bytes) -> None:
         """Write in place, in the bytes that the file has. It is locked all the same without."""
@@ -397,7 +395,8 @@ class SpaceQuota:
         for other in self._idle:
             if self._room(held) >= wanted:
                 break
-            self._remove(other, f"{format_size(other.num_bytes)} were needed")
+            how = f"removed: {format_size(other.num_bytes)} were needed"
+            self._change(other, how, partial(remove_store, other.path))
         num_places = most_places(min(wanted, self._room(held)), self._identity)
         if num_places < 1:
             raise StoreError(self._why_not(wanted))
@@ -434,9 +433,6 @@ class SpaceQuota:
         num_places = most_places(share, other.superblock.identity)
         superblock = replace(other.superblock, num_places=num_places)
         self._change(other, "made smaller", lambda: _cut(other.path, superblock))
-
-    def _remove(self, other: StoreFolder, why: str) -> None:
-        self._change(other, f"removed: {why}", lambda: remove_store(other.path))
 
     def _change(self, other: StoreFolder, how: str, change: Callable[[], object]) -> None:
         try:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.errors import StoreError
+from kvferry.errors import StoreError, words_of
 from kvferry.tiers.disk.files import DIGEST_BYTES, SECTOR_BYTES, DiskFile, read_whole, write_whole
 from kvferry.tiers.disk.superblock import StoreAt, read_superblock
 from kvferry.tiers.ipc.process import run_module
@@ -150,7 +150,7 @@ def reset_apart(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
         # What Python loads at its start may print something first.
         return str(json.loads(answer.splitlines()[-1] if answer else b""))
     except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return words_of(error)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,6 @@ from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.disk.superblock import DiskBound, StoreIdentity, Superblock
 
 log = logging.getLogger(__name__)
-
-_BUFFER_BYTES = 32 << 20
 
 _BUFFER_BYTES = 32 << 20
 
@@ -185,8 +182,7 @@ def _sized(
         if key is not None:
             superblock = replace(superblock, key_check=key_check(key, superblock.store_id))
         for name in (INDEX_NAME, quota.BLOCKS_NAME):  # of a store whose superblock was damaged
-            with suppress(FileNotFoundError):
-                os.unlink(folder / name)
+            (folder / name).unlink(missing_ok=True)
         _make_state(folder, 0)
         notes += quota.set_lengths(folder, superblock)
         create_file(folder / sb.FILE_NAME, sb.FILE_BYTES)

@@ -184,16 +184,14 @@ def read_superblock(folder: Path) -> Superblock | None:
         return None
     except OSError as error:  # it may be whole: the drive has a bad moment
         raise StoreError(f"{folder / FILE_NAME} cannot be read: {error}") from error
-    try:
-        return Superblock.unpack(data[:SECTOR_BYTES])
-    except SuperblockError as error:
+    faults = []
+    for at in (0, SECTOR_BYTES):
         try:
-            return Superblock.unpack(data[SECTOR_BYTES : 2 * SECTOR_BYTES])
-        except SuperblockError as second:
-            raise SuperblockError(
-                f"{folder / FILE_NAME}: {second if second.version else error}",
-                error.version or second.version,
-            ) from error
+            return Superblock.unpack(data[at : at + SECTOR_BYTES])
+        except SuperblockError as error:
+            faults.append(error)
+    worst = max(faults, key=lambda fault: fault.version)
+    raise SuperblockError(f"{folder / FILE_NAME}: {worst}", worst.version) from worst
 
 
 def _digest(data: bytes | bytearray, person: bytes) -> bytes:

@@ -25,7 +25,7 @@ import numpy as np
 from kvferry.core.identity import scope
 from kvferry.core.keys import KEY_BYTES, Keys, Recovered
 from kvferry.core.quantities import format_size
-from kvferry.errors import ClosedError, ConfigError, InputError, IntegrityError, KvferryError
+from kvferry.errors import ClosedError, ConfigError, InputError, IntegrityError, words_of
 from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
@@ -48,12 +48,7 @@ from kvferry.tiers.disk.quota import most_places
 from kvferry.tiers.disk.superblock import DiskBound, StoreAt, StoreIdentity
 from kvferry.tiers.ipc import messages
 from kvferry.tiers.ipc.memory import HEARTBEAT
-from kvferry.tiers.ipc.messages import (
-    Flags,
-    FrameKind,
-    Numbers,
-    Words,
-)
+from kvferry.tiers.ipc.messages import Flags, FrameKind, Numbers, Words
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.types import NO_SLOTS, Reset, TierName
 
@@ -167,21 +162,17 @@ class DriveClient:
     def reset(self, number: int, *, is_kept: bool) -> None:
         """Forget everything. A drive that is away is told when it is back, before anything else."""
         self._is_kept, self._was_reset = is_kept, True
-        self._begin(max(number, self.number + 1))
+        self.agree(max(number, self.number + 1))
 
     def agree(self, number: int) -> None:
         """The tier's reset number: blocks here are stale if they have an older one."""
         if number > self.number:
-            self._begin(number)
-
-    def _begin(self, number: int) -> None:
-        self.number, self.recovered = number, None
-        if self._child is not None and self.ready is not None:
-            self._send_reset(self._child)
+            self.number, self.recovered = number, None
+            if self._child is not None and self.ready is not None:
+                self._send_reset(self._child)
 
     def _send_reset(self, child: ChildProcess) -> None:
-        frame = messages.pack(FrameKind.FORGET, self.number, int(self._is_kept))
-        child.channel.send(frame)
+        child.channel.send(messages.pack(FrameKind.FORGET, self.number, int(self._is_kept)))
 
     @property
     def is_settled(self) -> bool:
@@ -238,14 +229,12 @@ class DriveClient:
 
     def _live(self) -> None:
         """One life of the process, from its start until it is gone and its orders have failed."""
-        before = self.ready
-        if before is not None:
-            before = replace(before, reset_number=self._persisted)
+        before = self.ready and replace(self.ready, reset_number=self._persisted)
         setup = replace(self._setup, before=before, is_kept=self._is_kept)
         try:
             child = self._launch(setup)
         except Exception as error:  # whatever it is, the engine waits for an answer
-            self._refuse(_words(error))
+            self._refuse(words_of(error))
             return
         with self._changed:
             self._child = child
@@ -258,7 +247,7 @@ class DriveClient:
                 reason = self._listen(child)
             except Exception as error:  # with this thread all its orders would wait for ever
                 log.exception("%s: the drive process sent an invalid reply", self.path)
-                reason = f"the drive process sent an invalid reply: {_words(error)}"
+                reason = f"the drive process sent an invalid reply: {words_of(error)}"
             if not child.wait(0 if reason else 1.0):
                 is_safe = child.take_back_memory()
             reason = self.refusal or reason or f"the drive process {child.ending}"
@@ -354,11 +343,6 @@ class DriveClient:
             else:
                 self._left_behind |= self._orders
             self._changed.notify_all()
-
-
-def _words(error: Exception) -> str:
-    is_known = isinstance(error, (KvferryError, OSError))
-    return str(error) if is_known else f"{type(error).__name__}: {error}"
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, words_of
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Channel, FrameKind, pack
 
@@ -60,11 +60,9 @@ def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: Eng
             try:
                 serve(EngineLink(channel, status, memory, hello))
             except Exception as error:
-                is_known = isinstance(error, (KvferryError, OSError))
-                if not is_known:
+                if not isinstance(error, (KvferryError, OSError)):
                     traceback.print_exc()
-                reason = str(error) if is_known else f"{type(error).__name__}: {error}"
-                channel.send(pack(FrameKind.REFUSED, reason))
+                channel.send(pack(FrameKind.REFUSED, words_of(error)))
                 channel.wait(1.0)
             return
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from kvferry.errors import words_of
 from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, NotAttempted, StoreClient, Unavailable
 
@@ -155,4 +156,4 @@ async def _fault_of(probe: Awaitable[Fault | None], within: float) -> Fault | No
     except asyncio.TimeoutError:
         return Fault(f"the store has not answered for {within:g} s")
     except Exception as error:  # or the store would never be probed again
-        return Fault(f"{type(error).__name__}: {error}")
+        return Fault(words_of(error))

@@ -82,14 +82,9 @@ class ObjectFormat:
     def seal(self, block: memoryview, key: bytes) -> bytes:
         """What is stored behind these bytes."""
         head = self.head(key)
-        return head + _digest(block, head)
-
-    def is_whole(self, stored: memoryview, key: bytes) -> bool:
-        """Whether these stored bytes are the block of this key, to the last bit."""
-        if len(stored) != self.object_bytes:
-            return False
-        block, seal = stored[: self.block_bytes], bytes(stored[self.block_bytes :])
-        return seal == self.seal(block, key)
+        digest = xxhash.xxh3_128(block)
+        digest.update(head)
+        return head + digest.digest()
 
     def head(self, key: bytes) -> bytes:
         """All that must agree for a block, besides its bytes."""
@@ -97,13 +92,6 @@ class ObjectFormat:
         return _SEAL.pack(
             _MAGIC, FORMAT, 0, self.block_bytes, self.namespace, key, self.rank, self.num_ranks
         )
-
-
-def _digest(block: memoryview, head: bytes) -> bytes:
-    digest = xxhash.xxh3_128()
-    digest.update(block)
-    digest.update(head)
-    return digest.digest()
 
 
 class ChecksumSealer:
@@ -125,7 +113,8 @@ class ChecksumSealer:
 
     def unseal(self, stored: memoryview, key: bytes) -> memoryview | None:
         """The bytes of the block with this key, valid until the next call; None: it is foreign."""
-        return self.plain(stored) if self._objects.is_whole(stored, key) else None
+        block = self.plain(stored)
+        return block if stored[len(block) :] == self._objects.seal(block, key) else None
 
 
 class AesSealer:

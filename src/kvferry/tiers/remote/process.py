@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.errors import words_of
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.contract import Batch, Result, Way
 from kvferry.tiers.ipc import child
@@ -89,7 +90,6 @@ class InFlightBatch:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until its deadline."""
         return self.order.deadline - time.monotonic()
 
     def result(self, block_bytes: int, seconds: float) -> Result:
@@ -155,19 +155,14 @@ class StoreTransfers:
 
     async def _run_some(self, batch: InFlightBatch, some: Sequence[int], step: _Step) -> None:
         async with self._begun[batch.order.way]:
-            reason = self._stopped(batch)
-            if reason:
+            late = _NOT_BEGUN if batch.seconds_left <= 0 else ""
+            if reason := self.health.ailment(batch.order.way) or late:
                 batch.end(some, NotAttempted(reason))
                 return
             try:
                 await step(batch, some)
             except Exception as error:  # a bug here or in a client: these blocks have failed
-                batch.end(some, Fault(f"{type(error).__name__}: {error}"))
-
-    def _stopped(self, batch: InFlightBatch) -> str:
-        """Why no further block of it should begin; empty while they should."""
-        is_late = batch.seconds_left <= 0
-        return self.health.ailment(batch.order.way) or (_NOT_BEGUN if is_late else "")
+                batch.end(some, Fault(words_of(error)))
 
     @asynccontextmanager
     async def _call(self, batch: InFlightBatch, some: Sequence[int]) -> AsyncIterator[None]:
@@ -347,9 +342,8 @@ class StoreProcess:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            error = task.exception()
-            self._log(logging.ERROR, f"{type(error).__name__}: {error}")
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log(logging.ERROR, words_of(error))
 
     def _log(self, level: int, text: str) -> None:
         self._channel.send(pack(FrameKind.SAYS, level, shown(text)))
@@ -375,5 +369,4 @@ def _serve(engine: child.EngineLink) -> None:
 
 
 def main() -> None:
-    """Run the process of a shared store."""
     child.main(_serve)

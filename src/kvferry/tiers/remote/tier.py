@@ -23,13 +23,7 @@ from secrets import randbits
 from kvferry.errors import ConfigError, install
 from kvferry.settings.tiers import MOONCAKE, STORE_KINDS, RemoteAddress, read_remote
 from kvferry.tiers.contract import CLOSE_SECONDS, BatchId, Result, TierSetup, Way
-from kvferry.tiers.ipc.messages import (
-    FrameKind,
-    pack,
-    pack_order,
-    unpack,
-    unpack_result,
-)
+from kvferry.tiers.ipc.messages import FrameKind, pack, pack_order, unpack, unpack_result
 from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.queued import QueuedTier, Task
 from kvferry.tiers.remote.client import READ_ONLY
