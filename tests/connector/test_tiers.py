@@ -172,12 +172,6 @@ def test_a_hit_is_told_by_the_tier_that_had_its_blocks(make, tiers):
         assert counted == [{where: CHAT_BLOCKS * BLOCK_TOKENS}, {where: BLOCK_TOKENS}]
 
 
-def test_a_tier_that_cannot_be_opened_is_a_refusal_with_its_reason(make):
-    sides = make(2, tiers="no_such_package.store:open_it")
-    assert sides.side.serving is None
-    assert "no_such_package.store cannot be imported" in sides.side.refusal
-
-
 def test_a_tier_that_is_away_on_one_rank_is_a_miss_and_comes_back(make):
     sides = make(2)
     wanted = [chat(sides, number) for number in range(8)]

@@ -472,17 +472,6 @@ def _check_pieces(rig: Rig, size: int, cuts: set[int], gap: int, shift: int) -> 
 
 
 @every_tier
-def test_only_the_named_blocks_change(rig: Rig) -> None:
-    before, news = fresh(NUM_BLOCKS), fresh(2)
-    rig.write(range(NUM_BLOCKS), before)
-    if rig.tier.num_places is not None:
-        rig.write([4, 1], news)
-        before[[4, 1]] = news
-    after, _ = rig.read(range(NUM_BLOCKS))
-    assert (after == before).all()
-
-
-@every_tier
 def test_many_batches_at_once_and_one_block_read_by_many(rig: Rig) -> None:
     rows = fresh(NUM_BLOCKS)
     for number in range(NUM_BLOCKS):
@@ -582,12 +571,6 @@ def test_finding_says_which_are_there(rig: Rig, kind: str) -> None:
         "gs",
         "az",
     )  # HEAD answers have no words
-
-
-@every_placed
-def test_a_tier_with_places_is_not_asked(rig: Rig) -> None:
-    with pytest.raises(InputError, match="knows no keys"):
-        rig.send(Way.FIND, [0])
 
 
 @every_tier
@@ -768,6 +751,7 @@ def test_batches_that_do_not_fit_are_refused(rig: Rig, way: Way) -> None:
     ]
     if places is not None:
         bad += [
+            Batch(BatchId(1010), Way.FIND, both, end),  # it has places, and knows no keys
             Batch(BatchId(1006), way, both, end, at, size, None),
             Batch(BatchId(1007), way, both, end, at, size, as_slots([1])),
             Batch(BatchId(1008), way, both, end, at, size, np.array([-1, 2])),
@@ -800,9 +784,3 @@ def test_an_id_under_way_is_not_given_twice(rig: Rig) -> None:
 def test_blocks_without_bytes_are_refused(kind: str, size: int) -> None:
     with pytest.raises(InputError, match=f"of {size} bytes"):
         TIERS[kind](size)
-
-
-@pytest.mark.parametrize("num_places", [0, -1])
-def test_a_tier_without_places_is_refused(num_places: int) -> None:
-    with pytest.raises(InputError, match=f"got {num_places} slots"):
-        MemoryTier(num_places, 8)

@@ -30,50 +30,21 @@ def raises(_: list[Result]) -> Any:
     raise RuntimeError("poll fell over")
 
 
-def twice(results: list[Result]) -> Any:
-    return [*results, *results]
+def changed(change: Callable[[Result], dict[str, Any]]) -> Fault:
+    return lambda results: [replace(each, **change(each)) for each in results]
 
 
-def of_other_batches(results: list[Result]) -> Any:
-    return [*results, Result(BatchId(10**9), np.ones(2, dtype=bool))]
-
-
-def too_short(results: list[Result]) -> Any:
-    return [replace(each, ok=each.ok[:-1]) for each in results]
-
-
-def too_long(results: list[Result]) -> Any:
-    return [replace(each, ok=np.append(each.ok, True)) for each in results]
-
-
-def not_flags(results: list[Result]) -> Any:
-    return [replace(each, ok=each.ok.tolist()) for each in results]
-
-
-def not_numbers(results: list[Result]) -> Any:
-    nonsense: Any = {"num_bytes": None, "seconds": "fast", "reasons": None}
-    return [replace(each, **nonsense) for each in results]
-
-
-def no_results(results: list[Result]) -> Any:
-    return [None, "done", *results]
-
-
-def nothing_at_all(results: list[Result]) -> Any:
-    return None
-
-
-FAULTS: list[Fault] = [
-    raises,
-    twice,
-    of_other_batches,
-    too_short,
-    too_long,
-    not_flags,
-    not_numbers,
-    no_results,
-    nothing_at_all,
-]
+FAULTS: dict[str, Fault] = {
+    "raises": raises,
+    "twice": lambda results: [*results, *results],
+    "of other batches": lambda results: [*results, Result(BatchId(10**9), np.ones(2, dtype=bool))],
+    "too short": changed(lambda each: {"ok": each.ok[:-1]}),
+    "too long": changed(lambda each: {"ok": np.append(each.ok, True)}),
+    "not flags": changed(lambda each: {"ok": each.ok.tolist()}),
+    "not numbers": changed(lambda _: {"num_bytes": None, "seconds": "fast", "reasons": None}),
+    "no results": lambda results: [None, "done", *results],
+    "nothing at all": lambda _: None,
+}
 
 
 class Careless:
@@ -117,7 +88,7 @@ def ferry(request: pytest.FixtureRequest) -> Iterator[kvferry.Ferry]:
         yield ferry
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_every_ticket_ends_and_device_copies_leave_no_slot_claimed(
     ferry: kvferry.Ferry, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:

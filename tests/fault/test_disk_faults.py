@@ -285,27 +285,6 @@ def test_a_sparse_file_leaves_the_floor_free(
         wait_until(lambda: bool(life.do(Way.WRITE, [1], life.fresh(1)).ok.all()))
 
 
-@pytest.mark.parametrize("offset", [0, 600, 4096, 4200, 12288])
-def test_flipped_bits_in_the_index_cost_blocks_but_never_their_truth(
-    tmp_path: Path, offset: int
-) -> None:
-    with DiskLife(tmp_path) as life:
-        rows = life.write(range(150))
-    (folder,) = (tmp_path / "drive-0").glob("kvferry-*")
-    path = folder / "index"
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-    with DiskLife(tmp_path) as life:
-        _, places = life.tier.recovered()
-        if len(places):
-            numbers = sorted(places.tolist())
-            into, result = life.read(numbers)
-            assert (into[result.ok] == rows[numbers][result.ok]).all()
-        news = life.write([1, 2])
-        life.expect([1, 2], news)
-
-
 def test_what_waited_on_a_drive_that_died_waits_no_more(tmp_path: Path, weather: Weather) -> None:
     """What it counted stays; but a gauge that nobody lowers would tell of it for ever."""
     gate = threading.Event()

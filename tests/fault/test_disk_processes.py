@@ -6,30 +6,24 @@ import errno
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes.disk_life import LONG, DiskLife, setups, wait_until
+from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fakes.drives import ThreadDrive, Weather
 
 from kvferry.core.keys import Key
-from kvferry.errors import StoreInUseError
 from kvferry.tiers.contract import BatchId, Result, Way
-from kvferry.tiers.disk import drive
 from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.quota import StoreLock
 from kvferry.tiers.disk.tier import Launch, start_drive
-from kvferry.tiers.ipc.memory import StatusPage
-from kvferry.tiers.ipc.messages import Channel, FrameKind, frame, pack_result
-from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.ipc.messages import pack_result
 
 
 def pids(life: DiskLife) -> list[int]:
@@ -83,37 +77,11 @@ def test_a_drive_that_is_stopped_is_given_up_and_touches_nothing_later(tmp_path:
         life.expect(range(20), rows)
 
 
-class MadDrive(ChildProcess):
-    """Says what no drive would, and nothing else."""
-
-    ending = "ended"
-
-    def __init__(self, setup: DriveSetup) -> None:
-        ours, self._theirs = socket.socketpair()
-        self.channel, self.status, self.pid = Channel(ours), StatusPage(), os.getpid()
-        self._theirs.sendall(frame(FrameKind.READY, b"short"))
-
-    def take_back_memory(self, timeout: float = 0.0) -> bool:
-        return True
-
-    def wait(self, timeout: float) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._theirs.close()
-        self.channel.close()
-        self.status.close()
-
-
 def refusal(folder: Path, launch: Launch = start_drive, **options: Any) -> str:
     """Why the tier is not open. The engine waits no longer than until that is known."""
     with DiskLife(folder, launch, start_deadline=2 * LONG, **options) as life:
         assert not life.tier.is_open()
         return life.tier.ailment
-
-
-def test_a_drive_that_says_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
-    assert "sent an invalid reply" in refusal(tmp_path, MadDrive)
 
 
 def test_a_drive_that_cannot_be_started_is_refused_at_once(tmp_path: Path) -> None:
@@ -347,31 +315,9 @@ def test_a_drive_that_is_slow_to_let_go_is_waited_for(tmp_path: Path) -> None:
         assert sorted(life.tier.recovered()[1].tolist()) == list(range(20))
 
 
-def test_a_drive_whose_engine_hangs_up_waits_for_no_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)  # the one in which what the engine sent last is read is no wait
-        assert len(pauses) < 2, "it waits"
-
-    monkeypatch.setattr(drive, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    with DiskLife(tmp_path) as life:
-        rows = life.write([0])
-        ours, theirs = (Channel(each) for each in socket.socketpair())
-        ours.send(frame(FrameKind.FORGET, b"not lost by looking"))
-        ours.end()
-        with pytest.raises(StoreInUseError):
-            drive._open_patiently(setups(tmp_path)[0], theirs)
-        assert len(theirs.receive()) == 1
-        life.expect([0], rows)
-        ours.close()
-        theirs.close()
-
-
 def test_an_interrupt_is_the_engines_alone(tmp_path: Path) -> None:
     engine, pid = start_engine(tmp_path)
+    assert os.getpgid(pid) != os.getpgid(engine.pid), "Ctrl-C reaches the engine's group"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
     time.sleep(0.1)

@@ -255,17 +255,6 @@ def test_stores_are_reset_from_a_process_of_its_own(
     assert "JSONDecodeError" in reset_apart([here], 1, 60)
 
 
-def test_a_drive_that_hangs_is_not_claimed_to_be_reset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hangs(*told: object) -> bytes:
-        raise TimeoutError("no answer")
-
-    store = leave(tmp_path)
-    monkeypatch.setattr(state, "run_module", hangs)
-    assert reset_apart([store], 1, 0.5) == "TimeoutError: no answer"
-
-
 # -- a ferry --------------------------------------------------------------------------------------
 
 
@@ -314,7 +303,3 @@ def test_a_reset_that_is_not_durable_yet_is_not_claimed(attach: Open, tmp_path: 
     finally:
         os.kill(child.pid, signal.SIGCONT)
     wait_until(lambda: tier.wait_forgotten(0.0))
-
-
-def test_a_ferry_without_a_disk_is_reset_at_once(attach: Open) -> None:
-    assert attach("memory:1MiB").reset()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.quota import StoreLock, purge_store, stores_under
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import DiskBound
-from kvferry.tiers.disk.tier import start_drive
 from kvferry.tiers.ipc.process import ChildProcess
 
 __all__ = ["attach"]  # a fixture
@@ -68,28 +66,6 @@ def test_a_ferry_starts_without_a_drive_that_hangs_and_attaches_it_later(
         return stored(ferry) >= count
 
     wait_until(is_attached)
-
-
-def test_closing_waits_for_no_drive_that_never_opened(tmp_path: Path) -> None:
-    def hanging(setup: object) -> ChildProcess:
-        child = start_drive(setup)  # type: ignore[arg-type]
-        os.kill(child.pid, signal.SIGSTOP)
-        return child
-
-    life = DiskLife(tmp_path, hanging, start_deadline=0.05)
-    wait_until(lambda: bool(pids(life)))
-    (pid,) = pids(life)
-    start = time.monotonic()
-    assert life.tier.close() == ()
-    assert time.monotonic() - start < LONG / 10, "the bound of a close is 6 s"
-    wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not _command(pid))
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def test_a_store_in_use_is_attached_when_it_is_let_go(tmp_path: Path) -> None:

@@ -151,15 +151,6 @@ def test_a_process_ends_with_its_engine_though_the_master_hangs(
         engine.stdout.close()
 
 
-def test_a_master_that_hangs_costs_one_deadline_and_no_process(fleet: Fleet) -> None:
-    store = fleet.server(SEGMENT)
-    store.write(ALL)
-    fleet.master.signal(signal.SIGSTOP)
-    store.lose(Way.FIND, ALL)  # where a block lies that was read lately, the client remembers
-    fleet.master.signal(signal.SIGCONT)
-    store.wait(lambda: is_well(store))
-
-
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/status").read_text()

@@ -102,21 +102,6 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(kind: str, open_store: Open)
     assert store.reads(list(range(8))) == [True] * 8, "what was known to be bad is written anew"
 
 
-@every_server
-def test_others_cannot_address_our_blocks(kind: str, open_store: Open) -> None:
-    endpoint = s3_servers.server(kind).endpoint
-    ours, other = open_store(endpoint), open_store(endpoint)
-    other_rank = Store(
-        remote.open_s3(endpoint, SIZE, namespace=ours.objects.namespace, rank=1, num_ranks=2),
-        ours.objects.namespace,
-    )
-    ours.write([0, 1])
-    for stranger in (other, other_rank):
-        assert not stranger.do(Way.FIND, [0, 1]).ok.any()
-        assert stranger.reads([0, 1]) == [False, False]
-    other_rank.tier.close()
-
-
 def test_wrong_credentials_are_said_and_fail_at_once(open_store: Open) -> None:
     wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
     store = open_store(s3_servers.server("rclone").endpoint, credentials=wrong, is_well=False)

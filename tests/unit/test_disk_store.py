@@ -62,15 +62,6 @@ def placed(store: Store) -> list[int]:
     return store.index.take_recovered()[1].tolist()
 
 
-def test_everything_stays_within_the_bound(tmp_path: Path) -> None:
-    with Store.open(tmp_path, identity(), BOUND) as store:
-        assert apparent_bytes(store.folder) <= BOUND.size
-        assert store_bytes(store.num_places + 1, identity()) > BOUND.size
-        used = sum(found.stat().st_blocks * 512 for found in store.folder.iterdir())
-        assert BOUND.size * 0.9 < used <= BOUND.size
-        assert store.blocks_path.stat().st_size == store.num_places * PITCH
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_smaller_bound_shrinks_all_ranks_and_a_larger_one_lets_them_grow(
     tmp_path: Path, order: tuple[int, int]

@@ -212,17 +212,6 @@ def test_a_small_file_is_replaced_and_read_by_a_process_of_its_own(tmp_path: Pat
         read_small(linked, LONG)
 
 
-def test_an_interrupt_of_the_terminal_is_for_the_engine() -> None:
-    """A child has a process group of its own, and ends when it is asked to."""
-    child = ChildProcess("kvferry.tiers.disk.drive", b"")
-    try:
-        assert os.getpgid(child.pid) != os.getpgid(0)
-        assert child.end(LONG)
-    finally:
-        child.kill()
-        child.close()
-
-
 def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 

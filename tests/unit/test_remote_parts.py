@@ -87,14 +87,6 @@ def test_credentials_come_from_where_tools_of_aws_look(tmp_path) -> None:
     assert s3_config({"endpoint": "http://y"}, role) == {"region": "eu-1", "endpoint": "http://y"}
 
 
-def test_without_files_the_client_looks_for_itself(tmp_path) -> None:
-    assert s3_config({}, {"HOME": str(tmp_path)}) == {"region": "us-east-1"}
-    broken = tmp_path / "config"
-    broken.write_text("not a table")
-    env = {"HOME": str(tmp_path), "AWS_CONFIG_FILE": str(broken)}
-    assert s3_config({}, env) == {"region": "us-east-1"}
-
-
 def test_a_pods_identity_is_asked_for_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,3 @@ def test_ranks_over_one_host_memory_split_a_tier_by_key(two: list[RankMemory]) -
     for mover in movers:
         mover[FAR].ask(Question(TransferId(2), FAR, some.array, 60.0))
         assert mover[FAR].drain(60)[0].outcome is Outcome.OK
-
-
-def test_a_rank_alone_moves_everything_itself(two: list[RankMemory]) -> None:
-    assert movers_of(two[0], RankPlace(Rank(0))) == (two[0].engine, two[0].tiers)

@@ -165,7 +165,6 @@ class SharedMover:
         return self._whole(self._mover.drain(timeout))
 
     def close(self) -> None:
-        """Close the mover."""
         self._mover.close()
 
     def _own(self, keys: KeyRows) -> SlotArray:

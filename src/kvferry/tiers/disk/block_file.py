@@ -49,14 +49,12 @@ class BlockFile:
             self.is_direct = False
 
     def read(self, place: int, data: memoryview) -> None:
-        """Fill ``data`` (whole places) from ``place`` on."""
         at = place * self._pitch
         self._transfer(os.preadv, at, data)
         if not self.is_direct:
             os.posix_fadvise(self._fd, at, len(data), os.POSIX_FADV_DONTNEED)
 
     def write(self, place: int, data: memoryview) -> None:
-        """Write ``data`` (whole places) from ``place`` on."""
         self._transfer(os.pwritev, place * self._pitch, data)
 
     def _transfer(self, call: _Call, at: int, data: memoryview) -> None:
@@ -112,7 +110,6 @@ class BlockFile:
         return found.st_blocks * 512 >= found.st_size
 
     def close(self) -> None:
-        """Give the file back. Safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

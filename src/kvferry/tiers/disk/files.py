@@ -82,7 +82,6 @@ class DiskFile:
         self._fd = open_file(str(path), os.O_RDWR if writable else os.O_RDONLY)
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Return at most ``count`` bytes; fewer at the end of the file."""
         return os.pread(self._fd, count, offset)
 
     def write_at(self, offset: int, data: memoryview) -> int:
@@ -90,7 +89,6 @@ class DiskFile:
         return os.pwrite(self._fd, data, offset)
 
     def sync(self) -> None:
-        """Return once everything written so far is on the medium."""
         os.fdatasync(self._fd)
 
     @contextlib.contextmanager

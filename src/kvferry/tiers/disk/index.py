@@ -347,7 +347,6 @@ class DiskIndex:
             self.present[places] = True
 
     def record_lost(self, places: SlotArray) -> None:
-        """What lay at these places can be read no more."""
         with self._lock:
             self._enqueue(places, np.zeros(len(places), dtype=self._table.shape.record))
             self.present[places] = False

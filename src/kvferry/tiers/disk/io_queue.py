@@ -144,7 +144,6 @@ class IoQueue:
             self._work[Way.WRITE].notify(len(self._waiting[Way.WRITE]))
 
     def end(self, job: Job, reasons: dict[int, str]) -> None:
-        """A job is done but for the positions in ``reasons``."""
         with self._lock:
             order = job.order
             self._in_flight[order.message.way].discard(job)

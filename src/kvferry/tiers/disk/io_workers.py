@@ -83,14 +83,11 @@ class Commits:
             return here, self._index.proofs[places]
 
     def begin_write(self, places: Numbers) -> None:
-        """These places are about to be overwritten."""
         with self._changed:
             self._index.present[places] = False
 
     def end_write(self, places: Numbers, keys: Words, proofs: Proofs, generation: int) -> bool:
-        """These blocks were written whole; return whether they are kept: they were not forgotten
-        meanwhile.
-        """
+        """Record blocks that were written; False: all was forgotten meanwhile."""
         with self._changed:
             is_kept = generation == self._generation
             if is_kept and len(places):
@@ -99,7 +96,6 @@ class Commits:
             return is_kept
 
     def lose(self, places: Numbers) -> None:
-        """Nothing at these places can be read any more."""
         with self._changed:
             if len(places):
                 self._index.record_lost(places)
@@ -164,7 +160,6 @@ class Commits:
                 self._changed.wait(min(due, end) - now)
 
     def _commit(self) -> None:
-        """Make durable what has happened until now."""
         with self._changed:
             num_recorded, generation = self._index.num_recorded, self._generation
             self._covered_since, self._since, self._is_urgent = self._since, 0.0, False
@@ -296,9 +291,8 @@ class IoWorker:
         at = np.flatnonzero(fetched)
         whole = np.zeros(len(positions), dtype=bool)
         whole[at] = self._move(positions[at], places[at], at)
-        if not context.commits.end_write(
-            places[whole], keys[whole], proofs[whole], job.order.generation
-        ):
+        good = places[whole], keys[whole], proofs[whole]
+        if not context.commits.end_write(*good, job.order.generation):
             self._fail(positions[whole], Count.OTHER_FAILURES, "told to forget it meanwhile")
         context.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)
         context.commits.lose(places[~whole])

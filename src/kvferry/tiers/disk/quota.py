@@ -293,13 +293,12 @@ def purge_store(path: Path) -> str:
         raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
     with alone_in(path.parent):
         remove_store(path)
+    rest = (
+        "its bytes were given back to the file system, not overwritten: an SSD may hold them "
+        "until it needs the room. Encrypt (disk_key_file) what must never be read again"
+    )
     if found.superblock is not None and found.superblock.identity.is_sealed:
         rest = "its blocks were encrypted: without the key, what a drive may still hold is noise"
-    else:
-        rest = (
-            "its bytes were given back to the file system, not overwritten: an SSD may hold them "
-            "until it needs the room. Encrypt (disk_key_file) what must never be read again"
-        )
     return f"{path} is gone, {found.num_bytes} bytes; {rest}"
 
 

@@ -549,7 +549,6 @@ class DiskTier:
             return tuple(drive.ready.store for drive in self._drives if drive.ready is not None)
 
     def away(self) -> tuple[str, ...]:
-        """The directories that were never open."""
         with self._changed:
             return tuple(drive.path for drive in self._drives if drive.ready is None)
 

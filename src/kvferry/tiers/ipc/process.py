@@ -107,7 +107,6 @@ class ChildProcess:
         return True
 
     def kill(self) -> None:
-        """Send SIGKILL and return at once."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 

@@ -26,7 +26,6 @@ _PAGE = 4096
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a memory begins."""
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 

@@ -52,11 +52,9 @@ class CircuitBreaker:
         self.wait = min(2 * self.wait, LONGEST_WAIT)
 
     def probed(self) -> None:
-        """A probe succeeded."""
         self.ailment = ""
 
     def worked(self, way: Way) -> None:
-        """Blocks moved this way, or were looked up."""
         self._failed.discard(way)
         if not self._failed:
             self.wait = FIRST_WAIT
@@ -87,7 +85,6 @@ class StoreHealth:
         return self._breaker(way).ailment
 
     def answered(self, way: Way, answers: Sequence[object]) -> None:
-        """The store ended a call so."""
         if not all(isinstance(each, Fault) for each in answers):
             self._answered_at[way] = time.monotonic()
 

@@ -114,7 +114,6 @@ class Expiry:
         self.turn_seconds = min(max(ttl / _TURNS_PER_TTL, _SHORTEST_TURN), _LONGEST_TURN)
 
     def run(self) -> None:
-        """Take turns for ever."""
         while True:
             try:
                 self.take_turn()

@@ -57,7 +57,6 @@ class ObjectFormat:
 
     @property
     def object_bytes(self) -> int:
-        """Bytes of a block with its seal."""
         return self.block_bytes + (SEAL_BYTES if self.secret is None else TAG_BYTES + NONCE_BYTES)
 
     def folder(self, generation: int = SHARED) -> str:
@@ -68,7 +67,6 @@ class ObjectFormat:
         )
 
     def names(self, keys: Iterable[bytes], generation: int = SHARED) -> list[str]:
-        """The names of blocks."""
         folder = self.folder(generation)
         return [f"{folder}/{self._hidden(key).hex()}" for key in keys]
 

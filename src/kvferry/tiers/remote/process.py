@@ -81,7 +81,6 @@ class InFlightBatch:
         self.ends = [NotAttempted(_NOT_BEGUN)] * len(self.names)
 
     def end(self, positions: Iterable[int], end: End) -> None:
-        """All of these blocks ended so."""
         for at in positions:
             self.ends[at] = end
 
@@ -93,7 +92,6 @@ class InFlightBatch:
         return self.order.deadline - time.monotonic()
 
     def result(self, block_bytes: int, seconds: float) -> Result:
-        """The message to the engine."""
         ok = np.array([end is None for end in self.ends], dtype=bool)
         reasons = {at: end.reason for at, end in enumerate(self.ends) if end is not None}
         moved = 0 if self.order.way is Way.FIND else int(ok.sum()) * block_bytes
@@ -128,12 +126,10 @@ class StoreTransfers:
         self._suspects: dict[str, None] = {}  # names under which something foreign lies
 
     def begin(self, order: Batch, generation: int) -> InFlightBatch:
-        """The batch of an order, before it is carried out."""
         keys = list(order.keys)
         return InFlightBatch(order, self._objects.names(keys, generation), keys)
 
     async def carry(self, batch: InFlightBatch) -> Result:
-        """Carry a batch out, until its deadline."""
         start, way = time.perf_counter(), batch.order.way
         step = {Way.FIND: self._find, Way.READ: self._read, Way.WRITE: self._write}[way]
         await self._run(batch, step)
@@ -307,7 +303,6 @@ class StoreProcess:
         self._channel.send(pack(kind, ailment))
 
     def serve(self) -> None:
-        """Take orders until the engine hangs up or is gone."""
         self._thread.start()
         ready = frame(FrameKind.READY)
         self._spawn(self._transfers.health.watch(lambda: self._channel.send(ready)))
@@ -331,8 +326,6 @@ class StoreProcess:
         self._channel.send(pack_result(result))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the loop; an exception is logged by the engine."""
-
         def start() -> None:
             task = self._loop.create_task(coroutine)
             self._tasks.add(task)
@@ -349,7 +342,6 @@ class StoreProcess:
         self._channel.send(pack(FrameKind.SAYS, level, shown(text)))
 
     def close(self) -> None:
-        """Give up what is still under way."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         for task in self._tasks:
