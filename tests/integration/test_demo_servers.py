@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from multiprocessing import Pipe
 from pathlib import Path
@@ -24,10 +23,7 @@ from kvferry.errors import TransferError
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.demo import serving
 from kvferry.tools.demo.model import ModelShape
-from kvferry.tools.demo.parts import fleet_part
-from kvferry.tools.demo.report import Run
 from kvferry.tools.demo.servers import ServerProcesses, ServerSetup
-from kvferry.tools.demo.workload import Turn
 
 TINY = (
     *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--opening-tokens", "70"),
@@ -137,16 +133,6 @@ def test_what_is_missing_is_said_before_anything_is_done(
     assert not html.exists()
 
 
-def test_a_server_that_cannot_serve_is_an_error(
-    mark: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
-    setup = ServerSetup(shape, 8, {"no_such_setting": 1})
-    with ServerProcesses(setup, 1) as fleet, pytest.raises(TransferError, match="ended with 1"):
-        fleet.hear()
-    assert "no_such_setting" in capfd.readouterr().err
-
-
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_servers.Door]:
     for name, value in remote.CREDENTIALS.items():
@@ -193,12 +179,3 @@ def test_a_server_whose_store_does_not_come_ends_and_says_so(
     message = r"did not become available in 0.5 seconds"
     with ours, theirs, pytest.raises(TransferError, match=message):
         serving.serve_questions(sharing(door), theirs)
-
-
-def test_wrong_answers_are_said() -> None:
-    alone = Run("a run", 8, [Turn("conversation-000-turn-00", [1, 2], 32, 0, 0, 0.1)])
-    assert fleet_part(2, alone, alone).tokens_equal
-    other = Run("another", 8, [replace(alone.turns[0], answer=[1, 3])])
-    for wrong in (other, Run("none", 8)):
-        part = replace(fleet_part(2, alone, alone), runs={"a": alone, "b": wrong})
-        assert part.verdict.startswith("1 of 1 answers differ")

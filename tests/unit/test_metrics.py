@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.by_name import ByName
 from tests.fakes.metrics_page import page
@@ -24,7 +23,6 @@ from kvferry.scheduler.tier import SlotTier
 from kvferry.scheduler.transfers import OTHER, add_traffic
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import (
-    FerryCollector,
     Snapshot,
     catalog,
     exposition,
@@ -138,20 +136,6 @@ def test_all_reasons_and_verdicts_are_there_before_they_happen(snapshot):
 def test_the_reasons_on_the_page_are_those_that_are_counted():
     assert tuple(FAILURES.values()) == names.DRIVE_ERRORS
     assert {*names.MISSES, Reason.NOTHING_MISSED.value} == {each.value for each in Reason}
-
-
-def test_a_users_own_registry_can_take_us(snapshot):
-    asked = []
-
-    def look() -> Snapshot:
-        asked.append(1)
-        return snapshot
-
-    registry = CollectorRegistry(auto_describe=True)
-    registry.register(FerryCollector(look))
-    assert not asked  # registering takes no snapshot
-    assert b"kvferry_lookups_total 2.0" in generate_latest(registry)
-    assert asked
 
 
 def test_a_thousand_requests_and_paths_add_no_series():

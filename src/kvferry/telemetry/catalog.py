@@ -373,26 +373,6 @@ _HEADS = {metric.name: _head(metric) for metric in catalog()}
 _LABELS = {metric.name: tuple(label.name for label in metric.labels) for metric in catalog()}
 
 
-class FerryCollector:
-    """The metrics for any registry of prometheus_client, by a snapshot for each scrape."""
-
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
-
-    def describe(self) -> Iterator[Any]:
-        """The families without values, so that registering takes no snapshot."""
-        return _families("".join(_HEADS.values()))
-
-    def collect(self) -> Iterator[Any]:
-        return _families(exposition(self._snapshot()).decode())
-
-
-def _families(text: str) -> Iterator[Any]:
-    from prometheus_client.parser import text_string_to_metric_families  # may not be installed
-
-    return iter(text_string_to_metric_families(text))
-
-
 @cache
 def installed_version() -> str:
     try:

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_BARS = "▁▂▃▄▅▆▇█"
-_IDLE = {
-    "refused": "kvferry cannot serve this model or these settings; vLLM's log has the reason",
-    "failed": "an internal error; vLLM continues without kvferry, and its log has the error",
-}
 _TIERS = {"device": "on the device", "host": "in host memory"}
 
 
@@ -43,20 +38,6 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """The last values as a line of bars. The highest value is a full bar."""
-    values = values[-width:] if width else []
-    top = max(values, default=0.0)
-    if top <= 0:
-        return _BARS[0] * len(values)
-    return "".join(_BARS[round((len(_BARS) - 1) * max(0.0, value) / top)] for value in values)
-
-
-def why_idle(reason: str) -> str:
-    """Why nothing is served."""
-    return _IDLE.get(reason, reason)
 
 
 def tier_words(tokens: Mapping[str, int]) -> str:

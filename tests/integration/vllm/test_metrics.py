@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 from tests.integration.vllm.engine import make_prompts
 
 from kvferry.connectors.common.reports import EXPORTED, between, figures
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
-from kvferry.telemetry.catalog import FerryCollector, MetricKind, Snapshot
+from kvferry.telemetry.catalog import MetricKind, Snapshot, exposition
 from kvferry.telemetry.stats import SchedulerStats, Traffic
 
 FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}
@@ -55,11 +56,9 @@ VLLMS = ("model_name", "engine")
 
 def ours(snapshot: Snapshot) -> dict[Any, float]:
     """What our own endpoint says, named as vLLM names it."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(FerryCollector(lambda: snapshot))
     return {
         (PREFIX + sample.name, *sorted(sample.labels.items())): sample.value
-        for family in registry.collect()
+        for family in text_string_to_metric_families(exposition(snapshot).decode())
         for sample in family.samples
     }
 

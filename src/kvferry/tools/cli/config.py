@@ -25,10 +25,9 @@ FLAG = {"is_flag": True}
 @options(
     ("--file", FILE, "A TOML or JSON file to read instead of the one that KVFERRY_CONFIG names."),
     ("--all", FLAG | {"default": False}, "Show the advanced settings too."),
-    ("--changed", FLAG, "Show only settings that are not the default."),
 )
 @as_json_option
-def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
+def config(file: Path | None, all: bool, as_json: bool) -> None:
     """Show the settings and their sources.
 
     They are as an engine started here would have them: the basic ones and those that are not the
@@ -36,18 +35,12 @@ def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
 
     The exit code is 1 if a value in a file or a variable is refused.
     """
-    rows = [
-        row
-        for row in _rows(file)
-        if row["source"] != "default" or (not changed and (all or as_json or row["basic"]))
-    ]
+    is_whole = all or as_json
+    rows = [r for r in _rows(file) if is_whole or r["basic"] or r["source"] != "default"]
     if as_json:
         click.echo(json.dumps({row["name"]: row for row in rows}))
         return
     console = Console(highlight=False)
-    if not rows:
-        console.print("Every setting has its default.")
-        return
     styles = ["cyan" if row["source"] != "default" else "" for row in rows]
     cells = [
         [Text(row[key], style) for key in ("name", "value", "source", "help")]
@@ -55,7 +48,7 @@ def config(file: Path | None, all: bool, changed: bool, as_json: bool) -> None:
     ]
     heads = ("Setting", "Value", "From", "What it does")
     console.print(table(heads, cells, left=heads))
-    if not all and not changed:
+    if not all:
         console.print(
             f"{len(describe()) - len(rows)} more settings have their defaults. --all shows them."
         )

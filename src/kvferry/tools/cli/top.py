@@ -18,11 +18,8 @@ from kvferry.telemetry.http import LOOPBACK
 from kvferry.tools.cli.output import found, options
 from kvferry.tools.cli.output import table as draw
 from kvferry.tools.top.page import PageServer
-from kvferry.tools.top.view import Bar, Line, Shown, View, Watch
-from kvferry.tools.words import (
-    clean,
-    sparkline,
-)
+from kvferry.tools.top.view import Bar, Shown, View, Watch
+from kvferry.tools.words import clean
 
 _WIDTH = 30
 """Columns of a bar."""
@@ -54,9 +51,7 @@ class Screen:
             yield Text(words, style="bold red" if is_bad else "")
 
 
-def _cell(cell: str | Bar | Line) -> str | Text:
-    if isinstance(cell, Line):
-        return Text(sparkline(cell.values, _WIDTH), style="cyan")
+def _cell(cell: str | Bar) -> str | Text:
     if isinstance(cell, str):
         return cell
     text = Text()

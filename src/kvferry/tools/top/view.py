@@ -1,26 +1,21 @@
-"""The view of a running kvferry: its figures, rates between readings, and a short history.
+"""The view of a running kvferry: its figures, and rates between two readings.
 
 In words it is ``Shown``: cards, notes and tables, the same on a terminal and on the live page.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from kvferry.errors import UnreachableError
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
 from kvferry.tools.top.scrape import Reading, UnexplainedError, explain, read, read_recent
-from kvferry.tools.words import clip, counted, show_bytes, show_share, why_idle
+from kvferry.tools.words import clip, counted, show_bytes, show_share
 from kvferry.types import DEVICE
-
-HISTORY = 60
-"""Readings kept for sparklines."""
 
 MOST_TIERS = MOST_ROUTES = 16
 """More than a kvferry has. A hostile endpoint may report more."""
@@ -29,6 +24,10 @@ _MOST_RECENT = 20
 _MOST_WHY = 300
 _MOST_TENANTS = 8
 
+_IDLE = {
+    "refused": "kvferry cannot serve this model or these settings; vLLM's log has the reason",
+    "failed": "an internal error; vLLM continues without kvferry, and its log has the error",
+}
 _STATES = ("cached", "leased", "unready")
 
 _name = partial(clip, most=40)
@@ -97,7 +96,6 @@ class RouteView:
     bytes_per_second: float
     copy_speed: float | None
     paths: dict[str, float]
-    history: list[float]
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class View:
 
 
 class Watch:
-    """Reads one endpoint repeatedly. Owns the history for rates and sparklines."""
+    """Reads one endpoint repeatedly. Owns the previous reading, for rates."""
 
     def __init__(
         self,
@@ -148,16 +146,16 @@ class Watch:
         self.url = url
         self._look = look
         self._explain: Callable[[str], dict[str, Any]] | None = explain
-        self._readings: deque[Reading] = deque(maxlen=HISTORY + 1)
+        self._before: Reading | None = None
 
     def look(self) -> View:
         """Read the endpoint once more. Raises UnreachableError if it does not answer."""
-        reading = self._look(self.url)
-        totals = (names.LOOKUPS, names.COMPLETED)
-        if self._readings and any(reading.total(m) < self._readings[-1].total(m) for m in totals):
-            self._readings.clear()  # the engine has restarted
-        self._readings.append(reading)
-        return self._view(reading, *self._explained())
+        now = self._look(self.url)
+        before = self._before or now
+        if any(now.total(m) < before.total(m) for m in (names.LOOKUPS, names.COMPLETED)):
+            before = now  # the engine has restarted
+        self._before = now
+        return self._view(_Span(before, now), *self._explained())
 
     def _explained(self) -> tuple[list[list[str]], dict[str, Any]]:
         """The latest requests, and why tiers are away. vLLM's own endpoint is asked once only."""
@@ -172,9 +170,8 @@ class Watch:
             pass  # the figures are good without them
         return [], {}
 
-    def _view(self, now: Reading, recent: list[list[str]], away: dict[str, Any]) -> View:
-        span = _Span(self._readings[-2] if len(self._readings) > 1 else now, now)
-        spans = [_Span(*pair) for pair in pairwise(self._readings)]
+    def _view(self, span: _Span, recent: list[list[str]], away: dict[str, Any]) -> View:
+        now = span.now
         routes = sorted({(src, dst) for src, dst, _ in now.by_label(names.MOVED_BYTES)})
         return View(
             url=self.url,
@@ -190,7 +187,7 @@ class Watch:
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
             tiers=[_tier(name, now, str(away.get(name, ""))) for name in _tier_names(now)],
-            routes=[_route(route, span, spans) for route in routes[:MOST_ROUTES]],
+            routes=[_route(route, span) for route in routes[:MOST_ROUTES]],
             in_flight=int(now.total(names.IN_FLIGHT)),
             queued=int(now.total(names.QUEUED)),
             bytes_in_flight=int(now.total(names.BYTES_IN_FLIGHT)),
@@ -225,7 +222,8 @@ class _Span:
 
 def _idle(now: Reading) -> str:
     """Why nothing is served, or an empty text."""
-    reasons = [why_idle(reason) for (reason,), is_on in now.by_label(names.IDLE).items() if is_on]
+    found = now.by_label(names.IDLE).items()
+    reasons = [_IDLE.get(reason, reason) for (reason,), is_on in found if is_on]
     told = [why for (why,) in now.by_label(names.IDLE_INFO)]
     return next(iter(told if reasons and told else reasons), "")
 
@@ -261,7 +259,7 @@ def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _route(route: tuple[str, str], span: _Span, spans: Sequence[_Span]) -> RouteView:
+def _route(route: tuple[str, str], span: _Span) -> RouteView:
     moved = span.now.total(names.MOVED_BYTES, *route)
     every = span.now.by_label(names.MOVED_BYTES).items()
     return RouteView(
@@ -270,7 +268,6 @@ def _route(route: tuple[str, str], span: _Span, spans: Sequence[_Span]) -> Route
         bytes_per_second=span.rate(names.MOVED_BYTES, *route),
         copy_speed=_share(moved, span.now.total(names.MOVED_SECONDS, *route)),
         paths={path: value for (src, dst, path), value in every if (src, dst) == route},
-        history=[each.rate(names.MOVED_BYTES, *route) for each in spans],
     )
 
 
@@ -326,18 +323,11 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Line:
-    """The latest values of a figure."""
-
-    values: list[float]
-
-
-@dataclass(frozen=True)
 class Table:
     """Rows under their heads. The first head is the table's name."""
 
     heads: tuple[str, ...]
-    rows: list[tuple[str | Bar | Line, ...]]
+    rows: list[tuple[str | Bar, ...]]
 
 
 @dataclass(frozen=True)
@@ -439,8 +429,8 @@ def _tables(view: View) -> Iterator[Table]:
             for tenant in view.tenants
         ],
     )
-    heads = ("Route", "Now", "", "Copy speed", "Total", "Paths")
-    yield Table(heads, [*map(_route_row, view.routes)])
+    rows = [*map(_route_row, view.routes)]
+    yield Table(("Route", "Now", "Copy speed", "Total", "Paths"), [*rows])
 
 
 def _tier_row(tier: TierView) -> tuple[str | Bar, ...]:
@@ -457,13 +447,12 @@ def _tier_row(tier: TierView) -> tuple[str | Bar, ...]:
     return name, Bar(bar), share, slots, size, f"{tier.evicted:,}"
 
 
-def _route_row(route: RouteView) -> tuple[str | Line, ...]:
+def _route_row(route: RouteView) -> tuple[str, ...]:
     named = {_name(path): count for path, count in route.paths.items() if path}
     paths = [path if len(named) == 1 else f"{path} {show_bytes(n)}" for path, n in named.items()]
     return (
         f"{_name(route.src)} → {_name(route.dst)}",
         f"{show_bytes(route.bytes_per_second)}/s",
-        Line(route.history),
         "–" if route.copy_speed is None else f"{show_bytes(route.copy_speed)}/s",
         show_bytes(route.total_bytes),
         ", ".join(paths),

@@ -1,7 +1,6 @@
 // Draws the view this server hands out. All text goes in as text, never as markup.
 "use strict";
 
-const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
 function make(tag, text, kind) {
@@ -21,25 +20,11 @@ function bar(parts) {
   return element;
 }
 
-function line(values) {
-  const most = Math.max(...values, 1e-12);
-  const step = 100 / Math.max(1, values.length - 1);
-  const points = values.map((v, i) => `${(i * step).toFixed(2)} ${(19 - 18 * v / most).toFixed(2)}`);
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", "0 0 100 20");
-  svg.setAttribute("preserveAspectRatio", "none");
-  const path = document.createElementNS(SVG, "path");
-  path.setAttribute("d", points.length ? `M${points.join("L")}` : "");
-  svg.append(path);
-  return svg;
-}
-
 // A cell knows its column's name: on a narrow screen rows are stacked, and say it themselves.
 function cell(content, column) {
   const element = make("td", typeof content === "string" ? content : "");
   element.dataset.column = column;
   if (content.parts) element.append(bar(content.parts));
-  if (content.values) element.append(line(content.values));
   return element;
 }
 
