@@ -80,7 +80,7 @@ def main() -> None:
     print("|---|---|---|")
     for score in (*found.bounds, *found.scores):
         each = score.seconds / trace.num_requests * 1e6
-        print(f"| {score.trial.policy} | {score.whole.hit_ratio:.4f} | {each:.0f} |")
+        print(f"| {score.trial.policy} | {score.hit_ratio:.4f} | {each:.0f} |")
     most = max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

@@ -328,6 +328,20 @@ def test_a_policy_that_names_only_what_cannot_go_is_not_asked_for_ever() -> None
     pool.check_integrity()
 
 
+def test_parents_that_stay_wait_behind_and_what_was_not_needed_keeps_its_place() -> None:
+    """Seen red with parents kept as they were met, and with all that stays kept behind."""
+    pool = Pool(10)
+    for chain in ([0, 1, 2], [3, 4], [5, 6], [9], [10], [11]):
+        stored(pool, chain)
+    for number in (2, 4, 6):  # the ends, so what they follow stays
+        assert pool.lease(keys([number]), Purpose.COPY) is not None
+    for number in (0, 1, 9, 3, 10, 5, 11):
+        pool.touch(keys([number]))
+    assert pool.reserve(keys([20, 21]), chained=False) is not None
+    left = pool.eviction.policy.peek(10)
+    assert pool.table.index.keys_of(left) == keys([5, 11, 1, 0, 3])
+
+
 class Oracle:
     """The order of touches, the longest untouched first; a chain is touched from its end on."""
 

@@ -105,6 +105,6 @@ def test_a_trace_without_lengths_is_read(tmp_path: Path) -> None:
     (score,) = simulate(
         Simulation(paths=(path,), trials=(Trial("lru", (10,)),), bound=False, jobs=1)
     ).scores
-    assert score.whole.hits == [2 + 3 + 3]
-    saved = score.whole.as_data()["seconds_saved"]
+    assert score.hits == [2 + 3 + 3]
+    saved = score.as_data()["seconds_saved"]
     assert saved == pytest.approx(8 * 512 * (50e-6 - 2.6e-6), abs=1e-3)

@@ -110,7 +110,7 @@ class Eviction:
             now=self.feed.now,
             keys_of=table.index.keys_of,
             parents_of=table.chains.parents_of,
-            num_followers_of=table.chains.num_children,
+            num_followers_of=table.chains.children.take,
             is_idle=table.is_idle,
             can_go=table.can_go,
             feeds_below=partial(getattr, self, "feeds_below"),

@@ -126,10 +126,6 @@ class Pool:
         """For each key, whether its block is cached or on its way in."""
         return self.table.index.find(keys) != NO_SLOT
 
-    def slot_of(self, key: Key) -> int:
-        """Where one key's block is or will be; ``NO_SLOT`` if nowhere."""
-        return self.table.index.find_one(key)
-
     def state_of(self, key: Key) -> SlotState:
         """The state of one key's slot; FREE if it has none."""
         slot = self.table.index.find_few(key)[0]

@@ -238,10 +238,6 @@ class Index:
         rest = self.find(keys[length:])
         return np.concatenate((run, rest[: num_leading(rest != NO_SLOT)]))
 
-    def find_one(self, key: bytes) -> int:
-        """The slot of one key, or ``NO_SLOT``."""
-        return self.find_few(key)[0]
-
     def find_few(self, keys: bytes) -> list[int]:
         """The slot of each of a few keys, which follow each other as bytes, or ``NO_SLOT``."""
         found = []
@@ -436,10 +432,6 @@ class Chains:
         after = np.append(self._parent.take(slots[1:]) == slots[:-1], False)
         shared = np.flatnonzero(children > after)
         return slots[int(shared[-1]) + 1 :] if len(shared) else slots
-
-    def num_children(self, slots: SlotArray) -> npt.NDArray[np.int32]:
-        """How many slots follow right after each of these."""
-        return self.children.take(slots)
 
     def begin(self, slots: SlotArray, above: int) -> None:
         """Slots that no chain knows yet follow each other, the first of them ``above`` if any."""

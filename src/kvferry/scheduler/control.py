@@ -186,8 +186,8 @@ class Control:
                 if gone < len(place.slots):
                     rest, name = len(place.slots) - gone, place.name
                     refused.append(f"{rest} blocks stay on {name}: other requests go on from them")
-        keyed = [tier.name for tier in self._lower.tiers if tier.pool is None]
-        refused += [f"tier {name} cannot forget single blocks" for name in keyed]
+        keyed = self._lower.keyed
+        refused += [f"tier {tier.name} cannot forget single blocks" for tier in keyed]
         return self._done(keys, blocks=count, refused=refused)
 
     # -- prefetches -----------------------------------------------------------------------------

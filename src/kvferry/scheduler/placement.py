@@ -124,8 +124,7 @@ def placements(
     keys: Keys, pool: Pool, lower: LowerTiers, matcher: Matcher
 ) -> Iterator[ChainPlacement]:
     """Where the blocks of a request are, group by group."""
-    pools = [(HOST, pool)]
-    pools += [(tier.name, tier.pool) for tier in lower.tiers if tier.pool is not None]
+    pools = ((HOST, pool), *lower.pools.items())
     for g, group in enumerate(matcher.groups):
         chain = matcher.names[g].all(keys)
         places = tuple(TierBlocks.find(name, pool, chain) for name, pool in pools)

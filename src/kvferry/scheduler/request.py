@@ -109,8 +109,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         self.least_tokens = min(self.sizes)
-        pools = [tier.pool for tier in self.lower.tiers]
-        self.lower_pools = tuple([pool for pool in pools if pool is not None])
+        self.lower_pools = tuple(self.lower.pools.values())
 
     def leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
         """The leading slots of a request, as far as its hit goes: what is behind is not there."""

@@ -34,7 +34,7 @@ from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import Promoter
 from kvferry.scheduler.request import Completion, FailedLoad, Request, Requests
 from kvferry.scheduler.stores import DeferredStores, Stores
-from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier
+from kvferry.scheduler.tier import LowerTier, SlotTier
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     EngineBlocks,
@@ -181,13 +181,13 @@ class Scheduler:
             piece_slots=lower.piece_slots,
         )
         """Copies blocks down; while the engine is idle, all that only the host holds."""
-        self._pools = (pool, *(tier.pool for tier in tiers if tier.pool is not None))
+        self._pools = (pool, *lower.pools.values())
         for each in self._pools:
             each.eviction.pins.bound(config.pin_share)
         self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
         self.stores = Stores(matcher, pool, transfers, config, shape)
         self.hits = hits = Hits(matcher, pool, transfers, config, shape, clock, worth)
-        self._tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
+        self._tenants = _divided(config.tenants, pool, lower) if config.tenants else None
         self.has_tenants = self._tenants is not None
         self.book = Bookkeeper(
             pool.log, matcher, pool, self.stores.admission, lower, self.writeback, self._tenants
@@ -611,8 +611,7 @@ class Scheduler:
     def _snapshot(self) -> SchedulerStats:
         pool, tiers, worth, tenants = self.pool, self.lower.tiers, self.hits.worth, self._tenants
         matches, moved = self.book.counts, self.transfers.counts
-        below = {tier.name: tier.pool for tier in tiers if tier.pool is not None}
-        keyed = [tier for tier in tiers if isinstance(tier, KeyedTier)]
+        below, keyed = self.lower.pools, self.lower.keyed
         placed = [tier for tier in tiers if isinstance(tier, SlotTier)]
         every = ({HOST: pool} | below).items()
         quotas = {name: owned for name, each in every if (owned := each.eviction.quotas)}
@@ -671,18 +670,16 @@ class Scheduler:
 # -- wiring -------------------------------------------------------------------------------------
 
 
-def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:
-    pools: dict[str, Pool] = {HOST: pool}
-    pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
+def _divided(shares: Sequence[TenantShare], pool: Pool, lower: LowerTiers) -> Tenants:
+    pools = {HOST: pool} | lower.pools
     tenants = Tenants(shares)
     for each in pools.values():
         each.eviction.divide(tenants.shares, tenants.before)
-    for tier in tiers:
-        if tier.pool is None:
-            log.warning(
-                "tenants: shares do not hold for tier %s, which decides itself what it keeps; they "
-                "hold for %s",
-                tier.name,
-                " and ".join(pools),
-            )
+    for tier in lower.keyed:
+        log.warning(
+            "tenants: shares do not hold for tier %s, which decides itself what it keeps; they "
+            "hold for %s",
+            tier.name,
+            " and ".join(pools),
+        )
     return tenants

@@ -116,6 +116,8 @@ class LowerTiers:
         self._worth = worth
         self.tiers = tuple(tiers)
         self.keyed = tuple([tier for tier in self.tiers if isinstance(tier, KeyedTier)])
+        self.pools = {tier.name: tier.pool for tier in self.tiers if tier.pool is not None}
+        """Those of the tiers with slots."""
         self._slot_bytes = slot_bytes
         self.piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
         self._busy = {tier.name: BusyTime() for tier in self.tiers}

@@ -90,21 +90,6 @@ class InFlight:
         return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
 
 
-OTHER = "other"
-_MOST_PATHS = 64
-"""Kinds of traffic told apart; a rank that invents names must not grow a scheduler's memory."""
-
-
-def add_traffic(
-    traffic: dict[TrafficKey, Traffic], key: TrafficKey, num_bytes: int, seconds: float
-) -> None:
-    """Count a copy by its route and path."""
-    if key not in traffic and len(traffic) >= _MOST_PATHS:
-        key = (OTHER, OTHER, OTHER)
-    copies, total_bytes, total_seconds = traffic.get(key, Traffic())
-    traffic[key] = Traffic(copies + 1, total_bytes + num_bytes, total_seconds + seconds)
-
-
 @dataclass
 class TransferCounts:
     """What happened to transfers and receipts so far."""
@@ -267,8 +252,8 @@ class Transfers:
         """
         self._forget = tuple(dict.fromkeys((*self._forget, *tiers)))
         self._reset = reset
-        down = [move for move in self._moves if _src(move) == HOST]
-        self._moves = [move for move in self._moves if _src(move) != HOST]
+        down = [move for move in self._moves if cast(Transfer, move.transfer).src == HOST]
+        self._moves = [move for move in self._moves if move not in down]
         _drop(down)
         return [move.transfer.id for move in down]
 
@@ -480,7 +465,10 @@ class Transfers:
             return
         if receipt.outcome is not Outcome.FAILED:
             key = (transfer.src, transfer.dst, receipt.path)
-            add_traffic(counts.traffic, key, receipt.num_bytes, receipt.seconds)
+            copies, num_bytes, seconds = counts.traffic.get(key, Traffic())
+            counts.traffic[key] = Traffic(
+                copies + 1, num_bytes + receipt.num_bytes, seconds + receipt.seconds
+            )
 
     def _land(self, each: InFlight) -> InFlight:
         del self.in_flight[each.transfer.id]
@@ -513,10 +501,6 @@ def _one_store(group: int, transfer_id: TransferId, orders: Sequence[StoreOrder]
         blocks = np.concatenate([order.device_blocks for order in orders])
         slots = np.concatenate([lease.slots for lease in leases])
     return InFlight(Transfer(transfer_id, DEVICE, HOST, blocks, slots, group), leases, served)
-
-
-def _src(each: InFlight) -> TierName | None:
-    return each.transfer.src if isinstance(each.transfer, Transfer) else None
 
 
 def _drop(orders: Iterable[InFlight]) -> None:

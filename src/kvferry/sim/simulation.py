@@ -290,25 +290,29 @@ LOAD_SECONDS = 2.6e-6
 
 
 @dataclass(eq=False)
-class Tally:
-    """Counts over some requests.
+class Score:
+    """The figures of one trial.
 
     ``hits`` are the blocks found on each tier, nearest first. A block counts if all blocks before
     it in its request were found too.
     """
 
+    trial: Trial
     requests: int = 0
     blocks: int = 0
     tokens: int = 0
     hit_tokens: int = 0
     hits: list[int] = field(default_factory=list)
+    stored: int = 0
+    evicted: int = 0
+    seconds: float = 0.0
 
-    def add(self, blocks: int, tokens: int, hits: Capacity, hit_tokens: int) -> None:
+    def add(self, blocks: int, tokens: int, hits: Capacity, block_tokens: int) -> None:
         """Count one request."""
         self.requests += 1
         self.blocks += blocks
         self.tokens += tokens
-        self.hit_tokens += hit_tokens
+        self.hit_tokens += min(sum(hits) * block_tokens, tokens)
         self.hits += [0] * (len(hits) - len(self.hits))
         for tier, count in enumerate(hits):
             self.hits[tier] += count
@@ -329,7 +333,11 @@ class Tally:
         return self.hit_tokens * (PREFILL_SECONDS - LOAD_SECONDS)
 
     def as_data(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
         return {
+            "policy": self.trial.policy,
+            "tier_policy": self.trial.tier_policy if len(self.trial.capacity) > 1 else None,
+            "capacity_blocks": list(self.trial.capacity),
             "requests": self.requests,
             "blocks": self.blocks,
             "hit_blocks": sum(self.hits),
@@ -339,29 +347,6 @@ class Tally:
             "tokens_saved": self.hit_tokens,
             "token_ratio": round(self.token_ratio, 5),
             "seconds_saved": round(self.seconds_saved, 3),
-        }
-
-
-@dataclass(eq=False)
-class Score:
-    """The figures of one trial."""
-
-    trial: Trial
-    whole: Tally = field(default_factory=Tally)
-    stored: int = 0
-    evicted: int = 0
-    seconds: float = 0.0
-
-    def add(self, blocks: int, tokens: int, hits: Capacity, block_tokens: int) -> None:
-        """Count one request."""
-        self.whole.add(blocks, tokens, hits, min(sum(hits) * block_tokens, tokens))
-
-    def as_data(self) -> dict[str, Any]:
-        return {
-            "policy": self.trial.policy,
-            "tier_policy": self.trial.tier_policy if len(self.trial.capacity) > 1 else None,
-            "capacity_blocks": list(self.trial.capacity),
-            **self.whole.as_data(),
             "stored": self.stored,
             "evicted": self.evicted,
             "seconds": round(self.seconds, 3),

@@ -226,12 +226,11 @@ def _put_figures(simulated: Simulated, names: Names, seconds: float, console: Co
 
 
 def _row(score: Score, bound: Score | None, num_tiers: int) -> list[str]:
-    whole = score.whole
-    found = [*whole.hits, *[0] * num_tiers][1:num_tiers]
-    row = [score.trial.policy, f"{whole.hit_ratio:.4f}"]
-    row += ["" if score is bound else f"{n / max(1, whole.blocks):.4f}" for n in found]
-    best = bound.whole.hit_ratio if bound else 0.0
-    row += [f"{whole.hit_ratio / best:.0%}" if best else "", f"{whole.token_ratio:.1%}"]
-    row.append(f"{whole.seconds_saved:,.0f}")
-    micros = score.seconds / max(1, whole.requests) * 1e6
+    found = [*score.hits, *[0] * num_tiers][1:num_tiers]
+    row = [score.trial.policy, f"{score.hit_ratio:.4f}"]
+    row += ["" if score is bound else f"{n / max(1, score.blocks):.4f}" for n in found]
+    best = bound.hit_ratio if bound else 0.0
+    row += [f"{score.hit_ratio / best:.0%}" if best else "", f"{score.token_ratio:.1%}"]
+    row.append(f"{score.seconds_saved:,.0f}")
+    micros = score.seconds / max(1, score.requests) * 1e6
     return [*row, *(("", "") if score is bound else (f"{score.evicted:,}", f"{micros:.0f}"))]
