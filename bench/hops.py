@@ -314,7 +314,7 @@ class Server:
     def hear(self) -> None:
         if self.rank.is_busy or self.rank.finished.arrived:  # as the connector class does
             self.rank.poll()
-            self.rank.finished.take_arrived()
+            self.rank.finished.take("arrived")
         report = self.rank.take_receipts()
         if report is not None:
             self.side.take(report)

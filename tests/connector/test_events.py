@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,25 +13,15 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 from kvferry.connectors.vllm import events
 
 SLOT_BYTES = 2 * BLOCK_TOKENS * 8 * 4
+TAGS = range(1, 6)
 
 
-@dataclass(frozen=True)
-class Stored:
-    block_hashes: Any
-    parent_block_hash: Any
-    token_ids: Any
-    block_size: int
-    lora_id: Any
-    medium: str
-    lora_name: Any
-    group_idx: int
+class Stored(SimpleNamespace):
+    """vLLM's word for a block that can be had."""
 
 
-@dataclass(frozen=True)
-class Removed:
-    block_hashes: Any
-    medium: str
-    group_idx: int
+class Removed(SimpleNamespace):
+    """And for one that no longer can be."""
 
 
 @pytest.fixture
@@ -142,26 +131,27 @@ def settle(sides: Sides, believed: dict[str, set[str]]) -> None:
     raise AssertionError("copies do not end")
 
 
-def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
+def fill(sides: Sides) -> dict[str, set[str]]:
+    """Store five times four blocks, of which the host holds eight; what a router believes then."""
+    believed: dict[str, set[str]] = {}
+    for tag in TAGS:
+        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
+        settle(sides, believed)
+    return believed
+
+
+def truth(sides: Sides) -> dict[str, set[str]]:
     """What really is where."""
-    serving = sides.side.serving
-    assert serving is not None
-    scheduler = serving.scheduler
-    (tier,) = scheduler.lower.tiers
-    pairs = [
-        (serving._state_of(request_of(f"look{tag}", hashes_of(tag))), hashes_of(tag))
-        for tag in tags
-    ]
+    serving: Any = sides.side.serving
+    (tier,) = serving.scheduler.lower.tiers
     found: dict[str, set[str]] = {"host": set(), "below": set()}
-    for tracked, names in pairs:
-        keys = tracked.ours.chain.keys()
-        for where, there in (
-            ("host", scheduler.pool.cached(keys)),
-            ("below", tier.lookup(keys, 0.0).readable),
-        ):
-            found[where] |= {
-                name.hex() for name, is_there in zip(names, there, strict=True) if is_there
-            }
+    for tag in TAGS:
+        names = hashes_of(tag)
+        keys = serving._state_of(request_of(f"look{tag}", names)).ours.chain.keys()
+        there = {"host": serving.scheduler.pool.cached(keys)}
+        there["below"] = tier.lookup(keys, 0.0).readable
+        for where, flags in there.items():
+            found[where] |= {names[at].hex() for at in flags.nonzero()[0]}
     return found
 
 
@@ -169,12 +159,9 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
 @pytest.mark.parametrize("tiers", KINDS)
 def test_blocks_below_the_host_are_told_with_another_medium(make, tiers, write):
     sides = make(tiers=tiers, tier_write=write, load_policy="always")
-    believed: dict[str, set[str]] = {}
-    for tag in range(1, 6):  # five times four blocks: the host holds eight
-        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
-        settle(sides, believed)
-    names = {name.hex() for tag in range(1, 6) for name in hashes_of(tag)}
-    assert believed == truth(sides, range(1, 6))
+    believed = fill(sides)
+    names = {name.hex() for tag in TAGS for name in hashes_of(tag)}
+    assert believed == truth(sides)
     assert believed["host"] | believed["below"] == names, "nothing is lost, and all of it told"
     first = {name.hex() for name in hashes_of(1)}
     assert first <= believed["below"] - believed["host"]
@@ -194,17 +181,14 @@ def ask(sides: Sides, tag: int, believed: dict[str, set[str]]) -> int:
 @pytest.mark.parametrize("tiers", KINDS)
 def test_what_comes_up_again_is_told_again(make, tiers):
     sides = make(tiers=tiers, load_policy="always", lookup_deadline="5min", promote_deadline="5min")
-    believed: dict[str, set[str]] = {}
-    for tag in range(1, 6):
-        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
-        settle(sides, believed)
+    believed = fill(sides)
     first = {name.hex() for name in hashes_of(1)}
     assert not first & believed["host"]
     assert ask(sides, 1, believed) > 0
     settle(sides, believed)
     assert first & believed["host"]
     assert first <= believed["below"]
-    assert believed == truth(sides, range(1, 6))
+    assert believed == truth(sides)
     sides.side.reset()
     settle(sides, believed)
     assert believed == {"host": set(), "below": set()}
@@ -212,20 +196,14 @@ def test_what_comes_up_again_is_told_again(make, tiers):
 
 def test_what_a_tier_dropped_is_taken_back(make):
     sides = make(tiers=f"memory:{8 * SLOT_BYTES}B", tier_write="through")
-    believed: dict[str, set[str]] = {}
-    for tag in range(1, 6):
-        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
-        settle(sides, believed)
-    assert believed == truth(sides, range(1, 6))
+    believed = fill(sides)
+    assert believed == truth(sides)
     assert len(believed["below"]) == 8
 
 
 def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
     sides = make(tiers=f"memory-by-key:{8 * SLOT_BYTES}B", tier_write="through")
-    believed: dict[str, set[str]] = {}
-    for tag in range(1, 6):
-        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
-        settle(sides, believed)
+    believed = fill(sides)
     first = {name.hex() for name in hashes_of(1)}
     assert first <= believed["below"], "nobody has asked"
     for tier in sides.side.serving.scheduler.lower.tiers:
@@ -238,10 +216,7 @@ def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
 def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch):
     monkeypatch.setattr(events, "_MAX_LOWER", 10)
     sides = make(tiers="memory-by-key:1MiB", tier_write="through")
-    believed: dict[str, set[str]] = {}
-    for tag in range(1, 6):
-        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
-        settle(sides, believed)
-    names = [name.hex() for tag in range(1, 6) for name in hashes_of(tag)]
+    believed = fill(sides)
+    names = [name.hex() for tag in TAGS for name in hashes_of(tag)]
     assert believed["below"] == set(names[-10:]), "the newest"
     assert len(sides.side.serving.events._reported) == 10

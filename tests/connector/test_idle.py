@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.fakes.sides import Sides, hashes_of, request_of
@@ -32,12 +33,10 @@ def told(figures: Figures | None) -> dict[str, float]:
     return {reason: figures[SEPARATOR.join((IDLE.name, reason))] for reason in IDLE_REASONS}
 
 
-def idle_side(sides: Sides, refusal: str = "") -> SchedulerSession:
+def idle_side(sides: Any, refusal: str = "") -> SchedulerSession:
     """Another scheduler's side of the same server, which has heard no rank yet."""
     side = SchedulerSession(replace(sides.side.setup, refusal=refusal))
-    make_engine = sides.side._make_engine
-    assert make_engine is not None
-    side.bind(make_engine)
+    side.bind(sides.side._make_engine)
     return side
 
 
@@ -56,10 +55,7 @@ def test_a_model_that_is_refused(sides, now):
 
 
 def test_a_rank_that_refuses(sides, now):
-    side = SchedulerSession(sides.side.setup)
-    make_engine = sides.side._make_engine
-    assert make_engine is not None
-    side.bind(make_engine)
+    side = idle_side(sides)
     side.meet_ranks([sides.ranks[0].shape])
     assert side.take_stats() is None, "it may yet serve"
     assert side.idle_reason == "1 of 2 ranks were heard"
@@ -74,9 +70,7 @@ def test_one_that_vllm_has_not_bound_its_pool_to(sides):
     side.meet_ranks([rank.shape for rank in sides.ranks])
     assert side.idle_reason == "the engine has not bound its block pool"
     assert side.take_stats() is None
-    make_engine = sides.side._make_engine
-    assert make_engine is not None
-    side.bind(make_engine)
+    side.bind(sides.side._make_engine)
     assert side.idle_reason == ""
     side.close()
 

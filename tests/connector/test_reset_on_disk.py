@@ -13,7 +13,7 @@ from tests.connector.test_restart import weights as weights  # fixtures
 from tests.connector.test_tiers import CHAT_BLOCKS, chat, loaded, scheduler_of, settle, step
 from tests.connector.test_tiers import make as make
 from tests.fakes.disk_life import wait_until
-from tests.fakes.sides import Sides
+from tests.fakes.sides import Sides, assert_same
 
 from kvferry.connectors.common import ranks
 from kvferry.tiers.disk.quota import StoreLock
@@ -57,8 +57,7 @@ def test_without_another_step_nothing_comes_back(
     assert restored(sides) == CHAT_BLOCKS, "it was told once"
     num_blocks, found = loaded(sides, 0)
     assert num_blocks == CHAT_BLOCKS
-    for here, there in zip(found, wanted, strict=True):
-        assert all((here[name] == there[name]).all() for name in here)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
@@ -79,8 +78,8 @@ def test_what_is_stored_after_a_reset_is_for_the_next_server_if_the_weights_are_
     assert loaded(sides, 0)[0] == 0
     num_blocks, found = loaded(sides, 1)
     assert num_blocks == (0 if is_changed else CHAT_BLOCKS)
-    for here, there in zip(found, wanted, strict=False):
-        assert all((here[name] == there[name]).all() for name in here)
+    if not is_changed:
+        assert_same(found, wanted)
 
 
 def test_what_was_ordered_before_and_is_written_after_does_not_come_back(

@@ -22,7 +22,7 @@ from tests.connector.test_tiers import (
 )
 from tests.connector.test_tiers import make as make  # a fixture
 from tests.fakes import lasting
-from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
+from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
 from kvferry.core.identity import adopt
 from kvferry.core.keys import Key
@@ -52,12 +52,12 @@ def live(make: Make, num_ranks: int, **options: Any) -> tuple[Sides, list[Any]]:
     return sides, wanted
 
 
-def same_start(found: Any, wanted: Any, num_blocks: int) -> bool:
-    return all(
-        np.array_equal(here[name], there[name][:num_blocks])
-        for here, there in zip(found, wanted, strict=True)
-        for name in here
-    )
+def check_loaded(sides: Sides, wanted: list[Any], first: int = 0) -> None:
+    """Every conversation from the first on comes back whole."""
+    for number, bytes_then in enumerate(wanted, first):
+        num_blocks, found = loaded(sides, number)
+        assert num_blocks == CHAT_BLOCKS
+        assert_same(found, bytes_then)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -65,10 +65,7 @@ def test_a_server_that_comes_back_is_warm(make: Make, num_ranks: int) -> None:
     sides, wanted = live(make, num_ranks)
     end(sides)
     sides = make(num_ranks, tiers=SHELF, tier_write="through")
-    for number in range(8):
-        num_blocks, found = loaded(sides, number)
-        assert num_blocks == CHAT_BLOCKS
-        assert same_start(found, wanted[number], num_blocks)
+    check_loaded(sides, wanted)
     scheduler_of(sides).check_integrity()
 
 
@@ -80,10 +77,7 @@ def test_at_rest_what_only_the_host_holds_goes_down(make: Make, num_ranks: int) 
     assert not sides.side.has_work
     assert all(len(lasting.shelves["there", rank]) == 8 * CHAT_BLOCKS for rank in range(num_ranks))
     sides = make(num_ranks, tiers=SHELF)
-    for number in range(8):
-        num_blocks, found = loaded(sides, number)
-        assert num_blocks == CHAT_BLOCKS
-        assert same_start(found, wanted[number], num_blocks)
+    check_loaded(sides, wanted)
     scheduler_of(sides).check_integrity()
 
 
@@ -94,10 +88,7 @@ def test_a_producer_hands_its_prompts_to_a_consumer(make: Make) -> None:
     assert scheduler_of(sides).stats().hit_tokens == 0
     end(sides)
     sides = make(2, tiers=SHELF, tier_write="through", role="kv_consumer")
-    for number in range(8):
-        num_blocks, found = loaded(sides, number)
-        assert num_blocks == CHAT_BLOCKS
-        assert same_start(found, wanted[number], num_blocks)
+    check_loaded(sides, wanted)
     chat(sides, 50)
     end(sides)
     assert all(len(lasting.shelves["there", rank]) == 8 * CHAT_BLOCKS for rank in range(2))
@@ -114,16 +105,14 @@ def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
     assert scheduler_of(sides).stats().tiers["shelf"].cached == len(there[0] & there[1])
     for number in range(8):
         num_blocks, found = loaded(sides, number)
-        assert not num_blocks or same_start(found, wanted[number], num_blocks)
+        if num_blocks:
+            assert_same(found, wanted[number])
     assert scheduler_of(sides).stats().lost_blocks == 0, "nobody was asked for what it has not"
     # What not all had is written again, elsewhere or in place, and the third life finds it once.
     again = [chat(sides, number) for number in range(20, 24)]
     end(sides)
     sides = make(2, tiers=SHELF, tier_write="through")
-    for number, bytes_then in zip(range(20, 24), again, strict=True):
-        num_blocks, found = loaded(sides, number)
-        assert num_blocks == CHAT_BLOCKS
-        assert same_start(found, bytes_then, num_blocks)
+    check_loaded(sides, again, first=20)
 
 
 def test_a_reset_is_not_undone_by_a_restart(make: Make) -> None:
@@ -145,10 +134,6 @@ def test_what_is_recovered_is_told_once_and_not_kept(make: Make) -> None:
     assert all(tier.opened is None for shape in shapes for tier in shape.tiers)
     step(sides)  # the shapes come again with the first step, without them
     assert scheduler_of(sides).stats().tiers["shelf"].cached == 8 * CHAT_BLOCKS
-
-
-def shelves() -> list[dict[int, tuple[Key, bytes]]]:
-    return list(lasting.shelves.values())
 
 
 class StubWeights:
@@ -180,13 +165,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> StubWeights:
 
 
 def test_weights_that_stay_are_no_hindrance(make: Make, weights: StubWeights) -> None:
-    sides, wanted = live(make, 2)
-    end(sides)
-    sides = make(2, tiers=SHELF, tier_write="through")
-    for number in range(8):
-        num_blocks, found = loaded(sides, number)
-        assert num_blocks == CHAT_BLOCKS
-        assert same_start(found, wanted[number], num_blocks)
+    test_a_server_that_comes_back_is_warm(make, 2)
 
 
 def names(sides: Sides, number: int) -> set[Key]:
@@ -235,7 +214,9 @@ def test_weights_that_came_after_the_store_was_named_are_noticed(
     assert [loaded(sides, number)[0] for number in range(1, 8)] == [0] * 7
     assert scheduler_of(sides).epoch
     step(sides)
-    assert not any(names(sides, 1) & {key for key, _ in shelf.values()} for shelf in shelves())
+    assert not any(
+        names(sides, 1) & {key for key, _ in shelf.values()} for shelf in lasting.shelves.values()
+    )
 
 
 def test_a_request_in_the_queue_has_its_blocks_when_its_turn_comes(make: Make) -> None:

@@ -70,7 +70,7 @@ def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, compu
     monkeypatch.setattr(mover, "poll", late)
     rank.begin(replace(orders, computes=computes))
     rank.poll()
-    assert rank.finished.take_arrived() == (set() if computes else {"reader"})
+    assert rank.finished.take("arrived") == (set() if computes else {"reader"})
     assert len(polls) == 1 if computes else len(polls) > 3
 
 

@@ -6,7 +6,7 @@ are stand-ins with the attributes that are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.config import Config
-from kvferry.connectors.common.contract import SessionSetup
+from kvferry.connectors.common.contract import SessionSetup, Step
 from kvferry.connectors.common.messages import StepOrders
 from kvferry.connectors.common.ranks import RankPlace
 from kvferry.connectors.common.session import SchedulerSession
 from kvferry.connectors.common.worker import WorkerSession
 from kvferry.connectors.vllm.control import weights_of_caller
 from kvferry.connectors.vllm.engine import VllmEngine
-from kvferry.connectors.vllm.engine import step_of as as_step
 from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.setup import contents_of, namespace_of, setup_of, support_of
 from kvferry.types import Rank
@@ -47,7 +46,7 @@ def hashes_of(tag: int, count: int = 4) -> list[bytes]:
     return [bytes([tag, number]) * 16 for number in range(count)]
 
 
-def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> Any:
+def request_of(name: str, block_hashes: Sequence[bytes]) -> Any:
     tokens = len(block_hashes) * BLOCK_TOKENS + 1
     return SimpleNamespace(
         request_id=name,
@@ -55,25 +54,9 @@ def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> A
         num_preemptions=0,
         num_tokens=tokens,
         num_prompt_tokens=tokens,
-        num_computed_tokens=computed,
+        num_computed_tokens=0,
         num_output_tokens=0,
         all_token_ids=list(range(tokens)),
-    )
-
-
-def step_of(
-    tables: Mapping[str, tuple[list[int], ...]],
-    scheduled: Mapping[str, int],
-    new: Sequence[str] = (),
-    preempted: Sequence[str] = (),
-) -> Any:
-    """What vLLM's scheduler says of a step."""
-    return SimpleNamespace(
-        total_num_scheduled_tokens=sum(scheduled.values()),
-        num_scheduled_tokens=scheduled,
-        scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=tables[name]) for name in new],
-        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-        preempted_req_ids=set(preempted) or None,
     )
 
 
@@ -101,9 +84,6 @@ class VllmHooks(SchedulerSession):
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = getattr(blocks, "get_block_ids", tuple)
         super().allocated(request, tables, num_external_tokens)
-
-    def orders(self, step: Any) -> Any:
-        return super().orders(as_step(step))
 
     def take(self, output: Any) -> None:
         if output.kv_connector_worker_meta is not None:
@@ -188,8 +168,8 @@ class Sides:
         preempted: Sequence[str] = (),
     ) -> StepOrders:
         """A step of vLLM's; ``new`` are those of the scheduled that never ran before."""
-        tables = {name: (ids,) for name, ids in self.tables.items()}
-        return self.side.orders(step_of(tables, scheduled or {}, new, preempted))
+        scheduled = scheduled or {}
+        return self.side.orders(Step(scheduled, sum(scheduled.values()), new, preempted))
 
     def answer(self, *numbers: int) -> Any:
         """What these ranks have to say now, summed up and heard; the others are silent."""
@@ -198,8 +178,8 @@ class Sides:
             told = KVConnectorOutput()
             if number in numbers:
                 rank.poll()
-                told.finished_recving = rank.finished.take_arrived()
-                told.invalid_block_ids = rank.finished.take_invalid()
+                told.finished_recving = rank.finished.take("arrived")
+                told.invalid_block_ids = rank.finished.take("invalid")
                 told.kv_connector_worker_meta = rank.take_receipts()
             outputs.append(SimpleNamespace(kv_connector_output=told))
         summed = self._total.aggregate(outputs).kv_connector_output

@@ -3,70 +3,51 @@
 from __future__ import annotations
 
 import multiprocessing
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+Tokens = list[list[int]]
 
 
 class Reference:
     """Says what the model says. Owns its process."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path | None = None) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(model, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._model = model
+        self._process = ProcessPoolExecutor(1, mp_context=spawn)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        self._pipe.send((prompts, max_tokens))
-        answer, failure = self._pipe.recv()
-        assert not failure, failure
-        return answer
+    def generate(self, prompts: Tokens, max_tokens: int) -> Tokens:
+        return self.call(_generate, self._model, prompts, max_tokens)
+
+    def call(self, work: Callable[..., Any], *args: Any) -> Any:
+        """What ``work`` returns there; it raises what that raises."""
+        return self._process.submit(work, *args).result()
 
     def close(self) -> None:
-        self._pipe.close()
-        self._process.join(20)
-        self._process.kill()
+        for process in list((self._process._processes or {}).values()):
+            process.kill()  # vLLM may take its time to end
+        self._process.shutdown()
 
 
-def _serve(model: Path, pipe: Connection[Any, Any]) -> None:
-    engine: Any = None
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if engine is None:
-                from tests.integration.vllm.engine import Engine
+def _generate(model: Path, prompts: Tokens, max_tokens: int) -> Tokens:
+    return _engine(model).generate(prompts, max_tokens)
 
-                engine = Engine(model, num_gpu_blocks_override=512)
-            pipe.send((engine.generate(*asked), ""))
-        except Exception:  # the next question may find the machine in a better state
-            pipe.send(([], traceback.format_exc()))
+
+@cache
+def _engine(model: Path) -> Any:
+    from tests.integration.vllm.engine import Engine
+
+    return Engine(model, num_gpu_blocks_override=512)
 
 
 def in_a_process(work: Callable[..., Any], *args: Any) -> Any:
     """What ``work`` returns, from a process that ends with it."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(work, args, theirs), daemon=True)
-    process.start()
-    theirs.close()
+    reference = Reference()
     try:
-        result, failure = ours.recv()
+        return reference.call(work, *args)
     finally:
-        process.join(20)
-        process.kill()
-    assert not failure, failure
-    return result
-
-
-def _work(work: Callable[..., Any], args: Any, pipe: Connection[Any, Any]) -> None:
-    try:
-        pipe.send((work(*args), ""))
-    except Exception:
-        pipe.send((None, traceback.format_exc()))
+        reference.close()

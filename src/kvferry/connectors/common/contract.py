@@ -93,14 +93,14 @@ KeysOfTokens = Callable[[list[int], str], Keys]
 class SessionSetup:
     """What is known of a server before its ranks are heard.
 
-    A failed load is reported by blocks of ``reported_tokens``, which are the first group's;
-    ``fails_by_block`` says that this is enough for the engine to recover. ``engine_here`` counts
-    the engines of a data-parallel server on this host. ``refusal`` says why the model is not
-    served, ``overlap_refusal`` why no request may run before its load has landed.
+    A failed load is reported by the first group's blocks; ``fails_by_block`` says that this is
+    enough for the engine to recover. ``engine_here`` counts the engines of a data-parallel server
+    on this host. ``refusal`` says why the model is not served, ``overlap_refusal`` why no request
+    may run before its load has landed.
 
     A server that ``stores`` and does not load hands its prompts to others, by a store they share;
-    one that ``loads`` and does not store takes them. With ``uses_drafts`` some layers are a draft
-    model's: their KV was computed with ``lookahead_tokens`` more than a block has.
+    one that ``loads`` and does not store takes them. With ``lookahead_tokens`` some layers are a
+    draft model's: their KV was computed with so many tokens more than a block has.
     ``verifies_drafts`` covers drafts of any origin, which the engine may refuse a step later. A hit
     of no more than ``replayed_tokens`` is computed again; ``goes_alone`` says that the last token
     of a hit can be computed by itself.
@@ -109,12 +109,10 @@ class SessionSetup:
     config: Config
     groups: tuple[Group, ...]
     num_ranks: int
-    reported_tokens: int
     refusal: str = ""
     fails_by_block: bool = True
     loads: bool = True
     stores: bool = True
-    uses_drafts: bool = False
     verifies_drafts: bool = False
     lookahead_tokens: int = 0
     replayed_tokens: int = 0

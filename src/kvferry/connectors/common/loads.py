@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from kvferry.connectors.common.messages import LoadOrder
 from kvferry.scheduler.request import Request
@@ -108,14 +109,8 @@ class FinishedLoads:
             self.failed.add(request_id)
             self.invalid.update(lost)
 
-    def take_arrived(self) -> set[str]:
-        arrived, self.arrived = self.arrived, set()
-        return arrived
-
-    def take_failed(self) -> set[str]:
-        failed, self.failed = self.failed, set()
-        return failed
-
-    def take_invalid(self) -> set[int]:
-        invalid, self.invalid = self.invalid, set()
-        return invalid
+    def take(self, name: Literal["arrived", "failed", "invalid"]) -> set[Any]:
+        """What has come to one of these sets since the last call."""
+        taken: set[Any] = getattr(self, name)
+        setattr(self, name, set())
+        return taken

@@ -152,10 +152,10 @@ class Serving:
         self._setup = setup
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
-        self._claims_whole = setup.is_full and setup.goes_alone and not setup.uses_drafts
+        self._claims_whole = setup.is_full and setup.goes_alone and not setup.lookahead_tokens
         # The last block that a draft model wrote belongs to tokens that need not come again.
         step = math.lcm(engine.hash_tokens, *(group.block_tokens for group in groups))
-        self._spare_tokens = step if setup.uses_drafts else 0
+        self._spare_tokens = step if setup.lookahead_tokens else 0
         # Drafts of this step may be refused in the next, and a state cannot go back to before.
         has_states = any(isinstance(group, reach.RecurrentState) for group in groups)
         self._stores_a_step_late = setup.verifies_drafts and has_states
@@ -207,8 +207,7 @@ class Serving:
             spare_tokens=self._spare_tokens,
             tiers=tiers,
             # The engine must be told which blocks are missing, or it would compute all of them.
-            loads_early=setup.fails_by_block
-            and setup.reported_tokens == setup.groups[0].block_tokens,
+            loads_early=setup.fails_by_block,
             engine=engine,
         )
 
@@ -292,7 +291,7 @@ class Serving:
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
     ) -> tuple[int, ...]:
         """The first group's blocks that a load is to fill: what is reported if it fails."""
-        state, size = self._requests.get(request_id), self._setup.reported_tokens
+        state, size = self._requests.get(request_id), self._setup.groups[0].block_tokens
         first = state.computed if state is not None else 0
         return tuple(ids[first // size : -(-(first + num_external_tokens) // size)])
 

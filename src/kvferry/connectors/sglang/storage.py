@@ -184,16 +184,11 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     def get(self, *args: Any, **kwargs: Any) -> None:
         """Not available: pages go to the host pool directly."""
 
-    def batch_get(self, *args: Any, **kwargs: Any) -> None:
-        """Not available: pages go to the host pool directly."""
-
     def set(self, *args: Any, **kwargs: Any) -> bool:
         """Not available: pages come from the host pool directly."""
         return False
 
-    def batch_set(self, *args: Any, **kwargs: Any) -> bool:
-        """Not available: pages come from the host pool directly."""
-        return False
+    batch_get, batch_set = get, set
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -168,19 +168,19 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not (worker.is_busy or worker.finished.arrived):
             return _NONE_FINISHED  # as in most steps, and there are many
         worker.poll()
-        return None, worker.finished.take_arrived() or None
+        return None, worker.finished.take("arrived") or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As ``get_finished``, for a vLLM that wants failures in the same answer."""
         results = super().get_transfer_results(finished_req_ids)
-        failed = self._worker.finished.take_failed()
+        failed = self._worker.finished.take("failed")
         if self._by_request:
             results.failed_recving = failed
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         finished = self._worker.finished
-        invalid = finished.take_invalid() if finished.invalid else set()
+        invalid = finished.take("invalid") if finished.invalid else set()
         return invalid if not self._by_request else set()
 
     def build_connector_worker_meta(self) -> Any:

@@ -37,32 +37,19 @@ def layouts_of(
     Layers without a tensor (they live on another rank) are left out, and so are views seen before
     (layers that share their KV).
     """
-    return tuple(
-        _group_layout(kv_caches, names, num_blocks, number) for number, names in enumerate(groups)
-    )
-
-
-def _group_layout(
-    kv_caches: Mapping[str, Any], names: Iterable[str], num_blocks: int, number: int
-) -> GroupLayout:
-    views: dict[str, TensorView] = {}
-    seen = set()
-    for name in names:
-        for part, tensor in enumerate(_tensors(kv_caches.get(name))):
-            view = _blocks_first(view_of(tensor, f"{name}[{part}]"), num_blocks)
-            place = (view.address, view.shape, view.strides)
-            if place not in seen:
-                seen.add(place)
-                views[view.name] = view
-    if not views:
-        raise LayoutError(f"group {number} has no KV tensor on this rank")
-    return describe(views, num_blocks=num_blocks, block_axis=0)
-
-
-def _tensors(entry: Any) -> Sequence[Any]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, (list, tuple)) else (entry,)
+    layouts = []
+    for number, names in enumerate(groups):
+        views: dict[Any, TensorView] = {}
+        for name in names:
+            found = kv_caches.get(name, ())
+            for part, tensor in enumerate(found if isinstance(found, (list, tuple)) else (found,)):
+                view = _blocks_first(view_of(tensor, f"{name}[{part}]"), num_blocks)
+                views.setdefault((view.address, view.shape, view.strides), view)
+        if not views:
+            raise LayoutError(f"group {number} has no KV tensor on this rank")
+        by_name = {view.name: view for view in views.values()}
+        layouts.append(describe(by_name, num_blocks=num_blocks, block_axis=0))
+    return tuple(layouts)
 
 
 def _blocks_first(view: TensorView, num_blocks: int) -> TensorView:

@@ -13,9 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvferry.connectors.common import reports as figures
 from kvferry.connectors.common.reports import EXPORTED, SEPARATOR
-from kvferry.telemetry.catalog import IDLE, Metric, MetricKind
+from kvferry.telemetry.catalog import IDLE, MetricKind
 
 PREFIX = "vllm:"
+
+_CLASSES: dict[MetricKind, tuple[Any, dict[str, str]]] = {
+    MetricKind.COUNTER: (Counter, {}),
+    # Else there would be one from each of vLLM's API servers.
+    MetricKind.GAUGE: (Gauge, {"multiprocess_mode": "mostrecent"}),
+}
 
 
 @dataclass
@@ -52,11 +58,11 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
-            name: metric_types[_CLASSES[metric.kind]](
+            name: metric_types[_CLASSES[metric.kind][0]](
                 name=PREFIX + name.removesuffix("_total"),
                 documentation=metric.help,
                 labelnames=[*labelnames, *(label.name for label in metric.labels)],
-                **_options(metric),
+                **_CLASSES[metric.kind][1],
             )
             for name, metric in EXPORTED.items()
         }
@@ -72,12 +78,3 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 child.inc(max(0.0, value))
             else:
                 child.set(value)
-
-
-_CLASSES = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge}
-
-
-def _options(metric: Metric) -> dict[str, Any]:
-    if metric.kind is MetricKind.GAUGE:
-        return {"multiprocess_mode": "mostrecent"}  # else one from each of vLLM's API servers
-    return {}

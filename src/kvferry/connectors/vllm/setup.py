@@ -30,6 +30,13 @@ _INTERLEAVED = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 """How many neighbours among the tokens one of these ranks has."""
 
 
+_VAIN_ROLES = {
+    "kv_producer": "kv_producer, which never loads, and no other server can read host memory",
+    "kv_consumer": "kv_consumer, which stores nothing, and there is no store to load from",
+}
+"""Roles that need a store shared with other servers, and why."""
+
+
 def config_of(vllm_config: Any) -> Config:
     """Our settings: the connector's extra config, over the environment, over ``KVFERRY_CONFIG``."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -90,36 +97,20 @@ def vain_settings(vllm_config: Any, config: Config, layers: Layers, version: str
             f"is on {' or '.join(lasting)}. Set PYTHONHASHSEED=0 on every server{other}"
         )
     longest = int(getattr(vllm_config.model_config, "max_model_len", 0) or 0)
-    step = hit_step(vllm_config, layers)
-    if 0 < longest <= step:
+    step = math.lcm(
+        *(s for group in layers.groups for s in (group.block_tokens, group.stop_tokens))
+    )
+    shortest = step * (layers.replayed_tokens // step + 1 + _uses_drafts(vllm_config))
+    if 0 < longest <= shortest:
         found.append(
-            f"no request can be long enough for a hit: hits end every {step} tokens, and "
+            f"no request can be long enough for a hit: hits end every {shortest} tokens, and "
             f"max_model_len is {longest}. Raise --max-model-len, or lower --block-size"
         )
-    role = _role(vllm_config)
-    if role == "kv_producer" and not lasting:
-        found.append(
-            "kv_role is kv_producer, which never loads, and no other server can read host memory. "
-            "Set kv_role to kv_both, or give a store that servers share (remote)"
-        )
-    if role == "kv_consumer" and not lasting:
-        found.append(
-            "kv_role is kv_consumer, which stores nothing, and there is no store to load from. "
-            "Set kv_role to kv_both, or give a store that servers share (remote)"
-        )
+    vain = _VAIN_ROLES.get(vllm_config.kv_transfer_config.kv_role)
+    if vain is not None and not lasting:
+        words = "Set kv_role to kv_both, or give a store that servers share (remote)"
+        found.append(f"kv_role is {vain}. {words}")
     return found
-
-
-def hit_step(vllm_config: Any, layers: Layers) -> int:
-    """The length of the shortest hit."""
-    stops = [stop for group in layers.groups for stop in (group.block_tokens, group.stop_tokens)]
-    step = math.lcm(*stops)
-    last = step if _uses_drafts(vllm_config) else 0
-    return step * (layers.replayed_tokens // step + 1) + last
-
-
-def _role(vllm_config: Any) -> str:
-    return str(vllm_config.kv_transfer_config.kv_role)
 
 
 def _hash_algorithm(vllm_config: Any) -> str:
@@ -168,9 +159,12 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
         },
         "lora": vllm_config.lora_config is not None,
     }
+    # Which rank has which tokens of a block; nothing where each has all of them.
+    context = {name: _size(vllm_config, name) for name in _CONTEXT_SIZES + _INTERLEAVED}
+    divides = any(context[name] > 1 for name in _CONTEXT_SIZES)
     geometry = {
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
-        **_context_of(vllm_config),
+        **(context if divides else {}),
         "groups": [
             {"layers": list(group.layer_names), "kind": repr(group.kv_cache_spec)}
             for group in kv_cache_config.kv_cache_groups
@@ -181,17 +175,10 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
         revision=str(model.revision or ""),
         dtype=f"{model.dtype}/{cache.cache_dtype}",
         layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or "vllm"),
-        geometry=_text(geometry),
-        overrides=_text(overrides),
+        geometry=json.dumps(geometry, sort_keys=True, default=str),
+        overrides=json.dumps(overrides, sort_keys=True, default=str),
         block_tokens=hash_tokens,
     )
-
-
-def _context_of(vllm_config: Any) -> dict[str, Any]:
-    """Which rank has which tokens of a block; nothing where each has all of them."""
-    if all(_size(vllm_config, name) == 1 for name in _CONTEXT_SIZES):
-        return {}
-    return {name: _size(vllm_config, name) for name in _CONTEXT_SIZES + _INTERLEAVED}
 
 
 def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
@@ -204,10 +191,6 @@ def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
         first_engine=engine - int(getattr(parallel, "data_parallel_rank_local", 0) or 0),
         engines_here=int(getattr(parallel, "data_parallel_size_local", 1) or 1),
     )
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def place_of(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
@@ -237,23 +220,20 @@ def setup_of(
     for policy in (config.policy, config.tier_policy):
         policy_named(policy)  # refused now, like any other setting, not once ranks are up
     parallel = vllm_config.parallel_config
-    uses_drafts = _uses_drafts(vllm_config)
     events = getattr(vllm_config, "kv_events_config", None)
     has_listeners = events is not None and bool(events.enable_kv_cache_events)
     namespace = namespace_of(vllm_config, kv_cache_config, 1)
-    algorithm, role = _hash_algorithm(vllm_config), _role(vllm_config)
+    algorithm, role = _hash_algorithm(vllm_config), vllm_config.kv_transfer_config.kv_role
     setup = SessionSetup(
         config=config,
         groups=layers.groups,
         num_ranks=int(parallel.world_size),
-        reported_tokens=layers.groups[0].block_tokens if layers.groups else 1,
         refusal=layers.refusal,
         fails_by_block=layers.fails_by_block,
         loads=role != "kv_producer",
         stores=role != "kv_consumer",
-        uses_drafts=uses_drafts,
         verifies_drafts=vllm_config.speculative_config is not None,
-        lookahead_tokens=_lookahead(vllm_config) if uses_drafts else 0,
+        lookahead_tokens=_lookahead(vllm_config),
         replayed_tokens=layers.replayed_tokens,
         goes_alone=layers.goes_alone,
         engine_here=int(parallel.data_parallel_rank_local or 0),
@@ -270,7 +250,9 @@ def setup_of(
 
 
 def _lookahead(vllm_config: Any) -> int:
-    """Tokens behind a block that its KV of draft layers was computed with."""
+    """Tokens behind a block that its KV of draft layers was computed with; 0 without those."""
+    if not _uses_drafts(vllm_config):
+        return 0
     told = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
     if told is None:  # an older vLLM: no module of a chain looks further than all of them
         told = vllm_config.speculative_config.num_speculative_tokens
@@ -281,7 +263,7 @@ def _overlap_refusal(setup: SessionSetup, parallel: Any) -> str:
     """Why no request of this server may run before its load has landed; empty where it may."""
     if len(setup.groups) != 1 or not setup.is_full or not setup.goes_alone:
         return "only one group of full attention can be waited for layer by layer"
-    if setup.uses_drafts:
+    if setup.lookahead_tokens:
         return "the layers of a draft model run after the model's own"
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0):
         return "vLLM runs two halves of a batch side by side"

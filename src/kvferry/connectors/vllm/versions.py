@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from enum import Enum
 from types import FunctionType
 from typing import Any
 
@@ -28,19 +27,19 @@ _CALLED = ("_get_connector_metadata",)
 _SPREADS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-class Standing(Enum):
-    """What is known of a vLLM by its version alone."""
+def refusal(version: str) -> str:
+    """Why a vLLM of this version is refused whatever its hooks are; empty where it is not."""
+    if (_number(version) or (0, 0)) >= OLDEST:
+        return ""
+    return (
+        f"kvferry supports vLLM {_text(OLDEST)} to {_text(NEWEST)}, this is {version}; "
+        "install a vLLM of that range, or a kvferry that knows yours"
+    )
 
-    TESTED = "tested"
-    NEWER = "newer"
-    REFUSED = "refused"
 
-
-def standing(version: str) -> Standing:
-    number = _number(version)
-    if number is None or number < OLDEST:
-        return Standing.REFUSED
-    return Standing.TESTED if number <= NEWEST else Standing.NEWER
+def is_newer(version: str) -> bool:
+    """Whether this vLLM is newer than the newest that kvferry was tested with."""
+    return (_number(version) or (0, 0)) > NEWEST
 
 
 def require_fit(version: str, connector: type) -> None:
@@ -48,11 +47,10 @@ def require_fit(version: str, connector: type) -> None:
 
     A newer vLLM whose hooks fit is served, with a warning.
     """
-    known = standing(version)
-    if known is Standing.TESTED:
+    if words := refusal(version):
+        raise ConfigError(words)
+    if not is_newer(version):
         return
-    if known is Standing.REFUSED:
-        raise ConfigError(refusal(version))
     if wrong := misfits(connector):
         raise ConfigError(
             f"vLLM {version} is newer than {_text(NEWEST)}, the newest kvferry was tested with, "
@@ -64,13 +62,6 @@ def require_fit(version: str, connector: type) -> None:
         "have not changed, so kvferry serves; compare some answers with and without it.",
         version,
         _text(NEWEST),
-    )
-
-
-def refusal(version: str) -> str:
-    return (
-        f"kvferry supports vLLM {_text(OLDEST)} to {_text(NEWEST)}, this is {version}; "
-        "install a vLLM of that range, or a kvferry that knows yours"
     )
 
 
@@ -137,8 +128,7 @@ def _signature(member: Any) -> inspect.Signature:
 
 def seeds_are_fixed(version: str) -> bool:
     """Whether all processes of this vLLM name a block alike though PYTHONHASHSEED is not set."""
-    number = _number(version)
-    return number is not None and number >= _FIXED_SEEDS
+    return (_number(version) or (0, 0)) >= _FIXED_SEEDS
 
 
 def _number(version: str) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from importlib import metadata
 
 from kvferry.config import DISK_KEY_ENV, Config
 from kvferry.connectors.vllm import CONNECTOR_NAME
-from kvferry.connectors.vllm.versions import Standing, refusal, seeds_are_fixed, standing
+from kvferry.connectors.vllm.versions import is_newer, refusal, seeds_are_fixed
 from kvferry.core.quantities import GiB, MiB, rounded_size
 from kvferry.errors import ConfigError, DriverError, install
 from kvferry.hostmem.limits import Machine, find_placement, read_text, size_for
@@ -209,11 +209,10 @@ def check_vllm(env: Environment, config: Config) -> Iterator[Finding]:
     if version is None:
         yield ok("vllm", "not installed; the library works without it")
         return
-    known = standing(version)
-    if known is Standing.REFUSED:
-        words, _, remedy = refusal(version).partition("; ")
+    words, _, remedy = refusal(version).partition("; ")
+    if words:
         yield fail("vllm", words, remedy)
-    elif known is Standing.NEWER:
+    elif is_newer(version):
         words = f"{version} is newer than the tested versions; kvferry checks its hooks at start"
         yield warn("vllm", words, 'look for "kvferry is in service" in vLLM\'s log')
     else:
