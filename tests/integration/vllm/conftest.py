@@ -69,39 +69,33 @@ def no_leaked_threads() -> Iterator[None]:
         time.sleep(0.005)
 
 
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_llama(tmp_path_factory.mktemp("models") / "llama")
+def _model(name: str) -> Any:
+    """A fixture of this name: the folder of a model that ``models`` makes."""
+
+    @pytest.fixture(scope="session", name=name)
+    def make(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        if name in ("granite", "mamba"):
+            _require_float_convolutions()
+        folder = tmp_path_factory.mktemp("models") / name
+        made: Path = getattr(models, f"make_{name}")(folder)
+        return made
+
+    return make
 
 
-@pytest.fixture(scope="session")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
+def _hits(name: str) -> Any:
+    """The same model, where this vLLM lets kvferry serve more than one group."""
+
+    @pytest.fixture(name=f"{name}_hits")
+    def require(request: pytest.FixtureRequest) -> Any:
+        _require_several_groups()
+        return request.getfixturevalue(name)
+
+    return require
 
 
-@pytest.fixture(scope="session")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _require_float_convolutions()
-    return models.make_granite(tmp_path_factory.mktemp("models") / "granite")
-
-
-@pytest.fixture(scope="session")
-def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _require_float_convolutions()
-    return models.make_mamba(tmp_path_factory.mktemp("models") / "mamba")
-
-
-@pytest.fixture
-def gemma_hits(gemma: Path) -> Path:
-    """The same, where this vLLM lets kvferry serve more than one group."""
-    _require_several_groups()
-    return gemma
-
-
-@pytest.fixture
-def granite_hits(granite: Path) -> Path:
-    _require_several_groups()
-    return granite
+llama, gemma, granite, mamba = map(_model, ("llama", "gemma", "granite", "mamba"))
+gemma_hits, granite_hits, mamba_hits = map(_hits, ("gemma", "granite", "mamba"))
 
 
 def _require_several_groups() -> None:

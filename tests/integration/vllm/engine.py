@@ -29,11 +29,9 @@ FERRY = {
 }
 """A machine under load must not turn into failed copies."""
 SHARED = {
+    **FERRY,
     "host": "8MiB",
     "tier_write": "through",
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
     "promote_deadline": "5min",
     "lookup_deadline": "5min",
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.ports import free_port
-from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.engine import FERRY, make_prompts
 from tests.integration.vllm.server import Server
 
 from kvferry.tools.top.scrape import explain
@@ -38,13 +38,10 @@ class Controlled(Server):
         (folder / "token").write_text(TOKEN)
         self.token_file = folder / "token"
         ferry = {
+            **FERRY,
             "host": f"{40 * 64}KiB",
             "tiers": "memory:64MiB",
             "tier_write": "through",
-            "load_policy": "always",
-            "max_storing_blocks": 1000,
-            "load_deadline": "5min",
-            "store_deadline": "5min",
             "promote_deadline": "5min",
             "metrics_port": port,
             "policy": "lru",  # what goes first can be told beforehand

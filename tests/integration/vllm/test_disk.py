@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.integration.vllm import models
-from tests.integration.vllm.engine import BLOCK_TOKENS, LONG, Engine, make_prompts
+from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, LONG, Engine, make_prompts
 from tests.integration.vllm.server import Server
 
 LENGTHS = (300, 200, 100)
@@ -20,15 +20,11 @@ BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
 
 def ferry(folder: Path, **settings: Any) -> dict[str, Any]:
     return {
-        "host": "64MiB",
+        **FERRY,
         "disk": str(folder),
         "disk_size": "64MiB",
         "disk_keep_free": 0,
         "tier_write": "through",
-        "max_storing_blocks": 1000,
-        "load_policy": "always",
-        "load_deadline": "5min",
-        "store_deadline": "5min",
         "promote_deadline": "5min",
         "disk_deadline": "5min",
         **settings,
@@ -124,26 +120,6 @@ def test_other_weights_under_the_same_name_find_nothing(start, expect, llama, tm
     engine = start(model, is_fresh=True, ferry=ferry(tmp_path / "disk"))
     assert engine.stats.restored == {"disk": 0}
     assert engine.generate(prompts) == expect(trained, prompts)
-    assert engine.stats.hit_tokens == 0
-    engine.check_idle()
-
-
-def test_weights_that_change_while_serving_are_forgotten_on_disk(start, expect, llama, tmp_path):
-    """And what the new ones compute is not taken for the old ones' after a restart."""
-    trained = models.make_llama(tmp_path / "trained", seed=7)
-    prompts = make_prompts(305, *LENGTHS)
-    engine = start(llama, ferry=ferry(tmp_path / "disk"))
-    engine.generate(prompts)
-    await_disk(engine, BLOCKS)
-    engine.forget_device()
-    engine.is_spoiled = True
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(trained)})
-    for _ in range(2):
-        assert engine.generate(prompts) == expect(trained, prompts)
-        engine.forget_device()
-    assert engine.stats.resets == 1
-    engine = start(llama, ferry=ferry(tmp_path / "disk"))
-    assert engine.generate(prompts) == expect(llama, prompts)
     assert engine.stats.hit_tokens == 0
     engine.check_idle()
 

@@ -40,21 +40,30 @@ def test_routers_hear_of_blocks_below_host_memory(start, llama, monkeypatch, tmp
     engine.check_idle()
 
 
-def test_one_of_several_connectors(start, expect, llama, monkeypatch):
+@pytest.fixture
+def beside(monkeypatch):
+    """Engines made from now on have several connectors, which ``among`` lists around ours."""
     from vllm import LLM
 
     real = LLM.__init__
 
-    def among_others(self, *args, kv_transfer_config, **kwargs):
-        several = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [kv_transfer_config, kv_transfer_config]},
-        }
-        real(self, *args, kv_transfer_config=several, **kwargs)
+    def begin(among):
+        def init(self, *args, kv_transfer_config, **kwargs):
+            several = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": among(kv_transfer_config)},
+            }
+            real(self, *args, kv_transfer_config=several, **kwargs)
 
-    monkeypatch.setattr(LLM, "__init__", among_others)
+        monkeypatch.setattr(LLM, "__init__", init)
+
+    return begin
+
+
+def test_one_of_several_connectors(start, expect, llama, beside):
+    beside(lambda ours: [ours, ours])
     prompts = make_prompts(64, 300, 200)
     engine = start(llama, is_fresh=True, ferry=FERRY)
     expected = expect(llama, prompts)
@@ -70,33 +79,19 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_beside_nixl(start, expect, llama, monkeypatch, is_first):
+def test_beside_nixl(start, expect, llama, beside, is_first):
     """vLLM's ``MultiConnector`` hands on one connector's handshake, which NIXL cannot do without.
 
     Seen red with kvferry first: the server did not start.
     """
     pytest.importorskip("nixl", reason="pip install nixl")
-    from vllm import LLM
-
-    real = LLM.__init__
-
-    def beside(self, *args, kv_transfer_config, **kwargs):
-        nixl = {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_buffer_device": "cpu",
-            "kv_load_failure_policy": "recompute",
-        }
-        both = [kv_transfer_config, nixl] if is_first else [nixl, kv_transfer_config]
-        several = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": both},
-        }
-        real(self, *args, kv_transfer_config=several, **kwargs)
-
-    monkeypatch.setattr(LLM, "__init__", beside)
+    nixl = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+    }
+    beside(lambda ours: [ours, nixl] if is_first else [nixl, ours])
     prompts = make_prompts(64, 300, 200)
     engine = start(llama, is_fresh=True, ferry=FERRY)
     expected = expect(llama, prompts)

@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.fakes import mooncake_store, remote
-from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.engine import SHARED, make_prompts
 from tests.integration.vllm.server import Server
 
-FERRY = {
-    "host": "8MiB",
-    "tier_write": "through",
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-    "promote_deadline": "30s",
-    "lookup_deadline": "30s",
-}
+FERRY = {**SHARED, "promote_deadline": "30s", "lookup_deadline": "30s"}
 PROMPTS = 4
 FOUND = 192  # of the 200 tokens of each prompt: six whole blocks
 WRITTEN = PROMPTS * 6 * 4 * 2 * (32 * 2 * 32 * 4)  # four layers of keys and values in float32

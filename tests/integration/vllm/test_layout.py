@@ -36,7 +36,3 @@ def on_platform(monkeypatch, *, cuda=True, major=9, layouts=True):
 def test_what_is_asked_for(monkeypatch, machine, layout):
     on_platform(monkeypatch, **machine)
     assert KvferryConnector.get_required_kvcache_layout(None) == layout
-
-
-def test_older_versions_are_asked_for_blocks_across_layers():
-    assert vars(KvferryConnector)["prefer_cross_layer_blocks"].fget(None) is True

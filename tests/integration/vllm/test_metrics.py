@@ -10,14 +10,12 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
-from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.engine import FERRY, make_prompts
 
 from kvferry.connectors.common.reports import EXPORTED, between, figures
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
 from kvferry.telemetry.catalog import MetricKind, Snapshot, exposition
 from kvferry.telemetry.stats import SchedulerStats, Traffic
-
-FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}
 
 
 class Exported:

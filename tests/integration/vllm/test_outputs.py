@@ -63,16 +63,6 @@ def test_a_prompt_comes_back_after_others_pushed_it_out(start, expect, model):
     engine.check_idle()
 
 
-def test_a_prompt_in_chunks_is_stored_whole(start, expect, model):
-    prompts = make_prompts(6, 400, 230)
-    options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 64}
-    expected = expect(model, prompts)
-    engine = start(model, ferry=FERRY, **options)
-    engine.check_round_trip(prompts, expected)
-    assert engine.stats.hit_tokens == (12 + 7) * BLOCK_TOKENS
-    engine.check_idle()
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_failed_load_is_computed_again(start, expect, model, monkeypatch, every):
     prompts = make_prompts(11, 300, 200, 300, 100)
@@ -91,10 +81,10 @@ def test_a_failed_load_is_computed_again(start, expect, model, monkeypatch, ever
     engine.check_idle()
 
 
-def test_a_store_is_submitted_after_the_forward_that_writes_it(start, expect, model, monkeypatch):
+def test_chunks_are_stored_after_the_forward_that_writes_them(start, expect, model, monkeypatch):
     """Copies that read at once what is there: a store that came early would keep older bytes."""
     prompts = make_prompts(16, 300, 200)
-    options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 128}
+    options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 64}
     expected = expect(model, prompts)
     with tampering(monkeypatch, copies_at_once=True):
         engine = start(model, ferry=FERRY, **options)

@@ -15,20 +15,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from tests.fakes.ports import free_port, free_ports
-from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.engine import FERRY, make_prompts
 from tests.integration.vllm.server import Server, our_shared_memory
 
 from kvferry.config import Config
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.top.scrape import explain
 from kvferry.tools.top.view import Watch
-
-FERRY = {
-    "host": "64MiB",
-    "load_policy": "always",
-    "load_deadline": "5min",
-    "store_deadline": "5min",
-}
 
 pytestmark = pytest.mark.timeout(900)
 

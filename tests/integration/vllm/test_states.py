@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, FERRY, make_prompts, tampering
-
-
-@pytest.fixture
-def mamba_hits(mamba, granite_hits):
-    """States alone need what several groups need: a vLLM that is told of failures by request."""
-    return mamba
-
 
 STATES_ALONE = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 
