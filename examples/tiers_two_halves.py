@@ -16,8 +16,8 @@ from kvferry.engine import (
     CpuEngine,
     FullAttention,
     HostTier,
-    KeyedMemoryTier,
     MatchState,
+    MemoryTier,
     Namespace,
     Pool,
     Rank,
@@ -43,7 +43,7 @@ class RankProcess:
         layout = describe(self.kv, block_axis=0)
         host = HostTier(SLOTS, layout.block_bytes)
         engine = CpuEngine((layout,), host.rows, rank=Rank(rank))
-        tier = KeyedMemoryTier(layout.block_bytes, name=STORE)
+        tier = MemoryTier(None, layout.block_bytes, name=STORE)
         self.worker = Worker(
             {(DEVICE, HOST): engine, (HOST, DEVICE): engine},
             tiers={STORE: TierMover(host, tier, rank=Rank(rank))},

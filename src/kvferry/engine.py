@@ -72,7 +72,6 @@ from kvferry.tiers.contract import Result as Result
 from kvferry.tiers.contract import Tier as Tier
 from kvferry.tiers.contract import TierSetup as TierSetup
 from kvferry.tiers.contract import Way as Way
-from kvferry.tiers.memory import KeyedMemoryTier as KeyedMemoryTier
 from kvferry.tiers.memory import MemoryTier as MemoryTier
 from kvferry.tiers.movers import LowerTierMover as LowerTierMover
 from kvferry.tiers.movers import Mover as Mover

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes.memory_tiers import KeyedMemoryTier, MemoryTier
+from tests.fakes.memory_tiers import MemoryTier
 
 from kvferry.tiers import memory
 
@@ -31,8 +31,7 @@ def stores_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def faulty_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers of memory that settings open can fail on request."""
-    for tier in (MemoryTier, KeyedMemoryTier):
-        monkeypatch.setattr(memory, tier.__name__, tier)
+    monkeypatch.setattr(memory, "MemoryTier", MemoryTier)
 
 
 @pytest.fixture

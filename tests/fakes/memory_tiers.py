@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvferry.core.keys import Key, Keys
 from kvferry.errors import KvferryError
 from kvferry.tiers import memory
-from kvferry.tiers.contract import Result, Way
+from kvferry.tiers.contract import Way
 from kvferry.tiers.queued import Task
 from kvferry.types import SlotArray
 
@@ -17,8 +16,10 @@ Fault = Callable[[Way, Key], None]
 """Called for each block; what it raises is that block's error. One that blocks is a hung medium."""
 
 
-class _Faulty(memory.MemoryTier):
-    """A tier of ours with ``delay`` seconds per batch, ``fault``, ``lose`` and ``go_away``."""
+class MemoryTier(memory.MemoryTier):
+    """A tier of ours with ``fault``, ``lose`` and ``go_away``."""
+
+    fault: Fault | None = None
 
     def go_away(self, reason: str) -> None:
         """Out of order from now on; what is here stays."""
@@ -32,17 +33,6 @@ class _Faulty(memory.MemoryTier):
         with self._changed:
             for name in names:
                 self._blocks.pop(name, None)
-
-    def _carry_out(self, task: Task) -> Result:
-        if self.delay:
-            time.sleep(self.delay)
-        return super()._carry_out(task)
-
-    def __init__(
-        self, *sizes: int, delay: float = 0.0, fault: Fault | None = None, **options: Any
-    ) -> None:
-        super().__init__(*sizes, **options)
-        self.delay, self.fault = delay, fault
 
     def lose(self, names: SlotArray | Keys) -> None:
         """These hold nothing any more, as a failing medium would have it."""
@@ -62,9 +52,8 @@ class _Faulty(memory.MemoryTier):
         return super()._move(task, at, name)
 
 
-class MemoryTier(_Faulty):
-    """With numbered places."""
-
-
-class KeyedMemoryTier(_Faulty, memory.KeyedMemoryTier):
+class KeyedMemoryTier(MemoryTier):
     """By key."""
+
+    def __init__(self, block_bytes: int, **options: Any) -> None:
+        super().__init__(None, block_bytes, **options)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import obstore
@@ -36,19 +36,9 @@ CREDENTIALS = {
 }
 
 
-@contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
+def environment(changes: Mapping[str, str]) -> Any:
     """These variables for as long; processes started meanwhile have them for ever."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return patch.dict(os.environ, changes)
 
 
 def hello(address: str, objects: ObjectFormat) -> dict[str, object]:
@@ -85,8 +75,8 @@ def open_s3(
         options=address or f"{scheme}://{bucket}/tests?endpoint={endpoint}",
         label="a-model",
         shared_namespace=namespace or secrets.token_bytes(32),
+        config=Config(**settings),
     )
-    setup = replace(setup, config=Config(**settings))
     with environment(credentials):
         tier = open_remote(setup)
     end = time.monotonic() + LONG

@@ -16,7 +16,7 @@ import pytest
 import kvferry
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers.contract import BatchId, Result, TierSetup
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.memory import MemoryTier
 from kvferry.tiers.movers import TierMover
 from kvferry.types import Receipt
 
@@ -47,32 +47,24 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-class Careless:
+class Careless(MemoryTier):
     """What both kinds of tier below do wrong, every third time they are polled."""
 
     fault: Fault = raises
     num_polls = 0
 
     def poll(self) -> Any:
-        results = super().poll()  # type: ignore[misc]
+        results = super().poll()
         Careless.num_polls += 1
         return Careless.fault(results) if Careless.num_polls % 3 == 0 else results
 
 
-class CarelessPlaced(Careless, MemoryTier):
-    pass
+def open_placed(setup: TierSetup) -> Careless:
+    return Careless(SLOTS * 4, setup.block_bytes, name=setup.name)
 
 
-class CarelessKeyed(Careless, KeyedMemoryTier):
-    pass
-
-
-def open_placed(setup: TierSetup) -> CarelessPlaced:
-    return CarelessPlaced(SLOTS * 4, setup.block_bytes, name=setup.name)
-
-
-def open_keyed(setup: TierSetup) -> CarelessKeyed:
-    return CarelessKeyed(setup.block_bytes, name=setup.name)
+def open_keyed(setup: TierSetup) -> Careless:
+    return Careless(None, setup.block_bytes, name=setup.name)
 
 
 @pytest.fixture(params=["placed", "keyed"])

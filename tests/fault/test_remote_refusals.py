@@ -63,25 +63,6 @@ def test_a_store_that_refuses_writes_is_read_on(
 
 
 @every_server
-def test_a_store_that_hangs_at_writes_is_read_on(door: s3_servers.Door, open_store: Open) -> None:
-    store = open_store(door.endpoint)
-    store.write(ALL[:4])
-    release = threading.Event()
-
-    def hang(way: Way, _: object) -> None:
-        if way is Way.WRITE:
-            release.wait(remote.LONG)
-
-    door.fault = hang
-    assert not store.do(Way.WRITE, [5], within=0.5).ok.any()
-    store.wait(lambda: bool(store.tier.refusal_to_write))
-    assert store.reads(ALL[:4]) == [True] * 4
-    assert not store.tier.ailment
-    release.set()
-    store.wait(lambda: not store.tier.refusal_to_write)
-
-
-@every_server
 def test_what_cannot_be_read_is_tried_though_nothing_can_be_written(
     door: s3_servers.Door, open_store: Open
 ) -> None:

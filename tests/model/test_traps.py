@@ -542,7 +542,9 @@ def test_a_tier_that_raises() -> None:
         raise ZeroDivisionError(way)
 
     disk = TierName("disk")
-    mover = TierMover(HostTier(4, 16), MemoryTier(4, 16, name=disk, fault=fault))
+    tier = MemoryTier(4, 16, name=disk)
+    tier.fault = fault
+    mover = TierMover(HostTier(4, 16), tier)
     worker = Worker({}, tiers={disk: mover})
     slots, rows = np.arange(2), keys(range(2)).array
     try:

@@ -15,7 +15,7 @@ from kvferry.core.quantities import MiB
 from kvferry.errors import ClosedError, ConfigError
 from kvferry.hostmem.slots import HostTier
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.memory import MemoryTier
 from kvferry.tiers.movers import TierMover, open_tier, open_tiers
 from kvferry.types import Rank, TierName
 
@@ -158,7 +158,6 @@ def _batch(tier: MemoryTier) -> Batch:
 def test_a_store_by_key_is_bounded_what_came_first_goes_first(host):
     (spec,) = Config.from_dict({"tiers": "memory-by-key:8KiB"}).tiers
     tier = open_tier(spec, TierSetup(spec.name, 4096, options=spec.options))
-    assert isinstance(tier, KeyedMemoryTier)
     addresses = np.array([[host.address]] * 3)
     some = keys([1, 2, 3])
     tier.submit(Batch(BatchId(1), Way.WRITE, some, 1e12, addresses, np.array([4096])))

@@ -190,12 +190,9 @@ def check_batch(tier: Tier, batch: Batch) -> None:
         raise InputError(
             f"{what}: its pieces have {batch.sizes.tolist()} bytes, a block {tier.block_bytes}"
         )
-    if tier.num_places is not None:
-        _check_places(what, batch, tier.num_places)
-
-
-def _check_places(what: str, batch: Batch, num_places: int) -> None:
-    places = batch.places
+    num_places, places = tier.num_places, batch.places
+    if num_places is None:
+        return
     if places is None or len(places) != len(batch):
         named = "none" if places is None else str(len(places))
         raise InputError(f"{what}: {len(batch)} blocks need as many places, got {named}")

@@ -18,15 +18,23 @@ MEMORY = TierName("memory")
 
 
 class MemoryTier(ThreadedTier):
-    """Blocks in a dict, one ``bytes`` each, by their places. The contract's plainest reading."""
-
-    _most_blocks: int | None = None
+    """Blocks in a dict, one ``bytes`` each: the contract's plainest reading, of either kind."""
 
     def __init__(
-        self, num_places: int | None, block_bytes: int, *, name: TierName = MEMORY
+        self,
+        num_places: int | None,
+        block_bytes: int,
+        *,
+        name: TierName = MEMORY,
+        most_blocks: int | None = None,
     ) -> None:
+        """``num_places`` is None for a tier that finds blocks by keys.
+
+        With ``most_blocks``, the oldest block makes room for a new one.
+        """
         self.num_places = num_places
         super().__init__(name, block_bytes)
+        self._most_blocks = most_blocks
         self._blocks: dict[Any, bytes] = {}
 
     def forget(self) -> None:
@@ -72,24 +80,15 @@ class MemoryTier(ThreadedTier):
             return ""
 
 
-class KeyedMemoryTier(MemoryTier):
-    """The same by keys. With ``most_blocks``, the oldest block makes room for a new one."""
-
-    def __init__(
-        self, block_bytes: int, *, most_blocks: int | None = None, name: TierName = MEMORY
-    ) -> None:
-        super().__init__(None, block_bytes, name=name)
-        self._most_blocks = most_blocks
-
-
 def open_placed(setup: TierSetup) -> MemoryTier:
     """The tier ``memory:SIZE``."""
     return MemoryTier(_num_blocks(setup), setup.block_bytes, name=setup.name)
 
 
-def open_keyed(setup: TierSetup) -> KeyedMemoryTier:
+def open_keyed(setup: TierSetup) -> MemoryTier:
     """The tier ``memory-by-key:SIZE``."""
-    return KeyedMemoryTier(setup.block_bytes, most_blocks=_num_blocks(setup), name=setup.name)
+    most = _num_blocks(setup)
+    return MemoryTier(None, setup.block_bytes, most_blocks=most, name=setup.name)
 
 
 def _num_blocks(setup: TierSetup) -> int:

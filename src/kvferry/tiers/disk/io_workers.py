@@ -228,7 +228,7 @@ class IoWorker:
             try:
                 move(job, places)
             except Exception as error:  # a thread that dies leaves its order waiting for ever
-                self._fail(job.positions, Count.OTHER_FAILURES, words_of(error))
+                self._fail(job.positions, Count.OTHER, words_of(error))
                 if self._way is Way.WRITE:  # that failed leaves no block
                     self._context.commits.lose(places)
             queue.end(job, self._reasons)
@@ -278,7 +278,7 @@ class IoWorker:
         keys = order.keys.array[positions]
         num_bytes = len(positions) * job.order.block_bytes
         if context.budget is not None and not context.budget.take(num_bytes):
-            self._fail(positions, Count.OTHER_FAILURES, "no bytes are left of disk_write_per_day")
+            self._fail(positions, Count.OTHER, "no bytes are left of disk_write_per_day")
             context.commits.lose(places)
             return
         with context.cpu_slots:
@@ -293,7 +293,7 @@ class IoWorker:
         whole[at] = self._move(positions[at], places[at], at)
         good = places[whole], keys[whole], proofs[whole]
         if not context.commits.end_write(*good, job.order.generation):
-            self._fail(positions[whole], Count.OTHER_FAILURES, "told to forget it meanwhile")
+            self._fail(positions[whole], Count.OTHER, "told to forget it meanwhile")
         context.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)
         context.commits.lose(places[~whole])
 
@@ -309,7 +309,7 @@ class IoWorker:
             context.health.failed(way, error)
             whole[first] = False
             reason = f"place {places[first]}: {words_of(error)}"
-            self._fail(positions[first:last], Count.DRIVE_ERRORS, reason)
+            self._fail(positions[first:last], Count.DRIVE, reason)
         clock = Count.READ_MICROSECONDS if way is Way.READ else Count.WRITE_MICROSECONDS
         context.status.add(clock, int((time.monotonic() - start) * 1e6))
         return whole

@@ -79,24 +79,17 @@ class Count(IntEnum):
     WRITTEN_BYTES = 2
     READ_MICROSECONDS = 3  # summed over its threads: time in calls to the drive
     WRITE_MICROSECONDS = 4
-    ABSENT = 5  # blocks that failed, by reason
+    ABSENT = 5  # from here on blocks that failed, by reason
     DAMAGED = 6
-    DRIVE_ERRORS = 7
+    DRIVE = 7
     LATE = 8
     UNREACHABLE = 9
-    OTHER_FAILURES = 10
+    OTHER = 10
     PENDING = 11  # blocks written and not yet durable
     PENDING_SINCE = 12  # microseconds of the monotonic clock; 0: none
 
 
-FAILURES = {
-    Count.ABSENT: "absent",
-    Count.DAMAGED: "damaged",
-    Count.DRIVE_ERRORS: "drive",
-    Count.LATE: "late",
-    Count.UNREACHABLE: "unreachable",
-    Count.OTHER_FAILURES: "other",
-}
+FAILURES = {count: count.name.lower() for count in Count if Count.ABSENT <= count <= Count.OTHER}
 """Why blocks failed, as figures name it."""
 
 
