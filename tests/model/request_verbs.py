@@ -163,9 +163,6 @@ class World:
         for event in ("reset", "evict"):
             if self.left[event]:
                 yield (event,)
-        for rank, unanswered in enumerate(self.unanswered if self.left["lose"] else ()):
-            if unanswered:
-                yield ("lose", rank)
         if self.scheduler.deferred:
             yield ("store left",)
 
@@ -180,12 +177,6 @@ class World:
             rank, ok = rest
             self.left["fail"] -= not ok
             self._settle([self._answer(rank, ok)])
-            law = "settle"
-        elif verb == "lose":
-            (rank,) = rest
-            self.left["lose"] -= 1
-            self.unanswered[rank].clear()
-            self._act_on(self.scheduler.lose_rank(Rank(rank), "it died"))
             law = "settle"
         elif verb == "evict":
             self.left["evict"] -= 1
@@ -270,9 +261,8 @@ class World:
     def _plan(self) -> None:
         for transfer in self.scheduler.plan().transfers:
             self.sent[transfer.id] = transfer
-            for rank, unanswered in enumerate(self.unanswered):
-                if rank not in self.scheduler.transfers._lost:
-                    unanswered.append(transfer.id)
+            for unanswered in self.unanswered:
+                unanswered.append(transfer.id)
 
     def _answer_all(self) -> None:
         ranks = range(self.scenario.num_ranks)
@@ -349,7 +339,6 @@ class World:
             tuple(r.request.id for r in rests) if rests else (),
             scheduler.epoch,
             tuple(tuple(sorted(slots.items())) for slots in self.slots),
-            tuple(scheduler.transfers._lost),
         )
 
     def _of(self, request: Request, names: dict[TransferId, int]) -> object:

@@ -467,8 +467,7 @@ class Serving:
             self._hold(blocks_of(ordered))
         plan = pickle.loads(pickle.dumps(self.scheduler.plan()))
         for rank in self.ranks:
-            if not rank.lost:
-                self._hand_over(rank, plan)
+            self._hand_over(rank, plan)
         return len(plan.transfers) + len(plan.questions)
 
     def _hand_over(self, rank: RankSide, plan: Plan) -> None:
@@ -592,12 +591,6 @@ class Serving:
         request.state = "running"
         self._publish(request)
 
-    def lose_rank(self, rank: RankSide) -> None:
-        """A worker dies: it touches nothing any more."""
-        rank.lost = True
-        rank.todo = []
-        self._act(self.scheduler.lose_rank(rank.rank, f"rank {rank.rank} is gone"))  # type: ignore[arg-type]
-
     def lose_bytes(self, tier: int, slots: Sequence[int]) -> None:
         """A medium fails: some of what a tier holds is gone, on all ranks."""
         for rank in self.ranks:
@@ -692,10 +685,9 @@ class Serving:
         for tier in self.tiers:
             if tier.pool is None:
                 for rank, own in zip(self.ranks, self.rank_salts, strict=True):
-                    if not rank.lost:
-                        for key, held in rank.tiers[tier.name]._blocks.items():
-                            found = np.frombuffer(held, dtype=np.uint64)[0]
-                            assert found == self._expected(key) ^ own
+                    for key, held in rank.tiers[tier.name]._blocks.items():
+                        found = np.frombuffer(held, dtype=np.uint64)[0]
+                        assert found == self._expected(key) ^ own
 
     def _is_known(self, key: bytes) -> bool:
         word = int.from_bytes(key, "little")
@@ -720,7 +712,7 @@ class Serving:
     def quiesce(self, max_steps: int = 400) -> None:
         """A calm hour: whatever happened before, every request finishes, and soon.
 
-        Ranks that were lost or hang stay so.
+        Ranks that hang stay so.
         """
         for _ in range(max_steps):
             if not self.requests:

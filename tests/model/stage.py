@@ -188,7 +188,6 @@ class RankSide:
     movers: dict[TierName, TierMover] = field(default_factory=dict)
     todo: list[Transfer | Question] = field(default_factory=list)
     submitted: dict[TransferId, int] = field(default_factory=dict)
-    lost: bool = False
     mood: str = "ok"
 
     def fault(self, way: Way, key: Key) -> None:

@@ -38,23 +38,18 @@ SCENARIOS: dict[str, tuple[Scenario, set[State], int]] = {
         {State.MATCHED, State.LOADING, State.LOADED, State.RUNNING},
         250,
     ),
-    "two ranks, of which one dies": (
+    "two ranks": (
         Scenario(
             SHARED,
             kept=(1, 2),
             num_slots=3,
             num_ranks=2,
-            events=(*EVENTS, "lose", "evict"),
+            events=(*EVENTS, "evict"),
             begins=ONE_LOADS,
             depth=4,
         ),
         {State.WAITING, State.MATCHED, State.LOADING, State.LOADED, State.RUNNING},
         1500,
-    ),
-    "both ranks die": (
-        Scenario((Life((1, 2)),), kept=(1,), num_ranks=2, events=("lose", "lose"), depth=7),
-        {State.MATCHED, State.LOADING, State.LOADED, State.RUNNING, State.ENDED},
-        400,
     ),
     "one slot for two": (
         Scenario((Life((1, 2)), Life((3, 4))), num_slots=1, events=("fail",), depth=5),

@@ -115,7 +115,6 @@ def test_settings_that_cannot_be_right(arguments: dict[str, Any], words: str) ->
         (lambda s: s.load("hit", [[0, NO_BLOCK, 2], [0, 1, 2]]), "holds -1; a block is 0 or more"),
         (lambda s: s.match("b", keys(range(4)), computed_tokens=-1), "not be negative, got -1"),
         (lambda s: s.match("b", keys(range(4)), max_tokens=-4), "not be negative, got 0 and -4"),
-        (lambda s: s.lose_rank(Rank(3), "typo"), "rank 3 .* 0 to 1"),
     ],
 )
 def test_a_bad_call_is_refused_and_changes_nothing(
@@ -177,7 +176,6 @@ def test_close_ends_everything_and_use_after_is_refused() -> None:
         scheduler.plan,
         scheduler.settle,
         scheduler.reset,
-        lambda: scheduler.lose_rank(Rank(0), "late"),
     ):
         with pytest.raises(ClosedError, match="scheduler is closed"):
             call()

@@ -395,13 +395,6 @@ class Scheduler:
             queued += rest.held
         return queued, flying
 
-    def lose_rank(self, rank: Rank, reason: str) -> Settled:
-        """A rank is gone for good and touches no memory: what waits for it fails now."""
-        if self._closed:
-            raise ClosedError(_CLOSED)
-        self.transfers.lose_rank(rank, reason)
-        return self.settle()
-
     def _complete(
         self, landed: Sequence[InFlight], overdue: Sequence[InFlight], now: float
     ) -> Settled:

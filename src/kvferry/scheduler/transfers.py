@@ -138,7 +138,6 @@ class Transfers:
         self._step = 0
         self.in_flight: dict[TransferId, InFlight] = {}
         """What ranks were told of and have not all answered."""
-        self._lost: dict[Rank, str] = {}
         self._num_sent = 0
 
     @property
@@ -344,9 +343,6 @@ class Transfers:
         """A transfer is handed to the workers; its leases end when it lands."""
         transfer = cast(Transfer, each.transfer)
         each.deadline, each.waiting = deadline, set(self._ranks)
-        if self._lost:
-            each.waiting -= self._lost.keys()
-            each.reason = next(iter(self._lost.values()))
         self.in_flight[transfer.id] = each
         self._num_sent = max(self._num_sent, transfer.id + 1)
         self.next_deadline = min(self.next_deadline, deadline)
@@ -366,10 +362,6 @@ class Transfers:
             if receipt.failed or receipt.rank not in self._ranks or not is_sent:
                 self._check(receipt)
         landed = []
-        if self._lost:
-            # Of these all ranks have answered or were lost: no receipt comes any more.
-            orphans = [each for each in self.in_flight.values() if not each.waiting]
-            landed = [self._land(each) for each in orphans]
         for receipt in receipts:
             each = self.in_flight.get(receipt.transfer_id)
             if each is None or receipt.rank not in each.waiting:
@@ -405,16 +397,6 @@ class Transfers:
         for each in self.in_flight.values():
             if each.concerns(tier) and not each.overdue:
                 each.deadline = self.next_deadline = _LONG_AGO
-                each.reason = each.reason or reason
-
-    def lose_rank(self, rank: Rank, reason: str) -> None:
-        """A rank is gone and touches nothing any more: no transfer waits for it."""
-        if rank not in self._ranks:
-            raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {len(self._ranks) - 1}")
-        reason = self._lost[rank] = reason or f"rank {rank} was lost"
-        for each in self.in_flight.values():
-            if rank in each.waiting:
-                each.waiting.discard(rank)
                 each.reason = each.reason or reason
 
     def close(self, reason: str = "closed") -> None:
