@@ -27,7 +27,7 @@ from _copy_rig import pcie_link
 from host_memories.table import table
 from kvferry.core.quantities import GiB, MiB, parse_size
 from kvferry.errors import DriverError
-from kvferry.hostmem.memory import NUM_THREADS, HostMemory, Pin
+from kvferry.hostmem.memory import NUM_THREADS, HostMemory
 from kvferry.hostmem.slots import Bytes, PrivateMemory, populate
 from kvferry.transfer.driver import Driver, Priority
 
@@ -67,7 +67,7 @@ class Bench:
             self.size,
             SLOT_BYTES,
             registrar=self.driver,
-            pin=Pin.REQUIRED,
+            pin="required",
             busy=lambda: busy,
             pci_bus_id=self.driver.identity().pci_bus_id,
             num_threads=num_threads,

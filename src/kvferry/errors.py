@@ -1,20 +1,4 @@
-"""Every error kvferry raises, as one tree.
-
-::
-
-    KvferryError
-    ├── ConfigError (ValueError)
-    ├── InputError (ValueError)
-    │   └── LayoutError
-    ├── StateError (RuntimeError)
-    │   └── ClosedError
-    ├── TransferError (RuntimeError)
-    │   ├── DriverError
-    │   └── DeadlineError (TimeoutError)
-    ├── StoreError (RuntimeError)
-    │   └── StoreInUseError
-    ├── UnreachableError (ConnectionError)
-    └── IntegrityError (AssertionError)
+"""Every error kvferry raises, as one tree under ``KvferryError``.
 
 ``InputError`` and ``StateError`` mean the caller's code needs a change. ``TransferError`` never
 reaches a serving loop: it becomes a failed receipt, and a failed receipt is a miss.

@@ -358,15 +358,9 @@ class Ferry(Closing):
                 f"block {gap} is not stored, so the blocks from {first} on could never be found; "
                 "store from there on"
             )
-        why = (
-            f"no slot can be freed for it: what the host memory of {pool.num_slots} blocks has is "
-            "pinned, in use, kept by a share (tenants), or its policy would rather keep it "
-            f"({config.policy})"
-        )
-        if (
-            self._scheduler.stores.is_full
-            or self._layouts[0].block_bytes > config.max_bytes_in_flight
-        ):
+        why = "no slot can be freed for it: others are pinned, in use, or the policy keeps them"
+        stores = self._scheduler.stores
+        if stores.is_full or self._layouts[0].block_bytes > config.max_bytes_in_flight:
             why = "max_bytes_in_flight are being copied; store it later"
         elif config.store_threshold > 1:
             why = f"not asked for often enough yet (store_threshold = {config.store_threshold})"
@@ -440,21 +434,17 @@ class Ferry(Closing):
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         if settled.landed:
             self._tickets.land(settled.landed)
-        if self._has_tiers:
-            self._serve_tiers(has_landed=bool(settled.landed))
+        if self._has_tiers:  # what landed may have to go down, or be asked for next
+            now = time.monotonic()
+            for request in [each for each, until in self._pending.items() if until <= now]:
+                del self._pending[request]
+                request.end()
+            if settled.landed or scheduler.num_queued:
+                self._send()
         if not settled.landed:  # while copies run, there is time for it
             num_bytes = scheduler.transfers.num_bytes
             if not num_bytes or num_bytes >= _LONG_BYTES:
                 scheduler.drain_events()
-
-    def _serve_tiers(self, *, has_landed: bool) -> None:
-        """Send on what goes up and down: what landed may have to go down, or be asked for next."""
-        now = time.monotonic()
-        for request in [request for request, until in self._pending.items() if until <= now]:
-            del self._pending[request]
-            request.end()
-        if has_landed or self._scheduler.num_queued:
-            self._send()
 
     def _note_ready(self) -> None:
         """Host memory that has grown since the last call serves from now on."""

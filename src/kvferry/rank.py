@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from kvferry.config import Config
 from kvferry.core.identity import Namespace, store_fingerprint
 from kvferry.errors import ConfigError
-from kvferry.hostmem.memory import HostMemory, Pin
+from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.slots import SharedMemory, SlotLayout
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import TierMover, open_tiers
@@ -202,7 +202,7 @@ class RankMemory:
                 config.host,
                 _slot_bytes(layouts),
                 registrar=driver,
-                pin=Pin(config.host_pin),
+                pin=config.host_pin,
                 busy=activity.is_busy,
                 wanted=activity.slots_wanted,
                 pci_bus_id=driver.identity().pci_bus_id if driver is not None else None,

@@ -13,7 +13,6 @@ from kvferry.hostmem.limits import (
     Machine,
     Placement,
     find_placement,
-    parse_list,
     run_near,
     shortage,
     size_for,
@@ -55,9 +54,9 @@ def test_more_than_the_machine_has_left_is_refused_with_limit_and_remedy() -> No
     with pytest.raises(ConfigError) as refused:
         size_for(47 * GiB, machine())
     words = str(refused.value)
-    assert "47.0 GiB is more than the machine's memory allows" in words
-    assert "64.0 GiB in all and 48.0 GiB left" in words
-    assert "At most 44.8 GiB fits" in words
+    assert "47GiB is more than the machine's memory allows" in words
+    assert "64GiB in all and 48GiB left" in words
+    assert "At most 44.8GiB fits" in words
     assert "Remedy: ask for less" in words
 
 
@@ -130,7 +129,7 @@ def test_auto_on_a_machine_that_says_nothing_is_refused() -> None:
 
 
 def test_ranks_that_all_ask_must_all_fit() -> None:
-    with pytest.raises(ConfigError, match=r"10\.0 GiB for each of 8 ranks .* At most 7\.6 GiB"):
+    with pytest.raises(ConfigError, match=r"10GiB for each of 8 ranks .* At most 7\.6GiB"):
         size_for(10 * GiB, machine(), num_ranks=8)
 
 
@@ -138,7 +137,7 @@ def test_growth_may_use_half_the_margin_but_not_more() -> None:
     margin = 64 * GiB // 20
     assert shortage(machine(left=margin), margin // 2 - MiB) == ""
     words = shortage(machine(left=margin), margin // 2 + MiB)
-    assert "the machine's memory has only 3.2 GiB left of 64.0 GiB" in words
+    assert "the machine's memory has only 3.2GiB left of 64GiB" in words
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("", 1), ("4", 4), ("0", 1), ("many", 1)])
@@ -182,10 +181,3 @@ def test_threads_stay_on_processors_they_may_use() -> None:
         assert os.sched_getaffinity(0) == {one}
     finally:
         os.sched_setaffinity(0, before)
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0-3,8\n", [0, 1, 2, 3, 8]), ("", []), ("5", [5]), ("0", [0])]
-)
-def test_the_kernels_lists_are_read(text: str, numbers: list[int]) -> None:
-    assert parse_list(text) == numbers

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.keys import KEY_BYTES, KEY_WORDS, Key, Keys, masked_key, require_key
-from kvferry.core.quantities import Integers, integer, integers, written
+from kvferry.core.quantities import Integers, integer, integers, quoted
 from kvferry.errors import InputError
 
 FORMAT_VERSION = 2
@@ -61,9 +61,8 @@ class Namespace:
     which weights these are. With both empty, two versions of a model under one name cannot be told
     apart: right only where blocks do not outlive the process that loaded the weights. ``geometry``
     (layers, KV heads, head size, groups, ranks) and ``overrides`` (rope scaling and all else that
-    changes KV) may be plain data; they are kept as canonical text, so the order of a mapping means
-    nothing, and 10000 and 10000.0 differ. What differs by request (an image, an adapter, a tenant)
-    belongs in :func:`chain`.
+    changes KV) may be plain data, kept as canonical text: 10000 and 10000.0 differ. What differs by
+    request (an image, an adapter, a tenant) belongs in :func:`chain`.
     """
 
     model: str
@@ -168,9 +167,8 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
     """Keys for blocks of which the engine already has chained content hashes.
 
     Each hash must cover every token before its block, and be the same in every process that shares
-    a tier: hashes with a random seed never hit across processes. A hash as long as a key is taken
-    for a 256-bit digest, others are digested first. Then one mask moves all of them into the
-    namespace, which is sound for the reasons given at :func:`scope`.
+    a tier. A hash as long as a key is taken for a 256-bit digest, others are digested first. Then
+    one mask moves all of them into the namespace, sound as in :func:`scope`.
     """
     contents = list(hashes)
     # All at once: this is done for every request, and most engines' hashes need nothing more.
@@ -231,11 +229,7 @@ def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[i
 
 
 def new_epoch(before: int) -> int:
-    """An epoch that was never used before, in this life or another: later ones are greater.
-
-    It is the time, and not counted up from 0, because a tier may outlive this process. A reset of
-    the next one must never lead to blocks that this life stored.
-    """
+    """An epoch never used before: the time, because a tier may outlive this process."""
     return max(time.time_ns(), before + 1)
 
 
@@ -273,7 +267,7 @@ def _plain(name: str, value: object) -> object:
     if type(value) is str:
         return _require_text(name, value)
     if type(value) is int and abs(value) > _MOST_PLAIN_INT:
-        raise InputError(f"{name} is too large, {written(value)}; write it as text")
+        raise InputError(f"{name} is too large, {quoted(value)}; write it as text")
     if value is None or type(value) in (int, float, bool):
         return value
     raise InputError(f"{name} must be plain data, got {type(value).__name__} {value!r}")
@@ -293,5 +287,5 @@ def _require_text(name: str, value: object) -> str:
 def _require_count(name: str, value: object, least: int) -> int:
     number = integer(value, name)
     if not least <= number <= _MOST_INT64:
-        raise InputError(f"{name} must be between {least} and {_MOST_INT64}, got {written(number)}")
+        raise InputError(f"{name} must be between {least} and {_MOST_INT64}, got {quoted(number)}")
     return number

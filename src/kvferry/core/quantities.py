@@ -252,12 +252,7 @@ def _of_items(values: Any, what: str) -> npt.NDArray[np.int64]:
         return np.fromiter(items, dtype=np.int64, count=len(items))
     except OverflowError:
         worst = max(items, key=abs)
-        raise InputError(f"{what} must fit 64 signed bits, got {written(worst)}") from None
-
-
-def written(value: int) -> str:
-    """A number in an error message; Python itself refuses to write very long ones."""
-    return str(value) if abs(value) < 10**40 else f"one of {int(value).bit_length()} bits"
+        raise InputError(f"{what} must fit 64 signed bits, got {quoted(worst)}") from None
 
 
 _LONGEST_NAME = 64

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.core.quantities import GiB, MiB, format_size
+from kvferry.core.quantities import MiB, rounded_size
 from kvferry.errors import ConfigError
 from kvferry.settings.kinds import AUTO, Auto
 
@@ -141,9 +141,9 @@ def size_for(asked: int | Auto, machine: Machine, *, num_ranks: int = 1) -> int:
         if asked > most:
             each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
             raise ConfigError(
-                f"host: {_shown(asked)}{each} is more than {limit.name} allows. There are "
-                f"{_shown(limit.total)} in all and {_shown(limit.left)} left, of which "
-                f"{_shown(limit.margin)} must stay free. At most {_shown(most)} fits. "
+                f"host: {rounded_size(asked)}{each} is more than {limit.name} allows. There are "
+                f"{rounded_size(limit.total)} in all and {rounded_size(limit.left)} left, of which "
+                f"{rounded_size(limit.margin)} must stay free. At most {rounded_size(most)} fits. "
                 f"Remedy: {limit.remedy}"
             )
     return asked
@@ -157,15 +157,12 @@ def shortage(machine: Machine, num_bytes: int) -> str:
     """
     for limit in machine.limits():
         if limit.left - num_bytes < limit.margin // 2:
+            least = rounded_size(limit.margin // 2)
             return (
-                f"{limit.name} has only {_shown(limit.left)} left of {_shown(limit.total)}, and "
-                f"{_shown(limit.margin // 2)} must stay free. Remedy: {limit.remedy}"
+                f"{limit.name} has only {rounded_size(limit.left)} left of "
+                f"{rounded_size(limit.total)}, and {least} must stay free. Remedy: {limit.remedy}"
             )
     return ""
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / GiB:.1f} GiB" if num_bytes >= GiB else format_size(num_bytes)
 
 
 def _number(text: str | None) -> int | None:

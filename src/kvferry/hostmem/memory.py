@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Protocol
 
 from kvferry.core.lifecycle import Closing
@@ -78,14 +77,6 @@ class Registrar(Protocol):
         """Undo one ``register_host``, while the memory is still mapped."""
 
 
-class Pin(Enum):
-    """Whether a pool that the driver will not pin may serve unpinned."""
-
-    AUTO = "auto"  # with a warning
-    REQUIRED = "required"  # no: refuse to start
-    NEVER = "never"  # do not try
-
-
 @dataclass(frozen=True)
 class GrowthStats:
     """A snapshot of one rank's host memory.
@@ -137,7 +128,7 @@ class HostMemory(Closing):
         slot_bytes: int,
         *,
         registrar: Registrar | None = None,
-        pin: Pin = Pin.AUTO,
+        pin: str = "auto",
         busy: Callable[[], bool] = lambda: False,
         wanted: Callable[[], float] | None = None,
         pci_bus_id: str | None = None,
@@ -150,7 +141,7 @@ class HostMemory(Closing):
         """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
 
         Returns when the first chunk is ready. ``registrar`` pins with the GPU's driver (None: not
-        pinned), ``pci_bus_id`` names the GPU to be near to. ``busy`` says whether the model runs
+        pinned), as far as ``pin`` says (see ``Config.host_pin``); ``pci_bus_id`` names the GPU to be near to. ``busy`` says whether the model runs
         now, ``wanted`` how many slots were ever written (both called from any thread). ``shared``
         memory counts once, not once per rank. ConfigError, with the limit and
         the remedy, where the machine cannot give this much.
@@ -164,10 +155,8 @@ class HostMemory(Closing):
         if size < slot_bytes:
             words = f"host: {format_size(size)} hold no block of {slot_bytes} bytes; give it more"
             raise ConfigError(words)
-        chunks = Chunks.lay_out(size // slot_bytes, slot_bytes, chunk_bytes)
-        if chunks.num_bytes > size:  # what the pitch adds, or the last page
-            fits = max(1, size // chunks.pitch)
-            chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes)
+        pitch = Chunks.lay_out(1, slot_bytes, chunk_bytes).pitch
+        chunks = Chunks.lay_out(max(1, size // pitch), slot_bytes, chunk_bytes)
         if shared is not None and (shared.slots.slot_bytes, shared.slots.pitch) != (
             slot_bytes,
             chunks.pitch,
@@ -181,7 +170,7 @@ class HostMemory(Closing):
         self._shared = shared
         self._bytes = memory.bytes[: chunks.num_bytes]
         self._chunks = chunks
-        self._registrar = registrar if pin is not Pin.NEVER else None
+        self._registrar = registrar if pin != "never" else None
         self._busy = busy
         self._wanted = wanted
         self._placement = find_placement(pci_bus_id, machine.read)
@@ -264,20 +253,20 @@ class HostMemory(Closing):
 
     # -- growing --------------------------------------------------------------------------------
 
-    def _make_first_ready(self, pin: Pin) -> None:
+    def _make_first_ready(self, pin: str) -> None:
         """Chunk 0, alone: it decides whether the pool is pinned."""
         try:
             self._require_room([0])
             self._populate(0)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
-        if self._registrar is None and pin is Pin.REQUIRED:
+        if self._registrar is None and pin == "required":
             raise ConfigError("host_pin: required, but there is no driver to pin host memory with")
         try:
             self._register(0)
         except Exception as error:
             words = f"host memory cannot be pinned: {error}"
-            if pin is Pin.REQUIRED:
+            if pin == "required":
                 raise ConfigError(f"host_pin: required, but {words}") from error
             self._reason, self._registrar = words, None
             log.warning("%s. Copies are correct but slow", words)

@@ -118,11 +118,6 @@ class Chunks:
     @classmethod
     def lay_out(cls, num_slots: int, slot_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Chunks:
         """Chunks of at most ``chunk_bytes``, or of one slot where that is larger."""
-        if num_slots < 1 or slot_bytes < 1 or chunk_bytes < mmap.PAGESIZE:
-            raise InputError(
-                f"{num_slots} slots of {slot_bytes} bytes in chunks of {chunk_bytes}: slots and "
-                f"bytes must be positive, a chunk at least one page of {mmap.PAGESIZE} bytes"
-            )
         pitch = _pitch(slot_bytes, chunk_bytes)
         unit = math.lcm(pitch, mmap.PAGESIZE)
         size = unit * max(1, chunk_bytes // unit)
@@ -218,10 +213,9 @@ class SharedHandle:
 class SharedMemory:
     """Memory that several processes of one host map. Lives as long as any of them.
 
-    A memfd has no name, so nothing is left in /dev/shm or on disk when its last process ends. The
-    first rank makes it and sends :class:`SharedHandle` to the others over any channel. Each rank
-    stores every n-th block and loads all. It is slower to pin than private memory, unless
-    ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is set to ``advise``.
+    A memfd has no name, so nothing is left when its last process ends. The first rank makes it and
+    sends :class:`SharedHandle` to the others over any channel. It is slower to pin than private
+    memory, unless ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is set to ``advise``.
     """
 
     def __init__(self, fd: int, num_bytes: int, slots: SlotLayout, *, is_creator: bool) -> None:

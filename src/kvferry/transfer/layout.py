@@ -125,14 +125,6 @@ class TensorView:
     strides: tuple[int, ...]
     itemsize: int
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The address of the first byte, and the one after the last; strides may be negative."""
-        steps = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
-        low = self.address + sum(step for step in steps if step < 0)
-        high = self.address + sum(step for step in steps if step > 0) + self.itemsize
-        return low, high
-
 
 def named_tensors(tensors: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     """A group's tensors by name, in layer order; without names, by their number.
