@@ -141,10 +141,10 @@ class HostMemory(Closing):
         """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
 
         Returns when the first chunk is ready. ``registrar`` pins with the GPU's driver (None: not
-        pinned), as far as ``pin`` says (see ``Config.host_pin``); ``pci_bus_id`` names the GPU to be near to. ``busy`` says whether the model runs
-        now, ``wanted`` how many slots were ever written (both called from any thread). ``shared``
-        memory counts once, not once per rank. ConfigError, with the limit and
-        the remedy, where the machine cannot give this much.
+        pinned), as ``pin`` says (``Config.host_pin``). ``pci_bus_id`` names the GPU to be near to.
+        ``busy`` says whether the model runs now, ``wanted`` how many slots were ever written (both
+        called from any thread). ``shared`` memory counts once, not once per rank. ConfigError, with
+        the limit and the remedy, where the machine cannot give this much.
         """
         machine = machine if machine is not None else Machine()
         if shared is None:
