@@ -261,9 +261,8 @@ def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
 
 
 def test_a_misspelt_keyword_is_named(kv: Tensors) -> None:
-    for wrong, words in (({"hosst": "1GiB"}, "no setting 'hosst'; did you mean 'host'"),):
-        with pytest.raises(ConfigError, match=f"attach: .*{words}"):
-            kvferry.attach(kv, model="m", **wrong)
+    with pytest.raises(ConfigError, match="attach: .*no setting 'hosst'; did you mean 'host'"):
+        kvferry.attach(kv, model="m", hosst="1GiB")
     with pytest.raises(TypeError, match="model"):
         kvferry.attach(kv, modle="m")  # type: ignore[call-arg]
 
