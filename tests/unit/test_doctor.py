@@ -71,7 +71,7 @@ def keyed(key: str) -> Machine:
 FIT = Environment(
     machine=machine(),
     gpu=lambda: CARD,
-    cards=lambda: ("/dev/nvidia0",),
+    cards=lambda: ["/dev/nvidia0"],
     package=PACKAGES.get,
     plugins=lambda group: ("kvferry", "other"),
     room=lambda path: (200 * GiB, 100 * GiB),
@@ -151,7 +151,7 @@ SICK = (
     ("settings", F, "correct the file", on(config=raising(ConfigError("host: unknown unit")))),
     ("gpu", F, "--gpus all", on(gpu=raising(OSError("libcuda.so.1: cannot open")))),
     ("gpu", F, "--gpus all", on(gpu=raising(DriverError("cuInit(): no device")))),
-    ("gpu", W, "demo", on(gpu=raising(OSError("no libcuda")), cards=lambda: ())),
+    ("gpu", W, "demo", on(gpu=raising(OSError("no libcuda")), cards=list)),
     ("batch copy", W, "CUDA 12.8 or newer", card(batch_form=BatchForm.ABSENT)),
     ("link", W, "reseat the card", card(width=8)),
     ("link", W, "firmware", card(speed=16.0)),

@@ -93,7 +93,6 @@ def test_every_metric_has_a_value(snapshot):
     found = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
     unknown = (
         names.LOAD_RATE,
-        names.TIER_RATE,
         names.PREFILL_RATE,
         names.IDLE_INFO,
     )  # absent while unknown, or while it serves
@@ -184,7 +183,7 @@ def test_of_several_requests_of_one_name_the_latest_is_explained():
     keys = chain(NAMESPACE, np.arange(16))
     for request_id in ("cmpl-a-0-8b2677e1", "cmpl-a-1-8b2677e2", "cmpl-b-0-8b2677e3"):
         scheduler.match(request_id, keys)
-    source = Source(scheduler, Mailbox())
+    source = Source(scheduler, Mailbox())  # type: ignore[arg-type]
     told = source.explain("cmpl-a")
     assert told is not None
     assert told["request_id"] == "cmpl-a-1-8b2677e2"

@@ -112,7 +112,6 @@ class Promoter:
         clock: Callable[[], float],
     ) -> None:
         self.promoted_tokens = 0
-        self.num_begun = 0
         """Loads that began while some of their blocks were still coming up."""
         self._pool = pool
         self._matcher = matcher
@@ -277,7 +276,6 @@ class Promoter:
             return None
         self.loads[request] = load
         request.promotion.promised_tokens = 0  # a second load of it has nothing to bring
-        self.num_begun += load.is_open
         return hit, (ordered,)
 
     # -- go on and end --------------------------------------------------------------------------

@@ -616,7 +616,6 @@ class Scheduler:
             hit_tokens=matches.hit_tokens,
             promoted_tokens=self._requests.promoter.promoted_tokens,
             expired_hits=matches.expired_hits,
-            pipelined_loads=self._requests.promoter.num_begun,
             unheeded_hints=matches.unheeded_hints,
             tier_hit_tokens={
                 name: matches.tier_hit_tokens[name]
@@ -643,7 +642,6 @@ class Scheduler:
             restored={tier.name: tier.num_restored for tier in placed},
             bandwidth=worth.bandwidth,
             prefill_rate=worth.prefill_rate,
-            tier_bandwidth={tier.name: worth.bandwidth_of(tier.name) for tier in tiers},
         )
 
     def check_integrity(self) -> None:

@@ -160,9 +160,6 @@ _READ: dict[str, Read] = {
     "tier_unavailable": lambda s: {t: int(bool(why)) for t, why in s.stats.ailments.items()},
     "pinned_bytes": lambda s: s.pinned_bytes,
     "held_blocks": lambda s: s.held_blocks,
-    "tier_bytes_per_second": lambda s: {
-        tier: rate for tier, rate in s.stats.tier_bandwidth.items() if rate is not None
-    },
 }
 """What is read otherwise than a figure of the scheduler by its name."""
 
@@ -214,9 +211,6 @@ OVERDUE = _counter(
     "overdue_transfers", "Transfers whose deadline passed before their answer.", "overdue"
 )
 EXPIRED_HITS = _counter("expired_hits", "Hits released because they were not loaded in time.")
-PIPELINED_LOADS = _counter(
-    "pipelined_loads", "Loads that began while their last blocks were promoted."
-)
 UNHEEDED_HINTS = _counter(
     "unheeded_hints", "Requests with hints, or an orchestrator's actions, that were not followed."
 )
@@ -296,12 +290,6 @@ BYTES_IN_FLIGHT = _gauge(
 )
 LOAD_RATE = _gauge(
     "load_bytes_per_second", "Bandwidth of loads, as decisions take it; if known.", "bandwidth"
-)
-TIER_RATE = _gauge(
-    "tier_bytes_per_second",
-    "Bandwidth of a tier while it is promoted from, as decisions take it; if known.",
-    None,
-    _LOWER_TIER,
 )
 PREFILL_RATE = _gauge(
     "prefill_tokens_per_second", "Prefill rate, as decisions take it; if known.", "prefill_rate"

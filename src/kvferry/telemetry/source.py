@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimeoutOfFuture
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvferry.core.quantities import quoted
 from kvferry.errors import DeadlineError, InputError, StateError
 from kvferry.scheduler.journal import Entry, Explanation
+from kvferry.scheduler.scheduler import Onlooker
 from kvferry.telemetry.catalog import Snapshot, installed_version
-from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import RequestId
 
 if TYPE_CHECKING:
@@ -244,22 +244,12 @@ def _one_of(found: Iterable[RequestId]) -> str:
     return f"name one by its engine's name, such as {some}"
 
 
-class AskedScheduler(Protocol):
-    """What of a scheduler can be asked."""
-
-    def stats(self) -> SchedulerStats: ...
-
-    def journal(self, request_id: RequestId) -> Entry | None: ...
-
-    def recent(self) -> tuple[RequestId, ...]: ...
-
-
 class Source:
     """Asks a scheduler through its mailbox, from any thread. Owns neither."""
 
     def __init__(
         self,
-        scheduler: AskedScheduler,
+        scheduler: Onlooker,
         mailbox: Mailbox,
         *,
         slot_bytes: Mapping[str, int] | None = None,

@@ -52,11 +52,8 @@ class SchedulerStats:
     failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every tier,
     empty while it can be used; ``asked`` says of tiers that know keys themselves how many keys
     they were asked for and how many of them were there, ``refused`` how many they did not take;
-    ``restored`` says of tiers with places how
-    many blocks of an earlier life they began with; ``tier_bandwidth`` is what each brought up, in
-    bytes per second of one rank while it had something to bring.
-    ``pipelined_loads`` those that began before all of their blocks had come up from below;
-    ``unheeded_hints`` requests with hints that could not be followed.
+    ``restored`` says of tiers with places how many blocks of an earlier life they began with.
+    ``unheeded_hints`` are requests with hints that could not be followed.
     """
 
     pool: PoolCounts
@@ -87,8 +84,6 @@ class SchedulerStats:
     refused: Mapping[str, int] = field(default_factory=dict)
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
-    tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
-    pipelined_loads: int = 0
     unheeded_hints: int = 0
     tier_hit_tokens: Mapping[str, int] = field(default_factory=dict)
 

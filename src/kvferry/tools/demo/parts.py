@@ -207,8 +207,8 @@ def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
     ]
     if shared.killed_server is not None:
         rows[3:3] = [
-            ("Hit rate before the kill", lambda run: _rate(run.turns[: run.turns_before_kill])),
-            ("Hit rate after the kill", lambda run: _rate(run.turns[run.turns_before_kill :])),
+            ("Hit rate before the kill", lambda run: hit_rate(run.turns[: run.turns_before_kill])),
+            ("Hit rate after the kill", lambda run: hit_rate(run.turns[run.turns_before_kill :])),
         ]
         before, after = rows[3][1](shared), rows[4][1](shared)
         note = (
@@ -219,10 +219,6 @@ def fleet_part(num_servers: int, shared: Run, alone: Run) -> Part:
     where = f"on {num_servers} servers, with the store and without"
     runs = {"shared": shared, "alone": alone}
     return Part(f"{num_servers} servers, one store", runs, where, cards, rows, note)
-
-
-def _rate(turns: list[Any]) -> str:
-    return show_share(hit_rate(turns))
 
 
 def _turns_by_server(run: Run, num_servers: int) -> str:

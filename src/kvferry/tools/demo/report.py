@@ -21,10 +21,10 @@ OnTurn = Callable[[str, int, Turn], None]
 """Called after every turn with the title of the run, its number of turns, and the turn."""
 
 
-def hit_rate(turns: Sequence[Turn]) -> float:
+def hit_rate(turns: Sequence[Turn]) -> str:
     """The share of prompt tokens that were not computed."""
     prompts = sum(turn.prompt_tokens for turn in turns)
-    return 1 - sum(turn.computed_tokens for turn in turns) / max(1, prompts)
+    return show_share(1 - sum(turn.computed_tokens for turn in turns) / max(1, prompts))
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Run:
 Row = tuple[str, Callable[[Run], str]]
 FIRST_TOKEN: Row = ("First token p50", lambda run: show_seconds(run.first_token_seconds()))
 COMPUTED: Row = ("Prompt tokens computed", lambda run: f"{run.tokens('computed'):,}")
-HITS: Row = ("Hit rate", lambda run: show_share(hit_rate(run.turns)))
+HITS: Row = ("Hit rate", lambda run: hit_rate(run.turns))
 
 
 @dataclass(frozen=True)

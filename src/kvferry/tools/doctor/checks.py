@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from glob import glob
 from importlib import metadata
 
 from kvferry.config import DISK_KEY_ENV, Config
@@ -118,16 +119,6 @@ def _copying(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
         driver.destroy_stream(stream)
 
 
-def find_cards() -> tuple[str, ...]:
-    """Device files of GPUs, with or without a driver."""
-    try:
-        names = os.listdir("/dev")
-    except OSError:
-        return ()
-    found = (name for name in names if name.startswith("nvidia") and name[6:].isdigit())
-    return tuple(sorted(f"/dev/{name}" for name in found))
-
-
 def package_version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -153,14 +144,14 @@ def _read_number(path: str) -> float:
 class Environment:
     """Functions that examine the machine anew at each call.
 
-    ``gpu`` raises OSError or DriverError without a card. ``package`` returns a package's version,
-    ``plugins`` the names under an entry point, ``room`` the total and free bytes of a file system.
-    ``drive`` measures the drive of a directory.
+    ``gpu`` raises OSError or DriverError without a card. ``cards`` has the device files of GPUs.
+    ``package`` returns a package's version, ``plugins`` the names under an entry point, ``room``
+    the total and free bytes of a file system. ``drive`` measures the drive of a directory.
     """
 
     machine: Machine = field(default_factory=Machine)
     gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
-    cards: Callable[[], tuple[str, ...]] = find_cards
+    cards: Callable[[], list[str]] = lambda: sorted(glob("/dev/nvidia[0-9]*"))
     package: Callable[[str], str | None] = package_version
     plugins: Callable[[str], tuple[str, ...]] = lambda group: tuple(
         sorted({entry.name for entry in metadata.entry_points(group=group)})

@@ -429,8 +429,8 @@ def _tables(view: View) -> Iterator[Table]:
             for tenant in view.tenants
         ],
     )
-    rows = [*map(_route_row, view.routes)]
-    yield Table(("Route", "Now", "Copy speed", "Total", "Paths"), [*rows])
+    routes = [*map(_route_row, view.routes)]
+    yield Table(("Route", "Now", "Copy speed", "Total", "Paths"), [*routes])
 
 
 def _tier_row(tier: TierView) -> tuple[str | Bar, ...]:
