@@ -30,7 +30,7 @@ from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import InFlight
 from kvferry.scheduler.writeback import Writeback
 from kvferry.telemetry.recorder import RecordedRequest, Recorder
-from kvferry.telemetry.stats import MatchCounts
+from kvferry.telemetry.stats import MatchCounts, SchedulerStats
 from kvferry.types import DEVICE, HOST, RequestId, Transfer
 
 
@@ -439,3 +439,15 @@ def _split(num_tokens: int, brought: Mapping[str, int]) -> dict[str, int]:
         left -= by_tier[tier]
     by_tier[HOST] = left
     return by_tier
+
+
+@dataclass(frozen=True)
+class Onlooker:
+    """Counts and journal of a scheduler, as any thread may read them.
+
+    It changes nothing: what the scheduler has not drained from its log yet is not in it.
+    """
+
+    stats: Callable[[], SchedulerStats]
+    journal: Callable[[RequestId], Entry | None]
+    recent: Callable[[], tuple[RequestId, ...]]

@@ -29,7 +29,7 @@ from kvferry.core.keys import KeyChain
 from kvferry.errors import ClosedError, InputError, IntegrityError
 from kvferry.hints import Hints
 from kvferry.scheduler.control import Control, Prefetch
-from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation
+from kvferry.scheduler.journal import Bookkeeper, Entry, Explanation, Onlooker
 from kvferry.scheduler.lookup import Hits, Matcher
 from kvferry.scheduler.promotion import Promoter
 from kvferry.scheduler.request import Completion, FailedLoad, Request, Requests
@@ -96,18 +96,6 @@ class Settled:
 
 
 _NOTHING = Settled()
-
-
-@dataclass(frozen=True)
-class Onlooker:
-    """Counts and journal of a scheduler, as any thread may read them.
-
-    It changes nothing: what the scheduler has not drained from its log yet is not in it.
-    """
-
-    stats: Callable[[], SchedulerStats]
-    journal: Callable[[RequestId], Entry | None]
-    recent: Callable[[], tuple[RequestId, ...]]
 
 
 class Scheduler:

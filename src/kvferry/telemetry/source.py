@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvferry.core.quantities import quoted
 from kvferry.errors import DeadlineError, InputError, StateError
-from kvferry.scheduler.journal import Entry, Explanation
-from kvferry.scheduler.scheduler import Onlooker
+from kvferry.scheduler.journal import Entry, Explanation, Onlooker
 from kvferry.telemetry.catalog import Snapshot, installed_version
 from kvferry.types import RequestId
 
