@@ -80,7 +80,8 @@ class Reader:
 
     def close(self) -> None:
         """Append nothing for this reader any more."""
-        self._log.remove(self)
+        every = self._log.queues
+        every[:] = [[each for each in queues if each is not self.events] for queues in every]
 
 
 class EventLog:
@@ -88,22 +89,19 @@ class EventLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queues: list[list[deque[PoolEvent]]] = [[] for _ in ALL_KINDS]
+        self.queues: list[list[deque[PoolEvent]]] = [[] for _ in ALL_KINDS]
+        """By kind, those of the readers that asked for it."""
 
     def reader(self, kinds: tuple[EventKind, ...] = ALL_KINDS) -> Reader:
         """A reader of what is appended from now on."""
         reader = Reader(self)
         for kind in kinds:
-            self._queues[kind].append(reader.events)
+            self.queues[kind].append(reader.events)
         return reader
-
-    def remove(self, reader: Reader) -> None:
-        for at, queues in enumerate(self._queues):
-            self._queues[at] = [queue for queue in queues if queue is not reader.events]
 
     def wants(self, kind: EventKind) -> bool:
         """Whether there is a reader of this kind."""
-        return bool(self._queues[kind])
+        return bool(self.queues[kind])
 
     def append(
         self,
@@ -116,7 +114,7 @@ class EventLog:
         detail: object = None,
     ) -> None:
         """Append a record of now, by the pool's clock."""
-        queues = self._queues[kind]
+        queues = self.queues[kind]
         if queues:
             event = PoolEvent(self._clock(), kind, slots, keys, tokens, request, detail)
             for queue in queues:

@@ -249,10 +249,6 @@ class Pool:
         if len(self.eviction.feed.events) >= MANY_EVENTS:
             self.eviction.feed.drain()
 
-    def give_out_next(self, slots: SlotArray) -> None:
-        """The next slots to be reserved are these free ones, in this order."""
-        self.table.free.give_out_next(slots)
-
     # -- requests, and what the policy learns ---------------------------------------------------
 
     def asked(

@@ -8,7 +8,7 @@ from kvferry.core.keys import Keys
 from kvferry.types import NO_SLOTS
 
 TierHits = tuple[int, ...]
-"""Blocks found, by tier, host memory first."""
+"""Blocks of each tier, host memory first."""
 
 
 class PoolReplay:

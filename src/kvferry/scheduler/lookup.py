@@ -443,18 +443,8 @@ class PinnedHit:
             if lease is not None:
                 lease.release()
 
-    def pieces(
-        self, request_id: RequestId, tables: Sequence[BlockTable]
-    ) -> list[tuple[int, Lease, SlotArray]]:
-        """By group, what a load reads and the device blocks it fills; refuses tables too short."""
-        pieces = []
-        for g, lease in enumerate(self.leases):
-            if lease is not None:
-                pieces.append((g, lease, self.places(request_id, g, tables[g])))
-        return pieces
-
     def places(self, request_id: RequestId, g: int, table: BlockTable) -> SlotArray:
-        """The device blocks of a group that a load fills."""
+        """The device blocks of a group that a load fills; refuses a table that is too short."""
         blocks = self.found.blocks[g]
         if len(table) < blocks.stop:
             raise InputError(
@@ -569,11 +559,6 @@ class Hits:
         if self.joins_loads and self._being_loaded.take(slots).any():
             return False
         return self._fits(num_blocks)
-
-    def worth_loading(self, num_tokens: int, group: int, num_blocks: int) -> Decision:
-        """Whether so many blocks of a group are loaded sooner than computed."""
-        num_bytes = num_blocks * self._block_bytes[group]
-        return self.worth.decide(num_tokens, num_bytes, self._transfers.bytes_to_device)
 
     def began(self, slots: SlotArray) -> None:
         """A load of these slots was ordered: others that want them join it."""

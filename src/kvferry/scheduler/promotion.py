@@ -123,7 +123,7 @@ class Promoter:
         self._foresees = shape.loads_early and is_plain
         self._max_blocks = shape.bound(None, _DEVICE_SHARE)
         self._patience = config.promote_deadline * _PATIENCE
-        self._size = shape.sizes[0]
+        self._size, self._block_bytes = shape.sizes[0], shape.block_bytes[0]
         self.loads: dict[Any, PipelinedLoad] = {}
         """The pipelined loads under way, by request."""
 
@@ -205,7 +205,9 @@ class Promoter:
         count = num_leading(self._pool.cached(asked) | np.isin(asked.array[:, 0], words))
         if not (self._has_room(count) and self._hits.may_begin(slots, count)):
             return None
-        decision = self._hits.worth_loading(count * self._size, 0, count)
+        decision = self._hits.worth.decide(
+            count * self._size, count * self._block_bytes, self._transfers.bytes_to_device
+        )
         if not decision.load:
             return None
         hit = promotion.foreseen = self._hit(request, computed_tokens, most, blocks[:count])

@@ -358,7 +358,12 @@ class Request:
         ):
             self.expire(hit.deadline)  # it was found for a chain that has become another
             return ()
-        found, pieces = hit.found, hit.pieces(self.id, tables)
+        found = hit.found
+        pieces = [
+            (g, lease, hit.places(self.id, g, tables[g]))
+            for g, lease in enumerate(hit.leases)
+            if lease is not None
+        ]
         self._hit = None
         del requests.pinned[self]
         if self.promotion is not None:

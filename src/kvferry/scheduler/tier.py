@@ -211,7 +211,7 @@ class SlotTier(LowerTier):
         new = ~self.pool.known(keys)
         if not new.all():
             keys, places = keys.take(new), places[new]
-        self.pool.give_out_next(places)
+        self.pool.table.free.give_out_next(places)
         for start in range(0, len(keys), _RESTORE_BLOCKS):
             part = slice(start, start + _RESTORE_BLOCKS)
             # Which block follows which is learnt when the chain is stored again.

@@ -72,12 +72,6 @@ class InFlight:
         lost[list(self.failed)] = True
         return lost
 
-    def concerns(self, tier: TierName) -> bool:
-        order = self.transfer
-        if isinstance(order, Question):
-            return order.tier == tier
-        return tier in (order.src, order.dst)
-
     @property
     def in_doubt(self) -> tuple[Lease, ...]:
         """The leases whose blocks must not be matched if this fails.
@@ -395,11 +389,13 @@ class Transfers:
     def give_up(self, tier: TierName, reason: str) -> None:
         """A tier is away: all that concerns it is overdue with the next :meth:`expire`."""
         for each in self.in_flight.values():
-            if each.concerns(tier) and not each.overdue:
+            order = each.transfer
+            tiers = (order.tier,) if isinstance(order, Question) else (order.src, order.dst)
+            if tier in tiers and not each.overdue:
                 each.deadline = self.next_deadline = _LONG_AGO
                 each.reason = each.reason or reason
 
-    def close(self, reason: str = "closed") -> None:
+    def close(self) -> None:
         """Drop all orders and end all transfers as failed. Only once no worker touches memory."""
         _drop((*self._loads, *self._moves))
         for store in self.store_orders():
@@ -407,7 +403,7 @@ class Transfers:
         self._loads, self._moves, self._stores = [], [], {}
         self._questions, self._forget = {}, ()
         for each in list(self.in_flight.values()):
-            each.reason = each.reason or reason
+            each.reason = each.reason or "closed"
             self._land(each)
 
     def _check(self, receipt: Receipt) -> None:

@@ -145,11 +145,6 @@ def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
     return hits
 
 
-def _hints_of(evidence: Evidence) -> Hints:
-    ended, continues, within, sender = evidence
-    return Hints(ended=ended, continues=continues, within=within, session=sender)
-
-
 _MOST_STEPS = 1000
 """A request computes its blocks if their promotion takes more steps."""
 
@@ -212,7 +207,10 @@ class SchedulerReplay:
     ) -> TierHits:
         self._now = at
         where = self._where(keys)
-        hints = None if evidence is None else _hints_of(evidence)
+        hints = None
+        if evidence is not None:
+            ended, continues, within, sender = evidence
+            hints = Hints(ended=ended, continues=continues, within=within, session=sender)
         request = self.scheduler.open("", keys, hints)
         match = request.match()
         for _ in range(_MOST_STEPS):
@@ -248,9 +246,6 @@ class SchedulerReplay:
         )
 
 
-Capacity = tuple[int, ...]
-"""Blocks of each tier, host memory first."""
-
 ALL_KNOWING = "all-knowing"
 """The policy name of the bound."""
 
@@ -260,7 +255,7 @@ class Trial:
     """One policy at one capacity. ``write`` is how blocks reach the tiers below the host."""
 
     policy: str
-    capacity: Capacity
+    capacity: TierHits
     write: str = "spill"
     tier_policy: str = DEFAULT_TIER_POLICY
 
@@ -307,7 +302,7 @@ class Score:
     evicted: int = 0
     seconds: float = 0.0
 
-    def add(self, blocks: int, tokens: int, hits: Capacity, block_tokens: int) -> None:
+    def add(self, blocks: int, tokens: int, hits: TierHits, block_tokens: int) -> None:
         """Count one request."""
         self.requests += 1
         self.blocks += blocks
