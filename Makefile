@@ -23,7 +23,7 @@ TORCH_INDEX    ?= https://download.pytorch.org/whl/cpu
 
 # The connector is tested inside a real vLLM on the CPU, each version in an environment of its own
 # (3.5 GB, some minutes on first use). auto, required, off: as above. The connector's own suite runs
-# there too, with vLLM's block pool; without vLLM it runs on stand-ins.
+# there too, with vLLM's block pool.
 VLLM        ?= auto
 VLLM_NEWEST := 0.32.0
 VLLM_OLDEST := 0.27.1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An older kvferry and this one on one card, in turn, with their rivals: in ten minutes at most.
+# An older kvferry and this one on one card, in turn, with their rivals.
 #
 #     git archive fb185655 src | tar x --one-top-level=old     # the last one before the rebuild
 #     bench/h200.sh old/src OUT [PYTHON]
@@ -7,21 +7,22 @@
 # Needs one CUDA GPU and a Python with torch, Triton and vLLM 0.26 or later. OUT gets a log, a table
 # and the data of each part. A part that is cut off by its limit leaves what it has measured.
 #
-#   call     how long `store`, `match` and `load` hold their caller; call to `Done`
+#   call     how long `store`, `match` and `load` hold their caller; call to end
 #   hooks    processor time by hook, request and step; what the engine's thread waited for
 #   first    start of the engine, first tokens from host memory, and whether the bytes are right
-#   bound    rounds in which loads are the bottleneck
+#   bound    rounds in which loads are the bottleneck; starts, first hits and single hits
 #   clients  rounds of 24 clients, with OffloadingConnector
-#   copies   segments of 1,234 bytes and of 16 KiB against one large copy
+#   copies   small and large segments against one large copy
 #
-# PARTS="call bound" chooses. LMCACHE=1 adds LMCacheConnectorV1 where it is installed.
+# PARTS="call hooks bound" is about ten minutes, PARTS="first clients copies" as long: an engine takes
+# 10 to 45 s to start, and each part starts three or four. LMCACHE=1 adds LMCacheConnectorV1 where it is installed.
 set -uo pipefail
 old=$(realpath "$1") out=$2 python=${3:-python3}
 top=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$out" && out=$(realpath "$out")
 export PYTHONPATH=$top/src${PYTHONPATH:+:$PYTHONPATH}
 parts=${PARTS:-call hooks first bound clients copies}
-end=$((SECONDS + ${SECONDS_IN_ALL:-590}))
+end=$((SECONDS + ${SECONDS_IN_ALL:-1100}))
 failed=0
 
 part() { # name, its limit in seconds, script and options
@@ -44,11 +45,11 @@ part() { # name, its limit in seconds, script and options
 }
 
 lmcache=${LMCACHE:+--connector LMCacheConnectorV1}
-part call 130 call_time.py --other "$old" --turns 1 --rounds 9
-part hooks 130 vllm_hooks.py --kind returns --kind idle --other "$old" --rounds 4 --seconds 100
-part bound 110 vllm_rounds.py --section bound --other "$old" --rounds 3 ${LMCACHE:+--lmcache}
-part first 120 vllm_connectors.py --connector kvferry --connector OffloadingConnector $lmcache \
+part call 110 call_time.py --other "$old" --turns 1 --rounds 9
+part hooks 170 vllm_hooks.py --kind returns --kind idle --other "$old" --rounds 5 --seconds 150
+part bound 290 vllm_rounds.py --section bound --pool 16 --other "$old" --rounds 4 ${LMCACHE:+--lmcache}
+part first 200 vllm_connectors.py --connector kvferry --connector OffloadingConnector $lmcache \
     --shape qwen7b --section start --section ttft --section bytes --rounds 1 --seconds 90
-part clients 120 vllm_rounds.py --section first --other "$old" --rounds 3
-part copies 60 copy_paths.py --segments 1234,16384
+part clients 250 vllm_rounds.py --section first --conversations 24 --rounds 10
+part copies 60 copy_paths.py --quick
 exit $failed
