@@ -96,8 +96,7 @@ class QueuedTier(ABC):
             if batch.id in self._tasks:
                 raise InputError(f"tier {self.name}: batch {batch.id} is under way already")
             task = self._tasks[batch.id] = Task(batch, self._generation)
-            reason = self._skip_reason(task)
-            if reason:
+            if reason := self._skip_reason(task):
                 self._end(task, Result.all_failed(batch, reason))
                 return
             self._queues[task.is_read].append(task)
@@ -130,8 +129,7 @@ class QueuedTier(ABC):
                 self._earliest = min(self._earliest, task.batch.deadline)
 
     def _end_stopped(self, task: Task) -> bool:
-        reason = task.stopped or self._skip_reason(task)
-        if reason:
+        if reason := task.stopped or self._skip_reason(task):
             self._end(task, Result.all_failed(task.batch, reason))
         return bool(reason)
 

@@ -84,8 +84,7 @@ class DriveServer:
             queue,
             file,
             lambda reason: self._channel.send(messages.pack(FrameKind.REFUSED, reason)),
-            path=setup.path,
-            keep_free=setup.bound.keep_free,
+            setup,
         )
         if setup.write_per_day is not None:
             path = store.folder / state.FILE_NAME
@@ -95,8 +94,7 @@ class DriveServer:
             file,
             health,
             self._status,
-            commit_seconds=setup.commit_seconds,
-            check_seconds=setup.check_seconds,
+            setup,
             was_reset=lambda number: self._channel.send(messages.pack(FrameKind.FORGOT, number)),
             budget=self._budget,
         )

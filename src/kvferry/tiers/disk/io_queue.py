@@ -26,6 +26,7 @@ from kvferry.core.quantities import format_size
 from kvferry.errors import TransferError
 from kvferry.tiers.contract import Batch, Result, Way
 from kvferry.tiers.disk.block_file import BlockFile
+from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.ipc.messages import Flags, Numbers
 
 MAX_ERRORS = 16
@@ -104,8 +105,7 @@ class IoQueue:
         jobs = [Job(order, by_place[at : at + size]) for at in range(0, len(by_place), size)]
         order.num_jobs = len(jobs)
         with self._lock:
-            reason = self._skip_reason(order, now)
-            if reason:
+            if reason := self._skip_reason(order, now):
                 order.reasons = dict.fromkeys(range(len(order.ok)), reason)
                 self._end_order(order)
                 return
@@ -195,9 +195,8 @@ class IoQueue:
         return order.skip_reason(now) or refusal
 
     def _fail_waiting(self, way: Way, reason: str) -> None:
-        jobs = self._waiting[way]
-        while jobs:
-            self._fail(jobs.popleft(), reason)
+        while self._waiting[way]:
+            self._fail(self._waiting[way].popleft(), reason)
 
     def _fail(self, job: Job, reason: str) -> None:
         for position in job.positions.tolist():
@@ -224,20 +223,14 @@ class DriveHealth:
     """
 
     def __init__(
-        self,
-        queue: IoQueue,
-        file: BlockFile,
-        tell: Callable[[str], None],
-        *,
-        path: str,
-        keep_free: int,
+        self, queue: IoQueue, file: BlockFile, tell: Callable[[str], None], setup: DriveSetup
     ) -> None:
         """``tell`` sends the engine why the drive cannot be used."""
         self._queue = queue
         self._file = file
         self._tell = tell
-        self._path = path
-        self._keep_free = keep_free
+        self._path = setup.path
+        self._keep_free = setup.bound.keep_free
         self._errors_in_a_row = {Way.READ: 0, Way.WRITE: 0}
         self.failure = ""
         """Why the process has to end; empty while it has not."""

@@ -22,7 +22,7 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.block_file import BlockFile, Buffer, Proofs, Prover
 from kvferry.tiers.disk.index import DiskIndex
 from kvferry.tiers.disk.io_queue import DriveHealth, IoQueue, Job
-from kvferry.tiers.disk.protocol import Count
+from kvferry.tiers.disk.protocol import Count, DriveSetup
 from kvferry.tiers.disk.state import DayBudget
 from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
@@ -44,9 +44,8 @@ class Commits:
         file: BlockFile,
         health: DriveHealth,
         status: StatusPage,
+        setup: DriveSetup,
         *,
-        commit_seconds: float,
-        check_seconds: float,
         was_reset: Callable[[int], None],
         budget: DayBudget | None = None,
     ) -> None:
@@ -55,8 +54,7 @@ class Commits:
         self._file = file
         self._health = health
         self._status = status
-        self._commit_seconds = commit_seconds
-        self._check_seconds = check_seconds
+        self._setup = setup
         self._was_reset = was_reset
         self._budget = budget
         self._persisted = index.reset_number
@@ -137,7 +135,7 @@ class Commits:
             self.began = time.monotonic()
             if self.began >= check_at:
                 self._health.check()
-                check_at = self.began + self._check_seconds
+                check_at = self.began + self._setup.check_seconds
             try:
                 if is_due or is_last:
                     self._commit()
@@ -148,11 +146,11 @@ class Commits:
 
     def _wait_until_due(self) -> bool:
         """Wait until a commit is due, the drive is to be looked at, or all is over."""
-        end = time.monotonic() + self._check_seconds
+        end = time.monotonic() + self._setup.check_seconds
         with self._changed:
             while True:
                 now = time.monotonic()
-                due = self._since + self._commit_seconds if self._since else end
+                due = self._since + self._setup.commit_seconds if self._since else end
                 if self._is_urgent or (self._since and now >= due):
                     return True
                 if self._is_closed or now >= end:
@@ -201,7 +199,6 @@ class WorkerContext:
 
     They are a quarter of the cores that we may use: the others are the engine's. On 2 cores one
     slot instead of 8 gave reads 0.83 of the drive instead of 0.76, writes 0.66 instead of 0.57.
-    (``bench/disk.py --size 1GiB --blocks 1MiB --rounds 2``, AMD EPYC, virtual machine, 2026-11-18.)
     """
 
 

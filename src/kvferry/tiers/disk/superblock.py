@@ -140,20 +140,19 @@ class Superblock:
         _HEAD.pack_into(sector, DIGEST_BYTES, MAGIC, FORMAT_VERSION)
         _FIELDS.pack_into(sector, _FIELDS_AT, *(values[name] for name in _NAMES))
         sector[_LABEL_AT : _LABEL_AT + len(label)] = label
-        sector[:DIGEST_BYTES] = _digest(sector[DIGEST_BYTES:], b"kvferry.super")
+        sector[:DIGEST_BYTES] = _digest(sector[DIGEST_BYTES:])
         return bytes(sector)
 
     @classmethod
     def unpack(cls, sector: bytes) -> Superblock:
         """Return the superblock in a sector. SuperblockError, with the reason, if it is none."""
-        digest = _digest(sector[DIGEST_BYTES:], b"kvferry.super")
+        digest = _digest(sector[DIGEST_BYTES:])
         if len(sector) != SECTOR_BYTES or digest != sector[:DIGEST_BYTES]:
             raise SuperblockError("it is damaged: its checksum does not match")
         magic, version = _HEAD.unpack_from(sector, DIGEST_BYTES)
         if magic != MAGIC or version != FORMAT_VERSION:
-            raise SuperblockError(
-                f"it has format {version}, this kvferry reads format {FORMAT_VERSION}", version
-            )
+            words = f"it has format {version}, this kvferry reads format {FORMAT_VERSION}"
+            raise SuperblockError(words, version)
         values = dict(zip(_NAMES, _FIELDS.unpack_from(sector, _FIELDS_AT), strict=True))
         values["family"] = values["family"][: values["family_bytes"]]
         values["is_sealed"] = bool(values["is_sealed"])
@@ -194,5 +193,5 @@ def read_superblock(folder: Path) -> Superblock | None:
     raise SuperblockError(f"{folder / FILE_NAME}: {worst}", worst.version) from worst
 
 
-def _digest(data: bytes | bytearray, person: bytes) -> bytes:
-    return blake2b(data, digest_size=DIGEST_BYTES, person=person).digest()
+def _digest(data: bytes | bytearray) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES, person=b"kvferry.super").digest()

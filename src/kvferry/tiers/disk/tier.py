@@ -490,15 +490,11 @@ class DiskTier:
             for number, (at, positions, there) in zip(numbers, parts, strict=True):
                 self._orders[number] = (entry, positions)
                 drive = self._drives[at]
+                mine, addresses = keys.take(positions), batch.addresses[positions]
                 order = replace(
-                    batch,
-                    id=BatchId(number),
-                    keys=keys.take(positions),
-                    addresses=batch.addresses[positions],
-                    places=there,
+                    batch, id=BatchId(number), keys=mine, addresses=addresses, places=there
                 )
-                reason = drive.submit(order)
-                if reason:
+                if reason := drive.submit(order):
                     self._order_ended(number, reason)
 
     def poll(self) -> list[Result]:
@@ -536,10 +532,10 @@ class DiskTier:
 
         Waits for drives that are well; one that is away forgets when it is back.
         """
+        drives = self._drives
         with self._changed:
-            drives = self._drives
             self._changed.wait_for(
-                lambda: all(drive.has_forgotten or drive.ailment for drive in drives), timeout
+                lambda: all(d.has_forgotten or d.ailment for d in drives), timeout
             )
             return all(drive.has_forgotten for drive in drives)
 
@@ -583,8 +579,8 @@ class DiskTier:
         """One drive's part of a batch ended, or failed as a whole; the lock is held."""
         entry, positions = self._orders[number]
         if isinstance(result, str):
-            ok, reasons = np.zeros(len(positions), dtype=bool), range(len(positions))
-            result = Result(BatchId(number), ok, dict.fromkeys(reasons, result))
+            ok = np.zeros(len(positions), dtype=bool)
+            result = Result(BatchId(number), ok, dict.fromkeys(range(len(ok)), result))
         if len(result.ok) != len(positions):
             raise IntegrityError(f"{len(result.ok)} results for {len(positions)} blocks")
         del self._orders[number]
@@ -596,10 +592,8 @@ class DiskTier:
         if not entry.orders:
             batch_id = entry.batch.id
             del self._batches[batch_id]
-            seconds = time.monotonic() - entry.began
-            self._results.append(
-                Result(batch_id, entry.ok, entry.reasons, entry.num_bytes, seconds)
-            )
+            took = time.monotonic() - entry.began
+            self._results.append(Result(batch_id, entry.ok, entry.reasons, entry.num_bytes, took))
             self._changed.notify_all()
 
 
@@ -614,12 +608,8 @@ def open_disk(setup: TierSetup) -> DiskTier:
             "outlive the process that wrote them"
         )
     count, key = len(config.disk), config.disk_key()
-    bound = DiskBound(
-        config.disk_size // count,
-        config.disk_keep_free,
-        setup.num_ranks_here,
-        frozenset(setup.families),
-    )
+    size, families = config.disk_size // count, frozenset(setup.families)
+    bound = DiskBound(size, config.disk_keep_free, setup.num_ranks_here, families)
     identity = StoreIdentity(
         namespace=setup.namespace,
         block_bytes=setup.block_bytes,
@@ -630,7 +620,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
         family=setup.family,
         label=setup.label,
     )
-    most = most_places(bound.size // setup.num_ranks_here, identity)
+    most = most_places(size // setup.num_ranks_here, identity)
     if most < 1:
         raise ConfigError(
             f"disk_size: {format_size(config.disk_size)} over {count} directories and "
@@ -638,8 +628,8 @@ def open_disk(setup: TierSetup) -> DiskTier:
             f"{format_size(setup.block_bytes)}; raise it"
         )
     open_prover(setup.block_bytes, bytes(16), key)  # says which package is missing
-    day, parts = config.disk_write_per_day, count * setup.num_ranks
-    per_day = None if day is None else day / parts
+    day = config.disk_write_per_day
+    per_day = None if day is None else day / (count * setup.num_ranks)
     setups = [
         DriveSetup(
             path,

@@ -39,12 +39,6 @@ _SPARE_MEMORY = 512 << 20
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 
 
-def most_calls(object_bytes: int) -> int:
-    """How many requests of one kind are best in flight: the smaller the objects, the more."""
-    enough = min(max(_CALLS, _ENOUGH_BYTES // object_bytes), _MOST_CALLS)
-    return max(4, min(enough, _MOST_BYTES // object_bytes))
-
-
 class BucketClient:
     """Objects of one bucket. Owns the connections.
 
@@ -69,7 +63,9 @@ class BucketClient:
         self._label = (PROBE + label.encode())[:MOST_LABEL]
         self._is_folder = address.kind == FILES
         self._object_bytes = object_bytes
-        self.num_calls = most_calls(object_bytes)
+        # The smaller the objects, the more requests of one kind are best in flight.
+        enough = min(max(_CALLS, _ENOUGH_BYTES // object_bytes), _MOST_CALLS)
+        self.num_calls = max(4, min(enough, _MOST_BYTES // object_bytes))
         self.staging = Staging(object_bytes, 2 * self.num_calls)
         self._most_memory = 4 * self.num_calls * object_bytes + _SPARE_MEMORY
         self._store: Any = open_bucket(address, env)

@@ -143,8 +143,7 @@ class RemoteTier(QueuedTier):
                 return self._abandoned
             self._is_closing = True
         self._results = self.drain(timeout)
-        starting = self._starting
-        if starting is not None:
+        if (starting := self._starting) is not None:
             starting.join()
         with self._changed:
             self._give_up_child("the tier was closed", kill=bool(self._tasks))
@@ -188,15 +187,13 @@ class RemoteTier(QueuedTier):
                 self._process_died(f"its process cannot be started: {reason}")
 
     def _wait_for_frame(self, timeout: float) -> None:
-        child = self._child
-        if child is None:
+        if (child := self._child) is None:
             time.sleep(min(timeout, 0.01))
         else:
             child.channel.wait(timeout)
 
     def _receive(self) -> None:
-        child = self._child
-        if child is None:
+        if (child := self._child) is None:
             return
         for kind, body in child.channel.receive():
             if kind is FrameKind.RESULT:
@@ -276,8 +273,7 @@ class RemoteTier(QueuedTier):
     def _start(self, *, is_read: bool) -> None:
         num_begun = sum(each.is_begun and each.is_read == is_read for each in self._tasks.values())
         while num_begun < MOST_SENT and self._child is not None and not self.ailment:
-            task = self._next(is_read=is_read)
-            if task is None:
+            if (task := self._next(is_read=is_read)) is None:
                 return
             num_begun += 1
             self._child.channel.send(pack_order(task.batch, task.generation))
