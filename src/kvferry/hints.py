@@ -46,11 +46,10 @@ class TokenPriority:
         start = _count("token_start", self.token_start)
         object.__setattr__(self, "token_start", start)
         if self.token_end is not None:
-            object.__setattr__(self, "token_end", _count("token_end", self.token_end))
-            if self.token_end <= start:
-                raise InputError(
-                    f"priorities: token_end {self.token_end} must be above token_start {start}"
-                )
+            end = _count("token_end", self.token_end)
+            object.__setattr__(self, "token_end", end)
+            if end <= start:
+                raise InputError(f"priorities: token_end {end} must be above token_start {start}")
         object.__setattr__(self, "priority", _count("priority", self.priority, MOST_PRIORITY))
         if self.duration_ms is not None:
             duration = _count("duration_ms", self.duration_ms, 10**12)
@@ -140,16 +139,9 @@ class Hints:
         )
 
     @property
-    def only_with_a_request(self) -> tuple[str, ...]:
-        """The names of hints given that mean nothing without a request."""
-        names = ("max_store_tokens", "max_load_tokens", "tenant")
-        return tuple(name for name in names if getattr(self, name) not in (None, ""))
-
-    @property
     def shapes_what_stays(self) -> bool:
         """Whether any hint is about the blocks that are stored."""
-        has_end = self.ended or self.continues or self.pin_seconds is not None
-        return bool(has_end or self.priorities)
+        return bool(self.ended or self.continues or self.priorities) or self.pin_seconds is not None
 
 
 _PLAIN = tuple(field.name for field in fields(Hints) if field.name != "within")

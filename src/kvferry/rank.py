@@ -109,8 +109,8 @@ class Activity:
         self._clock = clock
         self._is_starting = is_starting
         self._last: float | None = None
-        self.num_written: int | None = None
-        """Host slots that were to be written so far: no more can be in use. None if unknown."""
+        self.num_written = math.inf
+        """Host slots that were to be written so far: no more can be in use."""
 
     def note_step(self) -> None:
         """The model is given work: while it has some, host memory grows slowly."""
@@ -123,14 +123,9 @@ class Activity:
 
     def note_plan(self, plan: Plan) -> None:
         """These orders are carried out: host memory grows ahead of what is written to it."""
-        written = [len(transfer) for transfer in plan.transfers if transfer.dst == HOST]
-        self.num_written = (self.num_written or 0) + sum(written)
-
-    def slots_wanted(self) -> float:
-        """No more host slots than this can be in use; any number while an engine starts."""
-        if self._is_starting or self.num_written is None:
-            return math.inf
-        return self.num_written
+        before = 0 if self.num_written == math.inf else self.num_written
+        written = sum(len(transfer) for transfer in plan.transfers if transfer.dst == HOST)
+        self.num_written = before + written
 
     def is_busy(self) -> bool:
         is_working = self._last is not None and self._clock() - self._last < _STEP_SECONDS
@@ -204,7 +199,7 @@ class RankMemory:
                 registrar=driver,
                 pin=config.host_pin,
                 busy=activity.is_busy,
-                wanted=activity.slots_wanted,
+                wanted=lambda: activity.num_written,
                 pci_bus_id=driver.identity().pci_bus_id if driver is not None else None,
                 num_ranks=num_ranks_here,
                 shared=shared,

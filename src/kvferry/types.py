@@ -222,7 +222,3 @@ class Landing(NamedTuple):
 
     transfer_id: TransferId
     reason: str
-
-    @property
-    def ok(self) -> bool:
-        return not self.reason

@@ -45,10 +45,7 @@ class Worker:
         self._routes = dict(movers)
         for name, tier in self._tiers.items():
             self._routes[HOST, name] = self._routes[name, HOST] = tier
-        self._movers: list[Mover] = []
-        for mover in self._routes.values():
-            if not any(mover is known for known in self._movers):
-                self._movers.append(mover)
+        self._movers = list({id(mover): mover for mover in self._routes.values()}.values())
         self._refused: list[Receipt] = []
         self._shut_out: list[Health] = []
         self._closed = False

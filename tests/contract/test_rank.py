@@ -213,11 +213,10 @@ def test_as_many_slots_are_wanted_as_were_to_be_written() -> None:
     store = Transfer(TransferId(1), DEVICE, HOST, as_slots([4, 5]), as_slots([2, 3]))
     load = Transfer(TransferId(2), HOST, DEVICE, as_slots([2]), as_slots([4]))
     up = Transfer(TransferId(3), TierName("disk"), HOST, as_slots([0]), as_slots([1]))
-    assert activity.slots_wanted() == float("inf"), "nobody waits for an engine that starts"
     rank.activity.note_started()
-    assert activity.slots_wanted() == float("inf"), "nobody has said what is written"
+    assert activity.num_written == float("inf"), "nobody has said what is written"
     rank.activity.note_plan(Plan(1, (load,)))
-    assert activity.slots_wanted() == 0
+    assert activity.num_written == 0
     rank.activity.note_plan(Plan(2, (store, load, up)))
-    assert activity.slots_wanted() == 3
+    assert activity.num_written == 3
     rank.close()

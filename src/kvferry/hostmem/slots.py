@@ -137,8 +137,6 @@ class Chunks:
         return (self.num_slots + self.slots_per_chunk - 1) // self.slots_per_chunk
 
     def __getitem__(self, index: int) -> Chunk:
-        if not 0 <= index < len(self):
-            raise IndexError(f"there are {len(self)} chunks, asked for number {index}")
         before = index * self.slots_per_chunk
         after = min(before + self.slots_per_chunk, self.num_slots)
         start = before * self.pitch

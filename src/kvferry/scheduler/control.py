@@ -133,7 +133,9 @@ class Control:
                 "(do_not_store, do_not_load, tenant) goes with a request, not after it"
             )
         refused = [
-            f"{name} goes with a request, not after it" for name in hints.only_with_a_request
+            f"{name} goes with a request, not after it"
+            for name in ("max_store_tokens", "max_load_tokens", "tenant")
+            if getattr(hints, name) not in (None, "")
         ]
         told = tell_pools(hints, keys, self._pool, self._lower, self._matcher)
         return self._done(keys, refused=[*refused, *told])
