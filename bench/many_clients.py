@@ -30,8 +30,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import kvferry
+from _chat import serve
 from kvferry.telemetry.http import MAX_CONNECTIONS
-from kvferry.tools.demo.engine import Engine, serve
+from kvferry.tools.demo.engine import Engine
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 

@@ -32,10 +32,11 @@ from urllib.request import urlopen
 import numpy as np
 
 import kvferry
+from _chat import serve
 from kvferry.scheduler.journal import Bookkeeper
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.source import Mailbox, Source
-from kvferry.tools.demo.engine import Engine, serve
+from kvferry.tools.demo.engine import Engine
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 

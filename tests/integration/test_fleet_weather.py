@@ -8,9 +8,10 @@ from itertools import count
 
 import pytest
 from tests.fakes import remote, s3_servers
+from tests.fakes.demo_chat import serve
 
 from kvferry.errors import TransferError
-from kvferry.tools.demo.engine import Engine, serve
+from kvferry.tools.demo.engine import Engine
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat
 from kvferry.types import HOST, TierName

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvferry.errors import InputError, IntegrityError
 from kvferry.ferry import Ferry
 from kvferry.tickets import Hit, Ticket
 from kvferry.tools.demo.model import BLOCK_TOKENS, Decoder, Floats, Span
-from kvferry.tools.demo.workload import Chat, Dialogue, Turn
+from kvferry.tools.demo.workload import Turn
 
 IDLE_SECONDS = 0.0005
 STEP_TOKENS = 256
@@ -283,21 +283,3 @@ class Engine(Closing):
             self._stores[self.ferry.store(keys, full)] = full
         else:
             self.pool.release(full)
-
-
-def serve(
-    engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
-) -> dict[str, list[int]]:
-    """Serve all turns of a chat with one engine. Returns the answers by request id."""
-    dialogue = Dialogue(chat)
-    answers: dict[str, list[int]] = {}
-    while not dialogue.is_over:
-        while (question := dialogue.ask()) is not None:
-            engine.submit(ServedRequest(**question))
-        for request in engine.step():
-            dialogue.answered(request.id, request.generated)
-            answers[request.id] = request.generated
-            if on_finish:
-                on_finish(request)
-    engine.run()
-    return answers

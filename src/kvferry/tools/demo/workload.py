@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -82,12 +82,8 @@ class Turn:
         return self.prompt_tokens - self.device_tokens - self.host_tokens
 
 
-class TurnRequest(TypedDict):
-    """A turn to serve, as arguments of a request."""
-
-    id: str
-    prompt: list[int]
-    max_new_tokens: int
+TurnRequest = dict[str, Any]
+"""A turn to serve, as arguments of a request."""
 
 
 class Dialogue:
