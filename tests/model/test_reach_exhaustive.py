@@ -9,7 +9,6 @@ when you change either file.
 - ``SlidingWindow.first_token``: ``- self.window``; ``- (self.window - 2)``
 - ``ChunkedLocal.first_token``: the chunk of the last cached token instead of the query's
 - ``RecurrentState.stop_tokens``: 1 (a state in the middle of a slot)
-- ``look_back``: 0 for a window, 0 for a chunk (a chunk longer than what is held)
 - ``_cut``: no ``np.where`` (an empty read charged a slot); ``lengths // block_tokens`` (the ragged
   last slot forgotten); ``0`` for ``computed_tokens``
 - ``needed``: ``>`` for ``>=``; ``0`` for ``computed_tokens``
@@ -18,7 +17,7 @@ when you change either file.
 - ``_servable``: slots past the end taken as present
 - ``_prefix_tokens``: no look at ``rest[run]``; the slot the engine's tokens end in skipped
 - ``_hit_step``: ``alignment`` without the ``lcm``; ``max`` for the ``lcm`` of blocks
-- ``can_serve``: rounding ``end`` down; ``num_slots - 1``; no ``look_back``
+- ``can_serve``: rounding ``end`` down; ``num_slots - 1``; lengths up to ``num_tokens`` alone
 - ``_covered``: ``> 1``
 """
 

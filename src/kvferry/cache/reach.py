@@ -58,11 +58,6 @@ class Group(ABC):
         """Hits can end only at multiples of this, whatever is present."""
         return self.stops
 
-    @property
-    def look_back(self) -> int | None:
-        """The most tokens a hit reads below its end; None where it reads all of them."""
-        return None
-
     @abstractmethod
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         """The first token a hit of ``num_tokens`` reads; may be negative near the start."""
@@ -87,10 +82,6 @@ class SlidingWindow(Group):
         super().__post_init__()
         _require_positive("window", self.window)
 
-    @property
-    def look_back(self) -> int:
-        return self.window - 1
-
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens - (self.window - 1)
 
@@ -106,10 +97,6 @@ class ChunkedLocal(Group):
         super().__post_init__()
         _require_positive("chunk", self.chunk)
 
-    @property
-    def look_back(self) -> int:
-        return self.chunk - 1
-
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens - num_tokens % self.chunk
 
@@ -121,10 +108,6 @@ class RecurrentState(Group):
     @property
     def stop_tokens(self) -> int:
         return math.lcm(self.block_tokens, self.stops)
-
-    @property
-    def look_back(self) -> int:
-        return 1
 
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens - 1
@@ -201,7 +184,10 @@ def can_serve(groups: Sequence[Group], num_tokens: int, *, alignment: int) -> li
     step = _hit_step(groups, alignment)
     # Past this length no group but full attention reads a slot that is asked about: one length
     # there stands for all the longer ones.
-    end = num_tokens + max(group.look_back or 0 for group in groups) + 1
+    others = [group for group in groups if not isinstance(group, FullAttention)]
+    end = num_tokens + 1
+    while any(group.first_token(end) < num_tokens for group in others):
+        end *= 2
     lengths = np.arange(1, -(-end // step) + 1, dtype=np.int64) * step
     masks = []
     for group in groups:

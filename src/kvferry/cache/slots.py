@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,16 +107,6 @@ class Ending(Enum):
     SPOIL = "spoil"
 
 
-class LeaseOwner(Protocol):
-    """The pool that made a lease."""
-
-    def end(self, lease: Lease, ending: Ending, failed: Places = ...) -> None:
-        """Take the slots back. ``failed`` are places; those blocks are lost."""
-
-    def disown(self, lease: Lease) -> None:
-        """Stop believing in the bytes; the slots stay claimed until the lease ends."""
-
-
 @dataclass(eq=False, slots=True, repr=False)
 class Lease:
     """A claim on ``slots``, made by a pool and given back to it exactly once.
@@ -128,7 +118,7 @@ class Lease:
     purpose: Purpose
     slots: SlotArray
     positions: SlotArray
-    _owner: LeaseOwner
+    _owner: Any  # the pool
     ended: Ending | None = None
 
     def __len__(self) -> int:

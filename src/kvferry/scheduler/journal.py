@@ -193,15 +193,6 @@ class GhostFilter:
         return bool(self._seen.item(place) == int.from_bytes(key[8:16], "little"))
 
 
-_KINDS = (
-    EventKind.LOOKUP,
-    EventKind.RESULT,
-    EventKind.LOAD,
-    EventKind.EVICT,
-    EventKind.PROMOTE,
-)
-
-
 class Bookkeeper:
     """Counts, explains and remembers what the log says of requests. Owns all of that.
 
@@ -233,9 +224,6 @@ class Bookkeeper:
         self._brought: dict[int, str] = {}
         """By part of their key, the tier of blocks that came up and no request has found yet."""
         self._recorder: Recorder | None = None
-        self._reader = log.reader(_KINDS)
-        self.events = self._reader.events
-        """Records that wait to be read."""
         self._read: dict[EventKind, Callable[[PoolEvent], None]] = {
             EventKind.LOOKUP: self._looked_up,
             EventKind.RESULT: self._noted,
@@ -243,6 +231,9 @@ class Bookkeeper:
             EventKind.EVICT: self._evicted,
             EventKind.PROMOTE: self._promoted,
         }
+        self._reader = log.reader(tuple(self._read))
+        self.events = self._reader.events
+        """Records that wait to be read."""
 
     def drain(self) -> None:
         """Read all that was appended since the last call."""

@@ -105,9 +105,9 @@ class LowerTier(ABC):
         """For each key, whether sending its block would be useless."""
         return self.lookup(keys, now).known
 
-    @abstractmethod
     def read(self, slots: SlotArray) -> Lease | None:
         """Claim the slots of blocks that a lookup has just found readable, where it has slots."""
+        return None
 
     @abstractmethod
     def reserve(
@@ -275,9 +275,6 @@ class KeyedTier(LowerTier):
 
     def lookup(self, keys: Keys, now: float) -> Presence:
         return self._answers.lookup(keys, now)
-
-    def read(self, slots: SlotArray) -> None:
-        return None
 
     def reserve(self, keys: Keys, now: float, **_: object) -> tuple[SlotArray, None] | None:
         positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]

@@ -15,7 +15,7 @@ import hmac
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -228,7 +228,7 @@ def _carried_out(
     if action in _DONE_TWICE and len(chains) > 1:
         again = _together([act(keys) for keys in chains])
         told = replace(again, blocks=told.blocks + again.blocks)
-    return told.as_dict() | ({} if request_ids is None else {"request_ids": request_ids})
+    return asdict(told) | ({} if request_ids is None else {"request_ids": request_ids})
 
 
 def _together(done: Sequence[Acted]) -> Acted:
