@@ -1,16 +1,5 @@
 """What the sender of a request knows about it: what to store, how long to keep it, which tenant.
 
-::
-
-    {"do_not_store": true}                       nothing of it is stored
-    {"do_not_load": true}                        everything is computed
-    {"pin_seconds": 3600}                        its blocks stay at least so long after its end
-    {"ended": true}                              its conversation will not continue
-    {"continues": true} or {"continues": "30s"}  its conversation continues, within that time
-    {"priorities": [{"token_start": 0, "token_end": 512, "priority": 80, "duration_ms": 60000}]}
-    {"tenant": "search"}                         the tenant that its memory counts for
-    {"session": "4711"}                          whose hints these are, where there is no tenant
-
 A hint is never needed for correct answers, and a wrong one costs time only.
 """
 
@@ -52,9 +41,7 @@ class TokenPriority:
                 raise InputError(f"priorities: token_end {end} must be above token_start {start}")
         object.__setattr__(self, "priority", _count("priority", self.priority, MOST_PRIORITY))
         if self.duration_ms is not None:
-            duration = _count("duration_ms", self.duration_ms, 10**12)
-            if not duration:
-                raise InputError("priorities: duration_ms must be above zero, or left out")
+            duration = _count("duration_ms", self.duration_ms, 10**12, least=1)
             object.__setattr__(self, "duration_ms", duration)
 
 
@@ -63,9 +50,11 @@ class Hints:
     """The hints of one request. Frozen; refuses contradictions.
 
     ``max_store_tokens`` and ``max_load_tokens`` bound its first tokens: zero is "do not".
-    ``continues`` with ``within``: its conversation continues within so many seconds.
-    ``pin_seconds`` count from its end. ``max_*`` and ``pin_seconds`` are commands; the rest is
-    evidence. ``priorities`` may also be a list, and each of them a mapping.
+    ``ended``: its conversation will not continue. ``continues`` with ``within``: it does, within so
+    many seconds. ``pin_seconds`` count from its end. ``tenant`` is whose memory it counts for,
+    ``session`` whose hints these are, where there is no tenant. ``max_*`` and
+    ``pin_seconds`` are commands; the rest is evidence. ``priorities`` may also be a list, and each
+    of them a mapping.
     """
 
     max_store_tokens: int | None = None
@@ -181,9 +170,9 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
-def _count(name: str, value: object, most: int = 2**40) -> int:
+def _count(name: str, value: object, most: int = 2**40, least: int = 0) -> int:
     try:
-        return parse_count(value, name=name, minimum=0, maximum=most)
+        return parse_count(value, name=name, minimum=least, maximum=most)
     except ConfigError as error:
         raise InputError(str(error)) from None
 

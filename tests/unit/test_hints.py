@@ -57,7 +57,7 @@ def test_what_was_said_is_what_is_meant(said, meant):
         ({"priorities": [{"from": 3}]}, "each range has token_start"),
         ({"priorities": [{"token_start": 5, "token_end": 5}]}, "token_end 5 must be above"),
         ({"priorities": [{"priority": 101}]}, "priority: must be at most 100"),
-        ({"priorities": [{"duration_ms": 0}]}, "duration_ms must be above zero"),
+        ({"priorities": [{"duration_ms": 0}]}, "duration_ms: must be at least 1"),
         ({"priorities": [{}] * (MOST_RANGES + 1)}, "at most 64 ranges"),
         ({"tenant": "x" * 65}, "tenant must be a name"),
         ({"tenant": "a\nb"}, "tenant must be a name"),

@@ -6,7 +6,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -122,7 +122,7 @@ class CpuEngine:
         rank: Rank = FIRST_RANK,
     ) -> None:
         self._jobs = JobFactory(layouts, host_base=0, host_pitch=host.shape[1], num_slots=len(host))
-        self._views: dict[int, _BlockViews] = {}  # by the id of their layout
+        self._views: dict[GroupLayout, list[tuple[Rows, int]]] = {}
         self._host = host
         self._compute = compute
         self._rank = rank
@@ -212,10 +212,16 @@ class CpuEngine:
             self._end(transfer, seconds=time.perf_counter() - start)
 
     def _move(self, job: CopyJob) -> None:
-        views = self._views.get(id(job.layout))
+        views = self._views.get(job.layout)
         if views is None:
-            views = self._views[id(job.layout)] = _BlockViews(job.layout)
-        views.copy(job, self._host)
+            views = self._views[job.layout] = list(_block_views(job.layout))
+        host, blocks, slots, start = self._host, job.device_blocks, job.host_slots, job.host_base
+        for view, offset in views:
+            place = slice(start + offset, start + offset + view.shape[1])
+            if job.direction is Direction.STORE:
+                host[slots, place] = view[blocks]
+            else:
+                view[blocks] = host[slots, place]
 
     def _end(
         self, transfer: Transfer, *, seconds: float = 0.0, error: Exception | None = None
@@ -230,26 +236,11 @@ class CpuEngine:
         self._signals.put(None)
 
 
-class _BlockViews:
-    """One group's segments as arrays of shape (blocks, bytes) over the tensors' own memory."""
-
-    def __init__(self, layout: GroupLayout) -> None:
-        self.layout = layout  # kept alive, so that its id is never another's
-        self.segments: list[tuple[Rows, int]] = []
-        tables = (layout.bases, layout.strides, layout.sizes, layout.offsets)
-        for base, stride, size, offset in zip(*(t.tolist() for t in tables), strict=True):
-            span = (layout.num_blocks - 1) * stride + size
-            run = np.frombuffer((ctypes.c_uint8 * span).from_address(base), dtype=np.uint8)
-            view = np.lib.stride_tricks.as_strided(
-                run, shape=(layout.num_blocks, size), strides=(stride, 1)
-            )
-            self.segments.append((view, offset))
-
-    def copy(self, job: CopyJob, host: Rows) -> None:
-        blocks, slots, start = job.device_blocks, job.host_slots, job.host_base
-        for view, offset in self.segments:
-            place = slice(start + offset, start + offset + view.shape[1])
-            if job.direction is Direction.STORE:
-                host[slots, place] = view[blocks]
-            else:
-                view[blocks] = host[slots, place]
+def _block_views(layout: GroupLayout) -> Iterator[tuple[Rows, int]]:
+    """Each segment as an array (blocks, bytes) over the tensors' own memory, and its offset."""
+    tables = (layout.bases, layout.strides, layout.sizes, layout.offsets)
+    for base, stride, size, offset in zip(*(t.tolist() for t in tables), strict=True):
+        span = (layout.num_blocks - 1) * stride + size
+        run = np.frombuffer((ctypes.c_uint8 * span).from_address(base), dtype=np.uint8)
+        shape = (layout.num_blocks, size)
+        yield np.lib.stride_tricks.as_strided(run, shape=shape, strides=(stride, 1)), offset
