@@ -1,12 +1,14 @@
-"""Output that the commands share: JSON, tables that fit."""
+"""Output that the commands share: JSON, tables that fit, what a command does for so long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +37,18 @@ def found(url: str | None) -> str:
     if len(urls) > 1:
         click.echo(f"Found {', '.join(urls)}. Using {urls[0]}.", err=True)
     return urls[0]
+
+
+@contextmanager
+def working(words: str) -> Iterator[None]:
+    """Show what is done, and for how long, on standard error if that is a terminal."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn(words), TimeElapsedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        bar.add_task("")
+        yield
 
 
 def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:

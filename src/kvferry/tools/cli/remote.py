@@ -18,7 +18,7 @@ from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.remote.tier import require_packages
-from kvferry.tools.cli.output import as_json_option, table, unbroken
+from kvferry.tools.cli.output import as_json_option, table, unbroken, working
 from kvferry.tools.words import counted
 
 _BATCH = 1000
@@ -124,7 +124,7 @@ def purge(
     if paths and not yes:
         _show(found, unbroken(stderr=True))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
-    with _failing(where):
+    with _failing(where), working("Removing objects"):
         from kvferry.tiers.remote.listing import remove
         from kvferry.tiers.remote.stores import open_bucket
 
@@ -158,7 +158,7 @@ def _find(where: RemoteAddress, wants: Callable[[datetime], bool]) -> list[Names
     from kvferry.tiers.remote.stores import open_bucket
 
     found = dict[str, NamespaceUse]()
-    with _failing(where):
+    with _failing(where), working("Listing objects"):
         store = open_bucket(where, os.environ)
         for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
             for each in filter(lambda each: wants(each.modified), page):

@@ -27,7 +27,7 @@ from kvferry.sim.simulation import (
     simulate,
 )
 from kvferry.telemetry.traces import TraceReader
-from kvferry.tools.cli.output import as_json_option, options, table, unbroken
+from kvferry.tools.cli.output import as_json_option, options, table, unbroken, working
 
 _MOST_BLOCKS = 1 << 30
 _INTERRUPTED = 130
@@ -156,7 +156,8 @@ def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None
     try:
         asked, names = _asked(given)
         began = time.monotonic()
-        simulated = simulate(asked)
+        with working("Simulating"):
+            simulated = simulate(asked)
     except KeyboardInterrupt:
         ctx.exit(_INTERRUPTED)
     if as_json:
