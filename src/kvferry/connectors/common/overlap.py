@@ -31,14 +31,7 @@ _WHOLE = 1 << 30
 
 
 class OverlapDecider:
-    """Says which loads overlap with the forward pass: those of requests that are alone.
-
-    ::
-
-        landed first    [load ----------------------][forward]
-        overlapped      [load ----------------------]
-                           [forward, each layer behind its part]
-    """
+    """Says which loads overlap with the forward pass: those of requests that are alone."""
 
     MIN_SECONDS = 2e-3
     """A shorter load is not worth a forward pass in pieces, where it could be one graph."""

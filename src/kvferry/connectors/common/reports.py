@@ -122,7 +122,8 @@ class Reports:
         self._pinned: dict[Rank, int] = {}
         self._disks: dict[tuple[Rank, str], DiskFigures] = {}
         self._reported: Figures = {}
-        self._reported_at = 0.0
+        self.due_at = 0.0
+        """When it is time to report again."""
         self.mailbox = Mailbox()
         self.mailbox.before_answers = scheduler.book.drain
         api = self._control_api(setup, hash_tokens)
@@ -191,11 +192,6 @@ class Reports:
         """Whether an order waits for a step of the engine."""
         return self.mailbox.has_orders or self._scheduler.control.is_busy
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to report again."""
-        return time.monotonic() >= self._reported_at + _STATS_SECONDS
-
     def take_stats(self, *, num_held: int) -> Figures | None:
         """What was counted since the last call; None if that is nothing."""
         counted = figures(
@@ -209,7 +205,8 @@ class Reports:
                 disks=self._summed_disks(),
             )
         )
-        before, self._reported, self._reported_at = self._reported, counted, time.monotonic()
+        before, self._reported = self._reported, counted
+        self.due_at = time.monotonic() + _STATS_SECONDS
         return between(before, counted) if counted != before else None
 
     def _pinned_bytes(self) -> int:

@@ -33,7 +33,6 @@ from kvferry.connectors.common.ranks import tiers_of_ranks
 from kvferry.connectors.common.reports import Reports
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.types import HOST, DeviceBlocks, Health, MatchState, Plan, Rank, Receipt, TierName
 
@@ -155,12 +154,27 @@ class Serving:
         self._claims_whole = setup.is_full and setup.goes_alone and not setup.lookahead_tokens
         # The last block that a draft model wrote belongs to tokens that need not come again.
         step = math.lcm(engine.hash_tokens, *(group.block_tokens for group in groups))
-        self._spare_tokens = step if setup.lookahead_tokens else 0
+        spare_tokens = step if setup.lookahead_tokens else 0
         # Drafts of this step may be refused in the next, and a state cannot go back to before.
         has_states = any(isinstance(group, reach.RecurrentState) for group in groups)
         self._stores_a_step_late = setup.verifies_drafts and has_states
         tiers = tiers_of_ranks(shapes.values(), setup.config)
-        self.scheduler = self._make_scheduler(shapes, tiers)
+        # As many slots as the rank with the fewest has; none of them is ready yet.
+        num_slots = min(shape.num_slots for shape in shapes.values())
+        self.scheduler = Scheduler(
+            Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
+            groups,
+            config=setup.config,
+            num_ranks=setup.num_ranks,
+            hash_block_tokens=engine.hash_tokens,
+            num_device_blocks=engine.num_blocks,
+            block_bytes=shapes[0].block_bytes,
+            spare_tokens=spare_tokens,
+            tiers=tiers,
+            # The engine must be told which blocks are missing, or it would compute all of them.
+            loads_early=setup.fails_by_block,
+            engine=engine,
+        )
         self._lower_names = [tier.name for tier in tiers]
         self._requests: dict[str, RequestState] = {}
         self._overlap = OverlapDecider(
@@ -189,27 +203,6 @@ class Serving:
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
         for rank, shape in shapes.items():
             self.scheduler.note_ready(Rank(rank), shape.ready_slots)
-
-    def _make_scheduler(
-        self, shapes: Mapping[int, RankShape], tiers: Sequence[LowerTier]
-    ) -> Scheduler:
-        """With as many slots as the rank with the fewest; none of them is ready yet."""
-        setup, engine = self._setup, self.engine
-        num_slots = min(shape.num_slots for shape in shapes.values())
-        return Scheduler(
-            Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
-            setup.groups,
-            config=setup.config,
-            num_ranks=setup.num_ranks,
-            hash_block_tokens=engine.hash_tokens,
-            num_device_blocks=engine.num_blocks,
-            block_bytes=shapes[0].block_bytes,
-            spare_tokens=self._spare_tokens,
-            tiers=tiers,
-            # The engine must be told which blocks are missing, or it would compute all of them.
-            loads_early=setup.fails_by_block,
-            engine=engine,
-        )
 
     # -- a request comes ------------------------------------------------------------------------
 
@@ -553,7 +546,8 @@ class Serving:
         if self._num_quiet > 0:
             return None
         # With nothing left to do there is no other step for long.
-        if not (self.reports.is_due or (not self._requests and not self.has_work)):
+        is_due = time.monotonic() >= self.reports.due_at
+        if not (is_due or (not self._requests and not self.has_work)):
             return None
         return self.reports.take_stats(num_held=self.engine.num_held)
 

@@ -79,8 +79,6 @@ def hashed_keys(names: Iterable[bytes], person: bytes) -> Keys:
 
 
 class _StorageTier(NamedTuple):
-    """One tier: what is known of its blocks, and its medium."""
-
     blocks: LowerTier
     medium: Tier
 
@@ -150,7 +148,7 @@ class Storage:
 
     def store(self, keys: Keys, addresses: Addresses) -> StorageJob:
         """Copy blocks to every tier that lacks them; evicts as needed."""
-        job = self._job(keys, addresses)
+        job = self._job(keys)
         now = time.monotonic()
         for level in self._healthy():
             job.ok |= level.blocks.known(keys, now)
@@ -162,7 +160,7 @@ class Storage:
 
     def load(self, keys: Keys, addresses: Addresses) -> StorageJob:
         """Copy blocks up from the nearest tier that has them. Missing blocks fail."""
-        job = self._job(keys, addresses)
+        job = self._job(keys)
         now = time.monotonic()
         missing = np.ones(len(keys), dtype=bool)
         for level in self._healthy():
@@ -225,12 +223,7 @@ class Storage:
             if not ailment:
                 yield level
 
-    def _job(self, keys: Keys, addresses: Addresses) -> StorageJob:
-        if addresses.shape != (len(keys), len(self._sizes)):
-            raise InputError(
-                f"{len(keys)} blocks of {len(self._sizes)} pieces need as many addresses, got an "
-                f"array of shape {addresses.shape}"
-            )
+    def _job(self, keys: Keys) -> StorageJob:
         if keys.has_duplicates():
             raise InputError(f"{len(keys)} keys are not distinct; name each block once")
         return StorageJob(np.zeros(len(keys), dtype=bool))

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvferry.config import Config
 from kvferry.connectors.common.messages import RankShape, StepOrders, StepReceipts
 from kvferry.connectors.common.session import SchedulerSession
 from kvferry.connectors.common.worker import WorkerSession
@@ -62,7 +63,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
         # after it has made us.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-        config = setup.config_of(vllm_config)
+        # Over the environment, over ``KVFERRY_CONFIG``.
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = Config.load(overrides=given, source="kv_connector_extra_config")
         _log_to_vllm(config.log_level)
         layers = setup.support_of(
             vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS

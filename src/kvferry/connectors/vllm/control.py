@@ -27,19 +27,12 @@ def block_hasher(algorithm: str, hash_tokens: int) -> Callable[[list[int], str],
     from vllm.v1.request import Request
 
     hasher = get_request_block_hasher(hash_tokens, get_hash_fn_by_name(algorithm))
-
-    def hashes(tokens: list[int], salt: str) -> list[bytes]:
-        request = Request(
-            "kvferry-control",
-            tokens,
-            SamplingParams(max_tokens=1),
-            None,
-            cache_salt=salt or None,
-            block_hasher=hasher,
-        )
-        return list(request.block_hashes)
-
-    return hashes
+    one = SamplingParams(max_tokens=1)
+    return lambda tokens, salt: list(
+        Request(
+            "kvferry-control", tokens, one, None, cache_salt=salt or None, block_hasher=hasher
+        ).block_hashes
+    )
 
 
 class VllmTokens:

@@ -113,7 +113,11 @@ class VllmEngine:
         envelope = getattr(request, "kv_hints", None)
         if params is None and envelope is None and not has_tenants:
             return keys, None, ""
-        hints, reason = read_hints(params if params is not None else {}, _HINTS, _actions(envelope))
+        actions = [
+            (f"{each.action_type}@{each.action_version}", each.payload)
+            for each in (envelope.actions if envelope is not None else ())
+        ]
+        hints, reason = read_hints(params if params is not None else {}, _HINTS, actions)
         salt = getattr(request, "cache_salt", None)
         if has_tenants and salt and not hints.tenant:
             hints = replace(hints, tenant=tenant_of(salt))
@@ -239,8 +243,10 @@ class VllmEngine:
             if again_later:
                 numbers = [number for number in numbers if held[number]]  # once, however often told
                 self._released_before.update(numbers)
-            elif self._released_before:
-                numbers = [number for number in numbers if not self._was_released(number)]
+            elif self._released_before:  # each hold that was ended before its time counts once
+                before = self._released_before & Counter(numbers)
+                self._released_before -= before
+                numbers = list((Counter(numbers) - before).elements())
             # Backwards: the end of a conversation is the first to be given away.
             self._pool.free_blocks(list(map(blocks.__getitem__, reversed(numbers))))
             for number in numbers:
@@ -248,25 +254,10 @@ class VllmEngine:
                 if count:
                     held[number] = count
 
-    def _was_released(self, number: int) -> bool:
-        """Whether a hold of this block was ended before its time; true once for each."""
-        was = self._released_before[number] > 0
-        self._released_before.subtract([number] if was else ())
-        if was and not self._released_before[number]:
-            del self._released_before[number]
-        return was
-
     def release_all(self) -> None:
         blocks = self._pool.blocks
         self._pool.free_blocks([blocks[number] for number in self._held.elements()])
         self._held.clear()
-
-
-def _actions(envelope: Any) -> list[tuple[str, Any]]:
-    """The actions of an orchestrator's envelope: kind and version, and what it says."""
-    if envelope is None:
-        return []
-    return [(f"{a.action_type}@{a.action_version}", a.payload) for a in envelope.actions]
 
 
 def step_of(output: Any) -> Step:

@@ -97,7 +97,8 @@ def layers_of(kv_cache_config: Any, dcp_size: int = 1) -> Layers:
         specs += specs_of(spec)
     if not groups:
         return Layers(refusal="the model keeps no KV cache that outlives its request")
-    compressed = {int(spec.tokens_per_state) for spec in specs if _tokens_per_state(spec) > 1}
+    per_state = {int(getattr(spec, "tokens_per_state", 1)) for spec in specs}
+    compressed = {count for count in per_state if count > 1}
     if has_scratch or compressed:
         step = int(getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or step)
         # What is still open at the end of a hit is not there: so nothing may be.
@@ -127,10 +128,6 @@ def _block_tokens(spec: Any, dcp_size: int) -> int:
     return int(spec.block_size) * (dcp_size if getattr(spec, "dcp_sharded", False) else 1)
 
 
-def _tokens_per_state(spec: Any) -> Any:
-    return getattr(spec, "tokens_per_state", 1)
-
-
 def _kind_of(spec: Any, dcp_size: int) -> reach.Group | None:
     """How far one layer reads; None where its blocks are of no use to another request."""
     kind = type(spec).__name__
@@ -157,7 +154,9 @@ def _reach_of(spec: Any, block_tokens: int) -> reach.Group:
         return reach.RecurrentState(block_tokens)
     window = getattr(spec, "sliding_window", None)
     chunk = getattr(spec, "attention_chunk_size", None)
-    if _keeps_all_tokens(spec):
+    names = {kind.__name__ for kind in type(spec).__mro__}
+    # vLLM keeps every block of these; what a layer skips it merely does not read.
+    if names & {"FullAttentionSpec", "MLAAttentionSpec"}:
         return reach.FullAttention(block_tokens)
     if window is not None:
         # The retained tokens are read again where several draft layers look ahead.
@@ -166,12 +165,6 @@ def _reach_of(spec: Any, block_tokens: int) -> reach.Group:
     if chunk is not None:
         return reach.ChunkedLocal(block_tokens, chunk=int(chunk))
     raise _NotServedError("does not say which tokens its layers read")
-
-
-def _keeps_all_tokens(spec: Any) -> bool:
-    """Whether vLLM keeps every block; what a layer of such a spec skips it merely does not read."""
-    names = {kind.__name__ for kind in type(spec).__mro__}
-    return bool(names & {"FullAttentionSpec", "MLAAttentionSpec"})
 
 
 def _fields_in_use(spec: Any) -> list[str]:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -28,7 +27,6 @@ from kvferry.types import NO_SLOT
 _PERSON = b"kvferry policy\0\0"
 
 
-@dataclass
 class _Heard:
     """That the policy was told of a request; vLLM keeps this with the request."""
 

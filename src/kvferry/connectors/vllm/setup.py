@@ -37,12 +37,6 @@ _VAIN_ROLES = {
 """Roles that need a store shared with other servers, and why."""
 
 
-def config_of(vllm_config: Any) -> Config:
-    """Our settings: the connector's extra config, over the environment, over ``KVFERRY_CONFIG``."""
-    given = vllm_config.kv_transfer_config.kv_connector_extra_config
-    return Config.load(overrides=given, source="kv_connector_extra_config")
-
-
 def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: bool) -> Layers:
     """The model's groups as kinds of reach, or why we leave it alone.
 

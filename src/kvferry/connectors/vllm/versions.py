@@ -24,8 +24,6 @@ _OF_OLDER_ONES = {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"}
 _CALLED = ("_get_connector_metadata",)
 """What we call on vLLM's base class and do not have ourselves."""
 
-_SPREADS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-
 
 def refusal(version: str) -> str:
     """Why a vLLM of this version is refused whatever its hooks are; empty where it is not."""
@@ -88,21 +86,12 @@ def _misfit(name: str, ours: Any, theirs: Any) -> str | None:
 
 def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     """Whether every call that fits ``theirs``, by place or by name, means the same to ``ours``."""
-    asked = [p for p in theirs.parameters.values() if p.kind not in _SPREADS]
-    by_place = [p.name for p in asked if p.kind is not p.KEYWORD_ONLY]
-    by_name = {p.name: p.name for p in asked if p.kind is p.KEYWORD_ONLY}
-    try:
-        placed = ours.bind(*by_place, **by_name)
-        named = ours.bind(**{p.name: p.name for p in asked})
-        ours.bind(**{p.name: p.name for p in asked if p.default is p.empty})
-    except TypeError:
-        return False
-    return placed.arguments == named.arguments and _spreads(theirs) <= _spreads(ours)
-
-
-def _spreads(signature: inspect.Signature) -> set[Any]:
-    """``*`` and ``**``, if it has them: then a call may carry anything."""
-    return {p.kind for p in signature.parameters.values()} & _SPREADS
+    mine = list(ours.parameters.values())
+    asked = list(theirs.parameters.values())
+    may_be_missing = {p.name for p in asked if p.default is not p.empty}
+    return [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in asked] and all(
+        p.default is not p.empty for p in mine if p.name in may_be_missing
+    )
 
 
 def _inherited(connector: type, name: str) -> Any:
