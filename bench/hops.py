@@ -282,7 +282,7 @@ class Server:
             contents=contents_of(vllm_config, caches),
         )
         self.side = SchedulerSession(setup_of(vllm_config, caches, config, support))
-        groups_ours, namespace = support.groups, namespace_of(vllm_config, caches, 1)
+        groups_ours, namespace = support.groups, namespace_of(vllm_config, caches)
         manager = SimpleNamespace(get_block_ids=lambda name: (self.tables[name],))
         self.side.bind(lambda: VllmEngine(groups_ours, namespace, self.pool, manager))
         kv = np.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 8), dtype=np.float32).view(OnCpu)

@@ -184,7 +184,7 @@ class Measurer:
             if isinstance(engine, Modelless):
                 engine.rest()  # what is stored once all have ended is part of it
         session = vars(engine.core.scheduler.connector).get("_session")
-        if session is not None and session.guard.broken:  # its hooks would cost nothing
+        if session is not None and session.guard.reason:  # its hooks would cost nothing
             raise RuntimeError(f"kvferry is out of service: {session.guard.reason}")
         return {
             "seconds": found["seconds"],

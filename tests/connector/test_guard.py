@@ -93,7 +93,7 @@ def assert_all_is_given_back(sides: Sides, *, waiting: dict[str, list[int]]) -> 
     """Everybody who waits is told that nothing comes, and blocks are free once no rank copies."""
     side = sides.side
     assert side.serving is None
-    assert side.guard.broken
+    assert side.guard.reason
     blocks = side.former.engine  # type: ignore[union-attr]
     assert side.has_work, "vLLM must step for those who wait"
     orders = sides.orders()
@@ -199,8 +199,8 @@ def test_a_rank_that_fails_ends_every_wait(busy):
     told = sides.step()
     assert told.finished_recving == {"waits"}
     assert told.invalid_block_ids == set(sides.tables["waits"][:4])
-    assert sides.ranks[1].guard.broken
-    assert not sides.side.guard.broken
+    assert sides.ranks[1].guard.reason
+    assert not sides.side.guard.reason
     for request in (busy.waits, busy.runs):
         sides.end(request)
     sides.rest()

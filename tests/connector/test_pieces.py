@@ -145,8 +145,8 @@ def finish(sides: Sides, request: Any) -> None:
     assert not scheduler_of(sides).transfers.blocks_to_device
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
     assert not any(rank._loads for rank in sides.ranks)
-    assert not sides.side.guard.broken
-    assert not any(rank.guard.broken for rank in sides.ranks)
+    assert not sides.side.guard.reason
+    assert not any(rank.guard.reason for rank in sides.ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -327,7 +327,7 @@ def test_a_rank_that_fails_in_the_midst_tells_of_the_request_once(begin, monkeyp
     monkeypatch.setattr(sides.ranks[1]._worker, "poll", fail)
     step(sides)
     monkeypatch.undo()
-    assert sides.ranks[1].guard.broken
+    assert sides.ranks[1].guard.reason
     let_all(gates, 1, 2, 3)
     hear(sides)
     for _ in range(5):

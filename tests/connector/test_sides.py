@@ -237,7 +237,7 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
         receipts = rank.take_receipts()
         told.append([count for _, count, _ in receipts.ready] if receipts is not None else [])
     assert told == [[3], [], [8], []]
-    assert not rank.guard.broken
+    assert not rank.guard.reason
 
 
 @pytest.mark.parametrize("moves", [False, True])

@@ -147,7 +147,7 @@ def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, tie
     assert f"below it, {write}: " in sides.side.banner()
     stats = scheduler_of(sides).stats()
     assert stats.promoted_tokens > 0
-    assert not sides.side.guard.broken
+    assert not sides.side.guard.reason
     scheduler_of(sides).check_integrity()
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1  # one is vLLM's own
 

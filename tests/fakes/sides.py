@@ -133,7 +133,7 @@ class Sides:
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[int]] = {}
         setup = setup_of(self.config, caches, configs[0], support)
-        self.side = VllmHooks(setup, namespace_of(self.config, caches, 1))
+        self.side = VllmHooks(setup, namespace_of(self.config, caches))
         self.side.bind_manager(
             SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
         )

@@ -308,5 +308,5 @@ def test_blocks_of_other_ranks_have_other_names():
         caches = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec="spec", layer_names=["a"])]
         )
-        names.add(adopt(namespace_of(given, caches, 16), [b"a"])[0])
+        names.add(adopt(namespace_of(given, caches), [b"a"])[0])
     assert len(names) == 6

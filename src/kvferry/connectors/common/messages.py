@@ -113,11 +113,7 @@ class Guard:
 
     def __init__(self, side: str) -> None:
         self._side = side
-        self.reason = ""
-
-    @property
-    def broken(self) -> bool:
-        return bool(self.reason)
+        self.reason = ""  # until it fails
 
     def trip(self, where: str, error: BaseException) -> None:
         """Go out of service. Only the first failure is logged and kept."""

@@ -98,7 +98,7 @@ class SchedulerSession:
         """Serve, once the engine is bound and every rank was met."""
         if self._make_engine is None or not self._has_met_all or self.serving is not None:
             return
-        if self.guard.broken or self.refusal:
+        if self.guard.reason or self.refusal:
             return
         try:
             self.serving = Serving(self.setup, self._shapes, self._make_engine())
@@ -135,7 +135,7 @@ class SchedulerSession:
         """Why nothing is served; empty where something is."""
         if self.serving is not None:
             return ""
-        if self.refusal or self.guard.broken:
+        if self.refusal or self.guard.reason:
             return self.refusal or self.guard.reason
         if not self._has_met_all:
             return f"{len(self._shapes)} of {self.setup.num_ranks} ranks were heard"
@@ -248,11 +248,11 @@ class SchedulerSession:
         """Figures since the last call, or once a second that kvferry is idle for good."""
         if self.serving is not None:
             return self._take_stats()
-        is_for_good = self.guard.broken or self.refusal
+        is_for_good = self.guard.reason or self.refusal
         if not is_for_good or time.monotonic() < self._reported_at + _STATS_SECONDS:
             return None
         self._reported_at = time.monotonic()
-        return idle_figures("failed" if self.guard.broken else "refused", self.idle_reason)
+        return idle_figures("failed" if self.guard.reason else "refused", self.idle_reason)
 
     def take_events(self) -> Iterable[Any]:
         """Events for routers since the last call."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -208,7 +209,10 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
                     "with MLA one rank writes for all, and a disk store serves one process; use "
                     "remote, or one GPU"
                 )
-            sizes = {each: _piece_sizes(pool) for each, pool in self._hosts.items()}
+            sizes = {  # of a page's pieces
+                each: list(pool.get_page_buffer_meta(torch.arange(pool.page_size))[1])
+                for each, pool in self._hosts.items()
+            }
             first, namespace = (
                 _namespace(self._parallel, self._hosts[each], args, revision, sizes[each])
                 for each in (_KV, name)
@@ -334,14 +338,6 @@ def _server_args() -> Any:
 
 def _keys(keys: Sequence[str]) -> Keys:
     return hashed_keys((key.encode() for key in keys), _PERSON)
-
-
-def _piece_sizes(pool: Any) -> list[int]:
-    """The sizes of a page's pieces."""
-    import torch
-
-    _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
-    return list(sizes)
 
 
 def _namespace(

@@ -80,7 +80,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             facts = setup.setup_of(vllm_config, kv_cache_config, config, layers)
             for words in setup.vain_settings(vllm_config, config, layers, vllm.__version__):
                 log.warning("kvferry: %s", words)
-            self._namespace = setup.namespace_of(vllm_config, kv_cache_config, 1)
+            self._namespace = setup.namespace_of(vllm_config, kv_cache_config)
             self._session = SchedulerSession(facts)
         else:
             groups = kv_cache_config.kv_cache_groups

@@ -136,8 +136,8 @@ def preferred_layout() -> str | None:
     return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
 
 
-def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Namespace:
-    """Everything besides the tokens that decides a block's bytes.
+def namespace_of(vllm_config: Any, kv_cache_config: Any) -> Namespace:
+    """Everything besides the tokens that decides a block's bytes, for hash blocks of one token.
 
     What belongs to one request (its salt, its adapter, its images) is part of vLLM's block hashes.
     """
@@ -171,7 +171,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
         layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or "vllm"),
         geometry=json.dumps(geometry, sort_keys=True, default=str),
         overrides=json.dumps(overrides, sort_keys=True, default=str),
-        block_tokens=hash_tokens,
+        block_tokens=1,
     )
 
 
@@ -180,7 +180,7 @@ def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
     parallel = vllm_config.parallel_config
     engine = int(getattr(parallel, "data_parallel_rank", 0) or 0)
     return Contents(
-        namespace_of(vllm_config, kv_cache_config, 1),
+        namespace_of(vllm_config, kv_cache_config),
         engine=engine,
         first_engine=engine - int(getattr(parallel, "data_parallel_rank_local", 0) or 0),
         engines_here=int(getattr(parallel, "data_parallel_size_local", 1) or 1),
@@ -216,7 +216,7 @@ def setup_of(
     parallel = vllm_config.parallel_config
     events = getattr(vllm_config, "kv_events_config", None)
     has_listeners = events is not None and bool(events.enable_kv_cache_events)
-    namespace = namespace_of(vllm_config, kv_cache_config, 1)
+    namespace = namespace_of(vllm_config, kv_cache_config)
     algorithm, role = _hash_algorithm(vllm_config), vllm_config.kv_transfer_config.kv_role
     setup = SessionSetup(
         config=config,
