@@ -227,36 +227,47 @@ def bucket(block_bytes: int = BLOCK_BYTES, *, kind: str, scheme: str = "s3") -> 
     )
 
 
+def watched(
+    address: str,
+    client: Watched,
+    objects: ObjectFormat,
+    lose: Callable[[Sequence[int]], None],
+    cleanup: Callable[[], None],
+) -> Rig:
+    """A tier whose process is a thread of the test, with a client that is watched."""
+    hello = remote.hello(address, objects)
+    try:
+        tier = RemoteTier(
+            TierName("remote"), objects.block_bytes, hello, lambda told, _: InThread(client, told)
+        )
+    except InputError:
+        cleanup()
+        raise
+    tier.open(LONG)
+    return Rig(
+        tier,
+        objects.block_bytes,
+        lambda fault: setattr(client, "fault", fault),
+        lose,
+        lambda reason: setattr(tier, "_store_ailment", reason),
+        lambda: setattr(tier, "_store_ailment", ""),
+        cleanup,
+    )
+
+
 def directory(block_bytes: int = BLOCK_BYTES) -> Rig:
     """On a file system that servers share, whose client is watched."""
     objects = ObjectFormat(secrets.token_bytes(32), block_bytes)
     folder = tempfile.mkdtemp(prefix="kvferry-test-")
     address = read_remote("remote", f"file://{folder}")
     client = Watched(BucketClient(address, max(1, objects.object_bytes), objects.folder(), {}))
-    hello = remote.hello(str(address), objects)
-    try:
-        tier = RemoteTier(
-            TierName("remote"), block_bytes, hello, lambda told, _: InThread(client, told)
-        )
-    except InputError:
-        shutil.rmtree(folder)
-        raise
-    tier.open(LONG)
 
     def lose(numbers: Sequence[int]) -> None:
         for name in objects.names(keys(numbers)):
             for file in Path(folder).rglob(name.rpartition("/")[2]):
                 file.unlink()
 
-    return Rig(
-        tier,
-        block_bytes,
-        lambda fault: setattr(client, "fault", fault),
-        lose,
-        lambda reason: setattr(tier, "_store_ailment", reason),
-        lambda: setattr(tier, "_store_ailment", ""),
-        lambda: shutil.rmtree(folder),
-    )
+    return watched(str(address), client, objects, lose, lambda: shutil.rmtree(folder))
 
 
 @lru_cache
@@ -272,25 +283,14 @@ def mooncake_client(object_bytes: int) -> MooncakeClient:
 def mooncake(block_bytes: int = BLOCK_BYTES) -> Rig:
     """In a real store, whose client is watched where blocks can be told apart."""
     objects = ObjectFormat(secrets.token_bytes(32), block_bytes)
-    hello = remote.hello(f"mooncake://{mooncake_store.shared_master().place}", objects)
     client = Watched(mooncake_client(max(1, objects.object_bytes)))
-    tier = RemoteTier(
-        TierName("remote"), block_bytes, hello, lambda told, _: InThread(client, told)
-    )
-    tier.open(LONG)
 
     def lose(numbers: Sequence[int]) -> None:
         for name in objects.names(keys(numbers)):
             client.library.remove(name, True)
 
-    return Rig(
-        tier,
-        block_bytes,
-        lambda fault: setattr(client, "fault", fault),
-        lose,
-        lambda reason: setattr(tier, "_store_ailment", reason),
-        lambda: setattr(tier, "_store_ailment", ""),
-    )
+    address = f"mooncake://{mooncake_store.shared_master().place}"
+    return watched(address, client, objects, lose, lambda: None)
 
 
 TIERS: dict[str, Callable[..., Rig]] = {

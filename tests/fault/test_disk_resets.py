@@ -189,7 +189,7 @@ def leave(root: Path, name: int = 1, places: tuple[int, ...] = (4, 2)) -> StoreA
     with Store.open(root, identity(name), BOUND) as store:
         store.index.reset(time.time_ns())
         fill(store, list(places))
-        return StoreAt(str(store.folder), store.store_id)
+        return StoreAt(str(store.folder), store.superblock.store_id)
 
 
 def left(root: Path, name: int = 1) -> list[int]:

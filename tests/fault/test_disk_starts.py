@@ -208,7 +208,7 @@ def test_without_its_lock_file_a_store_is_still_one_servers(tmp_path: Path) -> N
             Store.open(tmp_path, identity(), BOUND)
         with pytest.raises(StoreInUseError):
             purge_store(store.folder)
-        assert stores_under(tmp_path)[0].is_open
+        assert stores_under(tmp_path)[0].holder
         assert StoreLock.try_once(store.folder) is None
         fill(store, [1])
     with Store.open(tmp_path, identity(), BOUND) as store:

@@ -56,7 +56,7 @@ def test_a_store_can_be_read_once_it_gives_back_what_it_takes(
 
     async def three() -> None:
         for _ in range(3):
-            await health.probe(Way.READ, 60.0)
+            await health.probe(Way.READ)
 
     asyncio.run(three())
     assert heard == told

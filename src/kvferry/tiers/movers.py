@@ -157,11 +157,9 @@ class SharedMover:
         return self._tier.health()
 
     def poll(self) -> list[Receipt]:
-        """Receipts of what ended since the last call; never blocks."""
         return self._whole(self._mover.poll())
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` seconds passed)."""
         return self._whole(self._mover.drain(timeout))
 
     def close(self) -> None:
@@ -254,16 +252,15 @@ class TierMover:
 
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""
-        self._require_open()
         self._submit(self._batch(transfer))
 
     def ask(self, question: Question) -> None:
         """Have the tier look up which keys it has."""
-        self._require_open()
         end = time.monotonic() + question.within
         self._submit(Batch(BatchId(question.id), Way.FIND, Keys(question.keys), end))
 
     def _submit(self, batch: Batch) -> None:
+        self._require_open()
         self._under_way[batch.id] = len(batch)
         try:
             self._tier.submit(batch)
@@ -403,21 +400,12 @@ class TierMover:
             if not ok.all():
                 outcome = Outcome.PARTIAL if ok.any() else Outcome.FAILED
                 reason = str(next(iter(result.reasons.values()), ""))
-                if outcome is Outcome.PARTIAL:
-                    failed = tuple(np.flatnonzero(~ok).tolist())
+                failed = tuple(np.flatnonzero(~ok).tolist()) if ok.any() else ()
         except Exception as error:
             outcome = Outcome.FAILED
             reason = f"tier {self._tier.name}: its result makes no sense: {error}"
-        return Receipt(
-            TransferId(batch_id),
-            self._rank,
-            outcome,
-            reason,
-            num_bytes,
-            seconds,
-            "tier",
-            failed=failed,
-        )
+        moved = num_bytes, seconds, "tier"
+        return Receipt(TransferId(batch_id), self._rank, outcome, reason, *moved, failed=failed)
 
 
 _NOT_A_RESULT = (AttributeError, TypeError, ValueError)
@@ -426,9 +414,7 @@ _VERBS = ("submit", "poll", "drain", "forget", "close")
 
 
 def open_tiers(
-    specs: Sequence[TierSpec],
-    host: HostTier,
-    setup: TierSetup | None = None,
+    specs: Sequence[TierSpec], host: HostTier, setup: TierSetup
 ) -> dict[TierName, TierMover]:
     """One rank's tiers below its host memory, nearest first; all of them or none.
 
@@ -436,7 +422,6 @@ def open_tiers(
     caller closes them, before the host memory. ConfigError, with the tier and the reason, where one
     cannot be opened.
     """
-    setup = setup if setup is not None else TierSetup(TierName(""), host.slot_bytes)
     tiers: dict[TierName, TierMover] = {}
     with ExitStack() as undo:
         for spec in specs:

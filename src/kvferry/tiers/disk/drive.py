@@ -72,7 +72,8 @@ class DriveServer:
     def _open(self, setup: DriveSetup) -> None:
         store = self._store = _open_patiently(setup, self._channel)
         pitch = store.superblock.identity.pitch
-        prover = open_prover(setup.identity.block_bytes, store.store_id, setup.key)
+        store_id = store.superblock.store_id
+        prover = open_prover(setup.identity.block_bytes, store_id, setup.key)
         file = self._file = self._open_file(str(store.blocks_path), pitch)
         blocks_per_job = max(1, setup.job_bytes // pitch)
         queue = self._queue = IoQueue(
@@ -120,7 +121,7 @@ class DriveServer:
             io_workers.IoWorker(context, buffer, way, number)
         self._commits.thread.start()
         ready = ReadyMessage(
-            StoreAt(str(store.folder), store.store_id, state.this_host()),
+            StoreAt(str(store.folder), store_id, state.this_host()),
             store.num_places,
             store.index.reset_number,
             os.stat(setup.path).st_dev,

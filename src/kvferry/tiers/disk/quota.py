@@ -187,10 +187,6 @@ class StoreFolder:
     holder: str
     """Which process has it open, for people; empty if none has."""
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self.holder)
-
     @classmethod
     def of(cls, path: Path) -> StoreFolder:
         superblock, trouble = None, ""
@@ -371,7 +367,7 @@ class SpaceQuota:
         """Find the other stores: ``idle`` ones, ``siblings`` of this server, the rest is open."""
         self._others = [each for each in stores_under(self._root) if each.path != self._mine]
         self._siblings = [each for each in self._others if self._is_sibling(each)]
-        idle = [o for o in self._others if not o.is_open and o not in self._siblings]
+        idle = [o for o in self._others if not o.holder and o not in self._siblings]
         self._idle = sorted(idle, key=lambda each: each.last_used)
 
     def claim(self, num_places: int = 0) -> int:
@@ -382,10 +378,10 @@ class SpaceQuota:
         """
         fair = self._bound.size // self._bound.num_ranks_here
         for other in self._siblings:
-            if other.num_bytes > fair and not other.is_open:
+            if other.num_bytes > fair and not other.holder:
                 self._shrink(other, fair)
         held = min(apparent_bytes(self._mine), fair) if num_places else 0
-        strangers = [o for o in self._others if o.is_open and o not in self._siblings]
+        strangers = [o for o in self._others if o.holder and o not in self._siblings]
         left = self._bound.size - sum(other.num_bytes for other in strangers)
         wanted = max(held, left // self._bound.num_ranks_here)
         idle = sum(other.num_bytes for other in self._idle)

@@ -35,15 +35,15 @@ class Store(Closing):
     from ``p * pitch`` on. ``notes`` tells people what opening it did.
     """
 
-    def __init__(self, lock: StoreLock, superblock: Superblock, index: DiskIndex) -> None:
+    def __init__(
+        self, lock: StoreLock, superblock: Superblock, index: DiskIndex, notes: list[str]
+    ) -> None:
         self.folder = lock.folder
         self.blocks_path = lock.folder / quota.BLOCKS_NAME
         self.superblock = superblock
         self.index = index
         self.num_places = superblock.num_places
-        self.store_id = superblock.store_id
-        """Drawn when the store was made: no two stores have the same."""
-        self.notes: list[str] = []
+        self.notes = notes
         self._lock = lock
 
     @classmethod
@@ -95,10 +95,8 @@ class Store(Closing):
                 f"{root}: the store cannot be opened: {error.strerror or error}; see that the "
                 "directory is there, is writable for this user and has room"
             ) from error
-        store = cls(lock, replace(superblock, identity=identity), index)
-        store.notes = notes
-        log.info("%s: %d places; %s", folder, store.num_places, index.report)
-        return store
+        log.info("%s: %d places; %s", folder, superblock.num_places, index.report)
+        return cls(lock, replace(superblock, identity=identity), index, notes)
 
     def close(self) -> None:
         """Commit, then let the store go. Safe to call twice. StoreError if the commit failed."""

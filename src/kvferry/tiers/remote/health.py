@@ -109,25 +109,25 @@ class StoreHealth:
         elif not faults and (answers if way is Way.FIND else done):
             breaker.worked(way)
 
-    async def watch(self, first: Callable[[], None], within: float = PROBE_SECONDS) -> None:
+    async def watch(self, first: Callable[[], None]) -> None:
         """Probe the store once, and then for ever what is out of order.
 
         ``first`` is called when the first probe has ended, however it did.
         """
-        await self.probe(Way.READ, within)
+        await self.probe(Way.READ)
         if not self.reads.ailment and not self.writes.ailment:
-            await self.probe(Way.WRITE, within)
+            await self.probe(Way.WRITE)
         first()
         while True:
             await asyncio.sleep(0.02)
             for way in (Way.READ, Way.WRITE):
                 breaker = self._breaker(way)
                 if breaker.ailment and time.monotonic() >= breaker.probe_at:
-                    await self.probe(way, within)
+                    await self.probe(way)
 
-    async def probe(self, way: Way, within: float) -> None:
+    async def probe(self, way: Way) -> None:
         """Probe one direction: the longer it was away, the more time it has."""
-        within = max(within, self._breaker(way).wait)
+        within = max(PROBE_SECONDS, self._breaker(way).wait)
         fault = await _fault_of(self._client.probe(way), within)
         if fault is None and self.reads.ailment and way is Way.READ and not self.writes.ailment:
             # A store that looks up and gives nothing: what it takes must come back.

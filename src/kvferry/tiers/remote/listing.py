@@ -19,7 +19,7 @@ from kvferry.tiers.remote.client import Log
 from kvferry.tiers.remote.stores import reason_of
 
 _GROUP = re.compile(
-    r"kvferry-(\d+)/([0-9a-f]{64})/r(\d+)of(\d+)/([0-9a-f]{16})/(?:[0-9a-f]{2}/)?([0-9a-z]+)"
+    r"kvferry-\d+/([0-9a-f]{64})/r(\d+)of(\d+)/([0-9a-f]{16})/(?:[0-9a-f]{2}/)?([0-9a-z]+)"
 )
 PROBE, MOST_LABEL = b"kvferry was here\n", 1024
 """What begins the probe, the object beside the blocks, before the name of their model."""
@@ -49,21 +49,13 @@ def list_ours(store: Any, prefix: str) -> Iterator[list[ObjectListed]]:
         if not re.fullmatch(r"kvferry-\d+", folder[len(prefix) :].strip("/")):
             continue
         for page in obstore.list(store, prefix=folder, chunk_size=_PAGE):
-            found = ((each, _GROUP.fullmatch(each["path"][len(prefix) :])) for each in page)
-            yield [
-                ObjectListed(
-                    each["path"],
-                    each["size"],
-                    each["last_modified"],
-                    match[2],
-                    int(match[3]),
-                    int(match[4]),
-                    match[5],
-                    match[6],
-                )
-                for each, match in found
-                if match
-            ]
+            ours = []
+            for each in page:
+                if match := _GROUP.fullmatch(each["path"][len(prefix) :]):
+                    what = each["path"], each["size"], each["last_modified"]
+                    namespace, rank, num_ranks, *name = match.groups()
+                    ours.append(ObjectListed(*what, namespace, int(rank), int(num_ranks), *name))
+            yield ours
 
 
 def label_in(store: Any, path: str) -> str:

@@ -188,7 +188,7 @@ def _show(found: Sequence[StoreFolder]) -> None:
 def _cells(folder: StoreFolder) -> tuple[str, ...]:
     block = folder.superblock
     label = rank = drive = places = "?"
-    state = f"open in {folder.holder}" if folder.is_open else "closed"
+    state = f"open in {folder.holder}" if folder.holder else "closed"
     if block is not None:
         mine = block.identity
         label = mine.label or "(no name)"
