@@ -97,7 +97,7 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
         assert request.loading <= {t for t, owner in _loads(scheduler) if owner is request}
     rests = scheduler.deferred
     if rests is not None:
-        left = [r for r in rests if r.request is request]
+        left = [r for r in rests._rests if r.request is request]
         assert len(left) == (state is State.LEFT), "what it left is lost, or there twice"
 
 

@@ -336,7 +336,7 @@ class World:
             tuple(pool.eviction.policy.peek(pool.num_slots).tolist()),
             tuple((g, blocks.tobytes()) for g, blocks in scheduler._requests.released),
             tuple(sorted((+self.holds).items())),
-            tuple(r.request.id for r in rests) if rests else (),
+            tuple(r.request.id for r in rests._rests) if rests else (),
             scheduler.epoch,
             tuple(tuple(sorted(slots.items())) for slots in self.slots),
         )

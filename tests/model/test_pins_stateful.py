@@ -82,7 +82,7 @@ class Wishes(RuleBasedStateMachine):
         found = {}
         for number in self.known():
             table = self.pool.table
-            parent = table.chains.parent_of(table.index.find_few(key(number))[0])
+            parent = table.chains._parent[table.index.find_few(key(number))[0]]
             if parent != NO_SLOT:
                 found[number] = NUMBERS[table.index.key_of(parent)]
                 assert found[number] == PARENT[number]

@@ -130,7 +130,7 @@ def test_a_rest_that_is_held_is_stored_soon_and_may_be_dropped(world: World) -> 
     world.wait("a", "waiting")
     world.now += SOON_SECONDS / 2
     assert world.due() == []
-    second = list(world.rests)[1]
+    second = world.rests._rests[1]
     assert world.rests.drop(second.request) == [second]
     world.now += SOON_SECONDS
     assert world.due() == ["a", "c"]

@@ -38,7 +38,8 @@ def test_the_lowest_priority_gives_way_first_and_what_is_firm_never() -> None:
     assert pins.expire(9.0).tolist() == [20, 21]
     assert pins.count == 8
     assert pins.num_refused == 4
-    assert pins.drop_all().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
+    assert pins.all_pinned().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
+    pins.drop(pins.all_pinned())
     assert not pins.give_way(100).size
 
 

@@ -288,7 +288,9 @@ class Eviction:
 
     def reset(self) -> None:
         """Every block is forgotten: let go of all."""
-        self._unclaim(self.pins.drop_all())
+        pinned = self.pins.all_pinned()
+        self.pins.drop(pinned)
+        self._unclaim(pinned)
         self.policy.clear()
         self._first.clear()
 

@@ -128,12 +128,6 @@ class Pins:
         self._soft[slots] = 0.0
         self._priority[slots] = 0
 
-    def drop_all(self) -> SlotArray:
-        """Unpin all slots; returns them."""
-        every = self.all_pinned() if self.count else NO_SLOTS
-        self.drop(every)
-        return every
-
     def expire(self, now: float) -> SlotArray:
         """Unpin the slots whose TTL has ended; returns them."""
         if not self.count or now < self._next_end or now < self._looked + _CHECK_SECONDS:

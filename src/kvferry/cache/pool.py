@@ -138,7 +138,7 @@ class Pool:
 
     def key_before(self, lease: Lease) -> Key | None:
         """The key that a lease's first slot follows, if it is here."""
-        parent = self.table.chains.parent_of(int(lease.slots[0]))
+        parent = self.table.chains.parents_of(lease.slots[:1]).item()
         return self.table.index.key_of(parent) if parent != NO_SLOT else None
 
     # -- claiming -------------------------------------------------------------------------------

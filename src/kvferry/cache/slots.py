@@ -408,10 +408,6 @@ class Chains:
         """How many slots follow right after each."""
         self._place = slot_numbers(num_slots)  # scratch, NO_SLOT between calls
 
-    def parent_of(self, slot: int) -> int:
-        """The slot before this one, or ``NO_SLOT``."""
-        return int(self._parent[slot])
-
     def parents_of(self, slots: SlotArray) -> SlotArray:
         """The slot before each, ``NO_SLOT`` where there is none."""
         return self._parent.take(slots).astype(np.int64, copy=False)

@@ -157,7 +157,7 @@ class Scheduler:
         self.transfers = transfers = Transfers(num_ranks, shape.block_bytes, config)
         worth = LoadOrCompute(config.load_policy)
         self.lower = lower = LowerTiers(
-            pool, tiers, transfers, clock, worth, slot_bytes=shape.slot_bytes
+            pool, tiers, transfers, clock, worth, slot_bytes=max(shape.block_bytes)
         )
         self.writeback = Writeback(
             pool,

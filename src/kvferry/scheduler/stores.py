@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,9 +332,6 @@ class DeferredStores:
 
     def __len__(self) -> int:
         return len(self._rests)
-
-    def __iter__(self) -> Iterator[Deferred]:
-        return iter(self._rests)
 
     @property
     def step(self) -> int:

@@ -609,11 +609,6 @@ class EngineShape:
         """What one key of a request's chain covers."""
         return self.hash_block_tokens or min(self.sizes)
 
-    @property
-    def slot_bytes(self) -> int:
-        """What a host slot must hold."""
-        return max(self.block_bytes)
-
     def bound(self, given: int | None, share: float) -> int | None:
         """A bound as given, or this share of the device's blocks; None where neither is known."""
         if given is not None or self.num_device_blocks is None:
