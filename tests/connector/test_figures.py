@@ -61,7 +61,6 @@ def test_intervals_add_up_to_what_was_counted(sides):
     assert line["kvferry_hit_tokens"] == 3 * PROMPT
     assert line["kvferry_stored_bytes"] == line["kvferry_loaded_bytes"] == 12 * BLOCK_BYTES
     assert line["kvferry_transfers_in_flight"] == line["kvferry_failed_transfers"] == 0
-    assert total[names.HELD_BLOCKS.name] == 0
     assert total[SEPARATOR.join((names.SLOT_BYTES.name, "host"))] == BLOCK_BYTES
 
 
@@ -80,7 +79,7 @@ def test_nothing_is_told_before_it_is_time(make_sides):
 
 
 def test_a_gauge_is_the_latest_and_a_counter_what_came_since():
-    counter, gauge = names.LOOKUPS.name, names.HELD_BLOCKS.name
+    counter, gauge = names.LOOKUPS.name, names.QUEUED.name
     before, now = {counter: 5.0, gauge: 5.0}, {counter: 8.0, gauge: 3.0}
     assert between(before, now) == {counter: 3.0, gauge: 3.0}
     add(before, {counter: 1.0, gauge: 1.0})

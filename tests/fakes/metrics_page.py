@@ -24,8 +24,7 @@ def page() -> str:
             "A kvferry endpoint serves these under `/metrics` (see [operations](operations.md)). "
             "Every label has few values: no request or key becomes one. "
             "vLLM's own endpoint has them as `vllm:kvferry_…`, with vLLM's labels too. "
-            "They are updated once a second while requests run. "
-            "Only vLLM's endpoint has `kvferry_held_blocks`.",
+            "They are updated once a second while requests run.",
             "",
             "| metric | kind | labels | what it says |",
             "|---|---|---|---|",

@@ -78,9 +78,7 @@ def snapshot() -> Snapshot:
     stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)}, refused={"store": 2})
     stats = replace(stats, tenants=tenants)
     disks = {"disk": DISK}
-    return Snapshot(
-        stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2, idle="", disks=disks
-    )
+    return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, idle="", disks=disks)
 
 
 def test_the_page_equals_the_code():
@@ -169,7 +167,7 @@ def test_the_client_library_reads_what_is_written(labels, values):
         bandwidth=values[1],
         leases={labels[0]: values[2]},
     )
-    snapshot = Snapshot(stats, labels[1], {labels[2]: values[3]}, held_blocks=None)
+    snapshot = Snapshot(stats, labels[1], {labels[2]: values[3]})
     read = parsed(exposition(snapshot))
     said = {(sample.metric.name, sample.labels): sample.value for sample in samples(snapshot)}
     assert len(read) == len(said)

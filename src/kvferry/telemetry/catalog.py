@@ -74,7 +74,6 @@ class Snapshot:
     version: str
     slot_bytes: Mapping[str, int] = field(default_factory=dict)
     pinned_bytes: int | None = None
-    held_blocks: int | None = None
     idle: str | None = None
     disks: Mapping[str, DiskFigures] = field(default_factory=dict)
 
@@ -159,7 +158,6 @@ _READ: dict[str, Read] = {
     "slot_bytes": lambda s: s.slot_bytes,
     "tier_unavailable": lambda s: {t: int(bool(why)) for t, why in s.stats.ailments.items()},
     "pinned_bytes": lambda s: s.pinned_bytes,
-    "held_blocks": lambda s: s.held_blocks,
 }
 """What is read otherwise than a figure of the scheduler by its name."""
 
@@ -251,7 +249,6 @@ DRIVE_SECONDS = _counter(
 DRIVE_FAILED = _counter(
     "drive_failed_blocks", "Failed blocks, by reason.", None, _LOWER_TIER, _DRIVE_ERROR
 )
-DRIVE_RESTARTS = _counter("drive_restarts", "Restarts of a drive's process.", _disks("restarts"))
 DRIVES_UNAVAILABLE = _gauge(
     "drives_unavailable", "Unavailable directories, all ranks.", _disks("drives_away")
 )
@@ -282,7 +279,6 @@ TIER_UNAVAILABLE = _gauge(
     _LOWER_TIER,
 )
 PINNED_BYTES = _gauge("pinned_bytes", "Host memory registered with a GPU driver, on all ranks.")
-HELD_BLOCKS = _gauge("held_blocks", "Device blocks that copies hold; where vLLM is the engine.")
 IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answered.", "in_flight")
 QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.", "queued")
 BYTES_IN_FLIGHT = _gauge(

@@ -311,7 +311,6 @@ class HttpServer:
             self._worked = time.thread_time()
 
     async def _converse(self, client: socket.socket) -> None:
-        """One client, from its first byte to its last."""
         try:
             reader, writer = await asyncio.open_connection(sock=client)
         except OSError:

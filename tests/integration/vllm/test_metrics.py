@@ -66,7 +66,7 @@ def snapshot_of(stats: SchedulerStats, number: int) -> Snapshot:
         ("host", "device", "kernel"): Traffic(number, 10**number, 7e-6 * number),
         ("device", "host", "staged"): Traffic(2 * number, 1 << number, 0.0),
     }
-    return Snapshot(replace(stats, traffic=traffic), "1.2", {"host": 4096}, 1 << 20, 3)
+    return Snapshot(replace(stats, traffic=traffic), "1.2", {"host": 4096}, 1 << 20)
 
 
 def test_both_endpoints_say_the_same(start, llama):

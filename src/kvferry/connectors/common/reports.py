@@ -192,7 +192,7 @@ class Reports:
         """Whether an order waits for a step of the engine."""
         return self.mailbox.has_orders or self._scheduler.control.is_busy
 
-    def take_stats(self, *, num_held: int) -> Figures | None:
+    def take_stats(self) -> Figures | None:
         """What was counted since the last call; None if that is nothing."""
         counted = figures(
             Snapshot(
@@ -200,7 +200,6 @@ class Reports:
                 installed_version(),
                 self._slot_bytes,
                 self._pinned_bytes(),
-                num_held,
                 idle="",
                 disks=self._summed_disks(),
             )

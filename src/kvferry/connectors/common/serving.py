@@ -549,7 +549,7 @@ class Serving:
         is_due = time.monotonic() >= self.reports.due_at
         if not (is_due or (not self._requests and not self.has_work)):
             return None
-        return self.reports.take_stats(num_held=self.engine.num_held)
+        return self.reports.take_stats()
 
     def close(self) -> None:
         """Close each part although another cannot be: the engine must get to its end."""

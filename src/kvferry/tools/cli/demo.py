@@ -93,7 +93,6 @@ def _scenario(given: dict[str, Any]) -> Scenario:
 
 
 def _run(scenario: Scenario, given: dict[str, Any], console: Console) -> dict[str, Part]:
-    """Run every part and show each as soon as it is done."""
     parts, on_turn = {}, _following(console)
     if given["servers"]:
         parts["fleet"] = run_fleet(scenario, given["servers"], kill=given["kill"], on_turn=on_turn)

@@ -86,7 +86,6 @@ def _running(url: str) -> Finding:
 
 
 def _show(findings: list[Finding]) -> None:
-    """Print a row for each finding, and one for its remedy."""
     made = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
         made.add_row(

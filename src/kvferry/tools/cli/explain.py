@@ -95,7 +95,6 @@ def put_explained(answer: Mapping[str, Any], console: Console) -> None:
 
 
 def _lines(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines and their styles."""
     yield f"Request {answer['request_id']}", "bold"
     why = answer.get("explanation")
     if why is None:
@@ -210,7 +209,6 @@ def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tokens(name: str) -> list[int]:
-    """Read numbers, with commas and brackets or without."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
         return [int(word) for word in text.replace(",", " ").strip().strip("[]").split()]

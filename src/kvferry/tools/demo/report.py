@@ -151,7 +151,6 @@ def _part(part: Part) -> str:
 
 
 def _bars(runs: Mapping[str, Run]) -> str:
-    """A stacked bar for each run: the prompt tokens by source."""
     most = max(run.tokens("prompt") for run in runs.values()) or 1
     out = []
     for run in runs.values():

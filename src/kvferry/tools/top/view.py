@@ -204,8 +204,6 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Span:
-    """The time between two readings."""
-
     before: Reading
     now: Reading
 
@@ -272,7 +270,6 @@ def _route(route: tuple[str, str], span: _Span) -> RouteView:
 
 
 def _tenants(now: Reading) -> list[TenantView]:
-    """The tenants with slots or requests, the largest first."""
     slots: dict[str, dict[str, int]] = {name: {} for (name,) in now.by_label(names.TENANT_LOOKUPS)}
     for (name, tier), count in now.by_label(names.TENANT_SLOTS).items():
         if count and len(slots.setdefault(name, {})) < MOST_TIERS:
