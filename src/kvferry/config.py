@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import pairwise
@@ -307,8 +307,10 @@ class Config:
         env = os.environ if env is None else env
         path = path if path is not None else env.get(CONFIG_FILE_ENV) or None
         given = {name: value for name, value in (overrides or {}).items() if value is not None}
-        from_file = _read_file(path) if path is not None else {}
-        return cls(**{**from_file, **_read_env(env), **_read(given, source)})
+        read = _read_file(path) if path is not None else {}
+        for name, variable in variables(env).items():
+            read |= _read({name: env[variable]}, f"environment variable {_plain(variable, 64)}")
+        return cls(**{**read, **_read(given, source)})
 
 
 @dataclass(frozen=True)
@@ -365,29 +367,15 @@ def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
     known = [f.name for f in fields(Config)]
     read = {}
     for name, value in settings.items():
+        if name in REMOVED:
+            raise ConfigError(f"{source}: {name} was removed: {REMOVED[name]}")
         if name not in known:
-            raise _unknown(source, name, known)
+            near = nearest(str(name), known) or "; kvferry config --all lists the settings"
+            raise ConfigError(f"{source}: there is no setting {quoted(name)}{near}")
         try:
             read[name] = _kind(name).read(name, value)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
-    return read
-
-
-def _unknown(source: str, name: object, known: Sequence[str]) -> ConfigError:
-    """The error for a name that does not exist, with the present or the nearest name."""
-    if name in REMOVED:
-        return ConfigError(f"{source}: {name} was removed: {REMOVED[str(name)]}")
-    return ConfigError(
-        f"{source}: there is no setting {quoted(name)}"
-        f"{nearest(str(name), known) or '; kvferry config --all lists the settings'}"
-    )
-
-
-def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    read: dict[str, Any] = {}
-    for name, variable in variables(env).items():
-        read |= _read({name: env[variable]}, f"environment variable {_plain(variable, 64)}")
     return read
 
 

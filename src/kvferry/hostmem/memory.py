@@ -274,7 +274,6 @@ class HostMemory(Closing):
 
     def _grow(self) -> None:
         try:
-            run_near(self._placement)
             while not self._stop.is_set() and self._num_ready < len(self._chunks):
                 batch = self._next_batch()
                 self._require_room(batch)
@@ -321,15 +320,14 @@ class HostMemory(Closing):
             left = self._rest_until - time.monotonic()
             if left > 0:
                 self._stop.wait(min(left, _LOOK_AGAIN_SECONDS))
-            elif self._is_far_ahead():
+            elif (
+                self._wanted is not None
+                and self._registrar is not None
+                and (self.ready_slots - self._wanted()) * self._chunks.pitch >= _AHEAD_BYTES
+            ):
                 self._stop.wait(_FAR_AHEAD_SECONDS)
             else:
                 break
-
-    def _is_far_ahead(self) -> bool:
-        if self._wanted is None or self._registrar is None:
-            return False
-        return (self.ready_slots - self._wanted()) * self._chunks.pitch >= _AHEAD_BYTES
 
     def _on_threads(self, work: Callable[[int], None], items: Sequence[int]) -> None:
         """Do ``work`` for all items, this thread and helpers together; raises the first fault."""
@@ -337,6 +335,7 @@ class HostMemory(Closing):
         faults: list[Exception] = []
 
         def share() -> None:
+            run_near(self._placement)
             with suppress(IndexError):  # nothing is left
                 while not faults:
                     item = left.popleft()
@@ -345,12 +344,8 @@ class HostMemory(Closing):
                     except Exception as error:
                         faults.append(error)
 
-        def share_nearby() -> None:
-            run_near(self._placement)
-            share()
-
         helpers = [
-            threading.Thread(target=share_nearby, name=f"kvferry-grow-{number}", daemon=True)
+            threading.Thread(target=share, name=f"kvferry-grow-{number}", daemon=True)
             for number in range(1, min(len(items), self._num_threads))
         ]
         with suppress(RuntimeError):  # a process that may have fewer threads is slower
