@@ -330,35 +330,25 @@ class Serving:
 
     def orders(self, step: Step) -> StepOrders:
         """This step's plan. It stores what this very step computes: the ranks order them so."""
-        if self._num_quiet > 0 and self._only_decodes(step):
+        # Most steps decode one more token of each running request: such a step must cost next to
+        # nothing, so only the step itself is looked at. One that runs no request is always looked
+        # at: it is a chance for what waits.
+        only_decodes = 0 < len(step.scheduled) == step.num_tokens
+        if self._num_quiet > 0 and only_decodes and not (step.new or step.preempted):
             self._num_quiet -= 1
             return self._quiet_orders
         plan = self._plan(step)
         epoch, computes = self.scheduler.epoch, step.num_tokens > 0
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
-        loads = self._take_loads() if self._promised else {}
-        return StepOrders(plan, loads, computes=computes, epoch=epoch)
-
-    def _take_loads(self) -> dict[str, LoadOrder]:
-        """What the ranks are told of loads with this step's plan."""
         loads = {}
         for request, load in tuple(self._promised.items()):
             order = load.take()
-            if order is not None:
+            if order is not None:  # the ranks are told of it with this step's plan
                 loads[request.id] = order
                 if order.is_last:
                     del self._promised[request]
-        return loads
-
-    def _only_decodes(self, step: Step) -> bool:
-        """Whether this step decodes one more token of each running request, as most steps do.
-
-        Such a step must cost next to nothing, so only the step itself is looked at. One that runs
-        no request is always looked at: it is a chance for what waits.
-        """
-        num_running = len(step.scheduled)
-        return 0 < num_running == step.num_tokens and not (step.new or step.preempted)
+        return StepOrders(plan, loads, computes=computes, epoch=epoch)
 
     def _plan(self, step: Step) -> Plan:
         scheduler = self.scheduler

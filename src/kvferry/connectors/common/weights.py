@@ -43,8 +43,22 @@ class Weights:
 
     @classmethod
     def of_model(cls, model: Any, device: Any) -> Weights | None:
-        """The weights of a torch module on ``device``; None where none can be looked at."""
-        found = _places(model, device)
+        """The weights of a torch module on ``device``; None where none can be looked at.
+
+        Of each kind the last is looked at often: training spares it least. Of the kinds, too, the
+        last: encoders of images come before the language model, and stay as they are while that is
+        trained.
+        """
+        all_of = [
+            (re.sub(r"\d+", "#", f"{path}.{name}"), weight.data_ptr(), (module, name))
+            for path, module in model.named_modules()
+            for name, weight in module.named_parameters(recurse=False)
+            # Matrices only: a bias may be all zeros. No experts: they may move between ranks.
+            if weight.dim() == 2 and "experts" not in path and weight.device == device
+        ]
+        # Where weights are kept in host memory, layers take turns in the same memory of the device.
+        num_users = Counter((kind, memory) for kind, memory, _ in all_of)
+        found = [(kind, place) for kind, memory, place in all_of if num_users[kind, memory] == 1]
         places = list(dict(found).values())[-_MAX_KINDS:]
         return cls(places, device, [place for _, place in found]) if places else None
 
@@ -166,21 +180,3 @@ class Freshness:
         assert self.epoch is not None
         self._stale_until = max(self._stale_until, self.epoch)
         self.unreported = (*self.unreported, self.epoch)
-
-
-def _places(model: Any, device: Any) -> list[tuple[str, tuple[Any, str]]]:
-    """Weights that can be looked at, each with its kind: as modules and names, in their order.
-
-    Of each kind the last is looked at often: training spares it least. Of the kinds, too, the last:
-    encoders of images come before the language model, and stay as they are while that is trained.
-    """
-    found = [
-        (re.sub(r"\d+", "#", f"{path}.{name}"), weight.data_ptr(), (module, name))
-        for path, module in model.named_modules()
-        for name, weight in module.named_parameters(recurse=False)
-        # Matrices only: a bias may be all zeros. No experts: they may move between ranks.
-        if weight.dim() == 2 and "experts" not in path and weight.device == device
-    ]
-    # Where weights are kept in host memory, layers take turns in the same memory of the device.
-    num_users = Counter((kind, memory) for kind, memory, _ in found)
-    return [(kind, place) for kind, memory, place in found if num_users[kind, memory] == 1]

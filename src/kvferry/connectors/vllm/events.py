@@ -127,7 +127,17 @@ class VllmEvents:
         if place in block.places:
             return
         if place == HOST or not block.is_lower:
-            self._events.append(self._stored(block, self._media[place != HOST]))
+            stored = self._forms.BlockStored(
+                block_hashes=[block.name],
+                parent_block_hash=block.parent,
+                token_ids=block.tokens.tolist(),
+                block_size=len(block.tokens),
+                lora_id=block.lora.adapter_id if block.lora else None,
+                medium=self._media[place != HOST],
+                lora_name=block.lora.name if block.lora else None,
+                group_idx=block.group,
+            )
+            self._events.append(stored)
         if place != HOST:
             self._lower[key] = None
         block.places.add(place)
@@ -148,18 +158,6 @@ class VllmEvents:
             )
         if not block.places:
             del self._reported[key]
-
-    def _stored(self, block: _Block, medium: str) -> Any:
-        return self._forms.BlockStored(
-            block_hashes=[block.name],
-            parent_block_hash=block.parent,
-            token_ids=block.tokens.tolist(),
-            block_size=len(block.tokens),
-            lora_id=block.lora.adapter_id if block.lora else None,
-            medium=medium,
-            lora_name=block.lora.name if block.lora else None,
-            group_idx=block.group,
-        )
 
 
 def vllm_events() -> tuple[Any, Any]:

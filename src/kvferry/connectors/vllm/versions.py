@@ -65,23 +65,20 @@ def require_fit(version: str, connector: type) -> None:
 
 def misfits(connector: type) -> list[str]:
     """What in the classes above ``connector`` is not as its own hooks expect, in words."""
-    wrong = [
-        words
-        for name, ours in vars(connector).items()
-        if (name == "__init__" or not name.startswith("_")) and _function(ours) is not None
-        if (words := _misfit(name, ours, _inherited(connector, name))) is not None
-    ]
-    gone = [name for name in _CALLED if not hasattr(connector, name)]
-    return wrong + [f"{name} is no more" for name in gone]
-
-
-def _misfit(name: str, ours: Any, theirs: Any) -> str | None:
-    if theirs is None:
-        return None if name in _OF_OLDER_ONES else f"{name} is no more"
-    if type(ours) is not type(theirs):
-        return f"{name} is now a {type(theirs).__name__}, here a {type(ours).__name__}"
-    mine, asked = _signature(ours), _signature(theirs)
-    return None if _takes(mine, asked) else f"{name}{asked} is here {name}{mine}"
+    wrong = [f"{name} is no more" for name in _CALLED if not hasattr(connector, name)]
+    for name, ours in vars(connector).items():
+        if _function(ours) is None or (name.startswith("_") and name != "__init__"):
+            continue
+        above = (vars(one)[name] for one in connector.__mro__[1:] if name in vars(one))
+        theirs = next(above, None)
+        if theirs is None:
+            wrong += [] if name in _OF_OLDER_ONES else [f"{name} is no more"]
+        elif type(ours) is not type(theirs):
+            here = type(ours).__name__
+            wrong.append(f"{name} is now a {type(theirs).__name__}, here a {here}")
+        elif not _takes(mine := _signature(ours), asked := _signature(theirs)):
+            wrong.append(f"{name}{asked} is here {name}{mine}")
+    return wrong
 
 
 def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
@@ -92,10 +89,6 @@ def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     return [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in asked] and all(
         p.default is not p.empty for p in mine if p.name in may_be_missing
     )
-
-
-def _inherited(connector: type, name: str) -> Any:
-    return next((vars(one)[name] for one in connector.__mro__[1:] if name in vars(one)), None)
 
 
 def _function(member: Any) -> FunctionType | None:
