@@ -55,7 +55,7 @@ def test_readers_see_their_kinds_in_order_until_closed() -> None:
     now = iter(range(9))
     log = EventLog(lambda: float(next(now)))
     every, some = log.reader(), log.reader((EventKind.EVICT,))
-    assert log.wants(EventKind.LOAD)
+    assert log.queues[EventKind.LOAD]
     log.append(EventKind.LOAD, request="r", tokens=3)
     log.append(EventKind.EVICT, keys=keys([2]))
     log.append(EventKind.EVICT, keys=lambda: keys([7]))
@@ -67,8 +67,8 @@ def test_readers_see_their_kinds_in_order_until_closed() -> None:
     assert not every.take()
     every.close()
     log.append(EventKind.LOAD)
-    assert not len(every)
-    assert not log.wants(EventKind.LOAD)
+    assert not len(every.events)
+    assert not log.queues[EventKind.LOAD]
 
 
 def test_a_policy_is_told_with_the_time_of_each_before_anything_is_stored() -> None:

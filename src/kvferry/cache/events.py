@@ -71,9 +71,6 @@ class Reader:
         self.events: deque[PoolEvent] = deque()
         """What was appended since the last :meth:`take`, the oldest first."""
 
-    def __len__(self) -> int:
-        return len(self.events)
-
     def take(self) -> list[PoolEvent]:
         """All records since the last call, the oldest first. Another thread may call this."""
         return [self.events.popleft() for _ in range(len(self.events))]
@@ -98,10 +95,6 @@ class EventLog:
         for kind in kinds:
             self.queues[kind].append(reader.events)
         return reader
-
-    def wants(self, kind: EventKind) -> bool:
-        """Whether there is a reader of this kind."""
-        return bool(self.queues[kind])
 
     def append(
         self,

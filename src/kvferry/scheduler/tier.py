@@ -244,7 +244,7 @@ class SlotTier(LowerTier):
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
-        if not upward and self.log.wants(EventKind.FOUND):
+        if not upward:
             here = ok & self.pool.cached(keys)  # some may have been dropped meanwhile
             self.log.append(EventKind.FOUND, keys=keys.take(here))
 

@@ -402,14 +402,13 @@ def foretell(asked: Simulation, counted: Counted) -> Foretold:
         Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
         for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
     ]
-    is_hinted = [_drawn(each) < asked.hints for each in conversation.tolist()]
-    return [each if hinted else None for each, hinted in zip(told, is_hinted, strict=True)]
-
-
-def _drawn(conversation: int) -> float:
-    """A number from 0 to 1, the same for the same conversation in every process."""
-    digest = blake2b(b"0/%d" % conversation, digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
+    # The same conversations in every process, and with every numpy.
+    drawn = [blake2b(b"0/%d" % each, digest_size=8).digest() for each in conversation.tolist()]
+    most = asked.hints * 2**64
+    return [
+        each if int.from_bytes(digest, "little") < most else None
+        for each, digest in zip(told, drawn, strict=True)
+    ]
 
 
 def _replay(trial: Trial, block_tokens: int) -> PoolReplay | SchedulerReplay:
