@@ -39,11 +39,17 @@ def test_the_masks_given_are_not_changed() -> None:
         (lambda: FullAttention(0), "block_tokens must be at least 1, got 0"),
         (lambda: SlidingWindow(16, window=0), "window must be at least 1, got 0"),
         (lambda: ChunkedLocal(16, chunk=-8), "chunk must be at least 1, got -8"),
-        (lambda: needed(FullAttention(16), -1), "num_tokens must not be negative, got -1"),
-        (lambda: needed(FullAttention(16), 1, computed_tokens=-2), "computed_tokens must not be"),
+        (lambda: needed(FullAttention(16), -1), "num_tokens must be at least 0, got -1"),
+        (
+            lambda: needed(FullAttention(16), 1, computed_tokens=-2),
+            "computed_tokens must be at least 0",
+        ),
         (lambda: longest_hit([], [], 1), "no groups given"),
         (lambda: longest_hit([FullAttention(16)], [], 1), "0 slot masks for 1 groups"),
-        (lambda: longest_hit([FullAttention(16)], [mask("#")], -1), "max_tokens must not be"),
+        (
+            lambda: longest_hit([FullAttention(16)], [mask("#")], -1),
+            "max_tokens must be at least 0",
+        ),
         (lambda: longest_hit([FullAttention(16)], [mask("#")], 1, alignment=0), "alignment must"),
         (
             lambda: longest_hit([FullAttention(16)], [np.ones(3)], 1),  # type: ignore[list-item]

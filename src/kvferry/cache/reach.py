@@ -50,8 +50,8 @@ class Group(ABC):
     stops: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive("block_tokens", self.block_tokens)
-        _require_positive("stops", self.stops)
+        _require("block_tokens", self.block_tokens, 1)
+        _require("stops", self.stops, 1)
 
     @property
     def stop_tokens(self) -> int:
@@ -80,7 +80,7 @@ class SlidingWindow(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive("window", self.window)
+        _require("window", self.window, 1)
 
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens - (self.window - 1)
@@ -95,7 +95,7 @@ class ChunkedLocal(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive("chunk", self.chunk)
+        _require("chunk", self.chunk, 1)
 
     def first_token(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens - num_tokens % self.chunk
@@ -119,8 +119,8 @@ def needed(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
     The engine already holds the first ``computed_tokens`` (a hit of its own cache, in all groups):
     blocks wholly below them are left out.
     """
-    _require_not_negative("num_tokens", num_tokens)
-    _require_not_negative("computed_tokens", computed_tokens)
+    _require("num_tokens", num_tokens, 0)
+    _require("computed_tokens", computed_tokens, 0)
     if num_tokens % group.stop_tokens:
         raise InputError(
             f"no hit of {num_tokens} tokens: with {type(group).__name__} one can end only every "
@@ -149,8 +149,8 @@ def longest_hit(
     groups: nothing below them is asked for, and where no hit is longer they are the answer.
     """
     _require_match(groups, present)
-    _require_not_negative("max_tokens", max_tokens)
-    _require_not_negative("computed_tokens", computed_tokens)
+    _require("max_tokens", max_tokens, 0)
+    _require("computed_tokens", computed_tokens, 0)
     step = _hit_step(groups, alignment)
     others = []
     for group, slots in zip(groups, present, strict=True):
@@ -245,7 +245,7 @@ def _hit_step(groups: Sequence[Group], alignment: int | None) -> int:
     """The distance between lengths worth asking: aligned, and where every group can stop."""
     if alignment is None:
         alignment = math.lcm(*(group.block_tokens for group in groups))
-    _require_positive("alignment", alignment)
+    _require("alignment", alignment, 1)
     return math.lcm(alignment, *(group.stop_tokens for group in groups))
 
 
@@ -262,11 +262,6 @@ def _require_match(groups: Sequence[Group], masks: Sequence[BoolArray]) -> None:
             )
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise InputError(f"{name} must be at least 1, got {value}")
-
-
-def _require_not_negative(name: str, value: int) -> None:
-    if value < 0:
-        raise InputError(f"{name} must not be negative, got {value}")
+def _require(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}")
