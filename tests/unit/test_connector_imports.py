@@ -10,13 +10,13 @@ import sys
 import kvferry.connectors
 
 MADE_OF = {
-    "kvferry.connectors.sglang.storage": "sglang",
+    "kvferry.connectors.sglang.storage": "torch",  # which SGLang brings
     "kvferry.connectors.vllm.connector": "vllm",
     "kvferry.connectors.vllm.metrics": "vllm",
     "kvferry.connectors.vllm.policy": "vllm",
     "kvferry.connectors.vllm.tiering": "vllm",
 }
-"""The modules that derive from an engine's own classes, and the engine."""
+"""The modules that derive from an engine's own classes, and what they miss first without it."""
 
 LOOK = """
 import importlib, json, sys

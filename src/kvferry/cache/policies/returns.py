@@ -270,7 +270,7 @@ class Returns:
             picks = tree.losing(np.arange(num_slots))
         ages = self._tick() - tree.time.take(picks)
         values = -ages if by_age else self.model.values(tree.row.take(picks), ages)
-        order, num = values.argsort(kind="stable"), len(picks)
+        order, num = np.lexsort((-ages, values)), len(picks)  # of equal value the oldest first
         for at in order[: max(num // _PART, min(_VICTIMS, num // 4), 1)].tolist():
             self._queue.setdefault(tree.nodes[picks.item(at)], values.item(at))
         self._look_again = self._num_asked + _LOOK_EVERY
