@@ -57,7 +57,9 @@ class KvferryPolicy(CachePolicy):  # type: ignore[misc]
         """The chunk of this key; None where there is none."""
         return self._chunks.get(key)
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+    def insert(
+        self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
+    ) -> None:
         """Add a chunk behind the one that its request has before it."""
         before = self._before.get(key)
         while before is not None and before not in self._chunks:
