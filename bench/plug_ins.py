@@ -159,7 +159,8 @@ class Vllm:
         rows = blocks.memory.reshape(blocks.num_blocks, -1)
         spec: Any = SimpleNamespace(config=offloading_config(), replicated_layout=False)
         fresh = secrets.token_hex(8)  # a folder of its own: rclone lists the whole one it writes to
-        self._tier = KvferryTier(spec, rows.data, "KvferryTier", revision=fresh, **settings)
+        settings = {"revision": fresh, **settings}
+        self._tier = KvferryTier(spec, rows.data, "KvferryTier", **settings)
         self._blocks = blocks
         self._make = make_offload_key
         self._names: list[Any] = []
@@ -255,6 +256,7 @@ def main() -> int:
     try:
         disk = {"disk": str(folder / "disk"), "disk_keep_free": "0", **deadlines}
         # From the second round on both rewrite places: new ones are slower on most file systems.
+        disk["revision"] = "one store for all rounds"
         disk["disk_size"] = str(blocks.num_bytes + 128 * MiB)
         ways: dict[str, Callable[[], DiskWay]] = {
             "the tier": lambda: Tier(folder / "own", blocks, {})
