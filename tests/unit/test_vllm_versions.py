@@ -108,12 +108,14 @@ def test_a_newer_one_with_other_hooks_is_refused_by_the_hook(changes, words):
 
 
 def shorter(cls, data="x"): ...
+def fewer_arguments(self, config, role): ...
 def annotated(self, finished_req_ids: "set[str]") -> "tuple[set[str], set[str]] | None": ...
 
 
 HARMLESS = {
     "another default": {"build_kv_connector_stats": classmethod(shorter)},
     "an argument that is now required": {"build_kv_connector_stats": classmethod(now_required)},
+    "an argument less that may be left out here": {"__init__": fewer_arguments},
     "other annotations": {"get_finished": annotated},
     "a hook we do not answer": {"on_new_request": lambda self, request: None},
     "a hook we do not answer is gone": {"reset_cache": None},

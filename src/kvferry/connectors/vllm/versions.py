@@ -86,9 +86,9 @@ def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     mine = list(ours.parameters.values())
     asked = list(theirs.parameters.values())
     may_be_missing = {p.name for p in asked if p.default is not p.empty}
-    return [(p.name, p.kind) for p in mine] == [(p.name, p.kind) for p in asked] and all(
-        p.default is not p.empty for p in mine if p.name in may_be_missing
-    )
+    may_be_missing |= {p.name for p in mine[len(asked) :]}  # theirs never gives these
+    same = [(p.name, p.kind) for p in mine[: len(asked)]] == [(p.name, p.kind) for p in asked]
+    return same and all(p.default is not p.empty for p in mine if p.name in may_be_missing)
 
 
 def _function(member: Any) -> FunctionType | None:
