@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +22,12 @@ from tests.unit.test_ferry_tiers import fill as fill_ferry
 
 from kvferry.errors import ConfigError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
+from kvferry.tiers.disk import drive
+from kvferry.tiers.disk.protocol import DriveSetup
 from kvferry.tiers.disk.quota import StoreLock, purge_store, stores_under
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import DiskBound
+from kvferry.tiers.ipc.messages import Channel
 from kvferry.tiers.ipc.process import ChildProcess
 
 __all__ = ["attach"]  # a fixture
@@ -79,6 +84,20 @@ def test_a_store_in_use_is_attached_when_it_is_let_go(tmp_path: Path) -> None:
             life.wait_well()
             assert sorted(life.tier.recovered()[1].tolist()) == list(range(8))
             life.expect(range(8), rows)
+
+
+def test_a_drive_whose_engine_hangs_up_waits_for_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "_PATIENCE", LONG)
+    ours, theirs = socket.socketpair()
+    ours.close()
+    channel, began = Channel(theirs), time.monotonic()
+    setup = DriveSetup(str(tmp_path), identity(), BOUND, os.getpid())
+    with Store.open(tmp_path, identity(), BOUND), pytest.raises(StoreInUseError):
+        drive._open_patiently(setup, channel)
+    assert time.monotonic() - began < LONG / 2
+    channel.close()
 
 
 def test_a_directory_that_is_a_file_is_left_out_until_it_is_none(tmp_path: Path) -> None:

@@ -87,6 +87,23 @@ def test_credentials_come_from_where_tools_of_aws_look(tmp_path) -> None:
     assert s3_config({"endpoint": "http://y"}, role) == {"region": "eu-1", "endpoint": "http://y"}
 
 
+@pytest.mark.parametrize(
+    "broken", [b"no section = 1\n", b"[default\n", b"[default]\n\xff = 1\n", None]
+)
+def test_a_broken_file_of_aws_counts_as_none(tmp_path, broken: bytes | None) -> None:
+    config, credentials = tmp_path / "config", tmp_path / "credentials"
+    config.write_bytes(broken) if broken else config.mkdir()
+    credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    files = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
+    keys = {"access_key_id": "a", "secret_access_key": "b"}
+    assert s3_config({}, files) == {**keys, "region": "us-east-1"}
+    swapped = {"AWS_CONFIG_FILE": str(credentials), "AWS_SHARED_CREDENTIALS_FILE": str(config)}
+    assert s3_config({}, {**swapped, "AWS_REGION": "r"}) == {**keys, "region": "r"}
+    only = {**swapped, "AWS_CONFIG_FILE": "", "HOME": str(tmp_path)}
+    with pytest.raises(ConfigError, match="no credentials for S3"):
+        s3_config({}, {**only, "AWS_EC2_METADATA_DISABLED": "true"})
+
+
 def test_a_pods_identity_is_asked_for_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
