@@ -153,6 +153,8 @@ class Driver:
         self._calls = {name: self.bind(name, *argtypes) for name, argtypes in _CALLS.items()}
         self._copy = self._calls["cuMemcpyAsync"]
         self._event_query = self._calls["cuEventQuery"]
+        self._event_record = self._calls["cuEventRecord"]
+        self._stream_wait = self._calls["cuStreamWaitEvent"]
         self._exchange_capture_mode: Callable[..., int] | None = None
         with suppress(DriverError):  # a driver without it has no captures to break either
             self._exchange_capture_mode = self.bind("cuThreadExchangeStreamCaptureMode", _OUT)
@@ -273,7 +275,9 @@ class Driver:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Hold later work on ``stream`` until the last record of ``event`` so far is reached."""
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        code = self._stream_wait(stream, event, 0)
+        if code:
+            self.check(code, f"cuStreamWaitEvent({stream:#x}, {event:#x}, 0x0)")
 
     # -- events ------------------------------------------------------------------------------
 
@@ -286,7 +290,9 @@ class Driver:
         self._call("cuEventDestroy_v2", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
+        code = self._event_record(event, stream)
+        if code:
+            self.check(code, f"cuEventRecord({event:#x}, {stream:#x})")
 
     def event_is_done(self, event: int) -> bool:
         """Whether the work before the last record has ended; raises the fault of that work."""

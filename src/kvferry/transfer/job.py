@@ -49,14 +49,15 @@ class CopyJob:
     def num_bytes(self) -> int:
         return len(self.device_blocks) * self.layout.block_bytes
 
-    def parts(self) -> Iterator[CopyJob]:
+    def parts(self) -> Sequence[CopyJob]:
         """The jobs to do one after the other: the job itself, where it has no parts."""
         if self.in_parts is None:
-            yield self
-            return
-        for part in self.in_parts.parts:
-            base = self.host_base + part.start
-            yield replace(self, layout=part.layout, host_base=base, in_parts=None)
+            return (self,)
+        base = self.host_base
+        return [
+            replace(self, layout=part.layout, host_base=base + part.start, in_parts=None)
+            for part in self.in_parts.parts
+        ]
 
 
 class JobFactory:
@@ -115,9 +116,9 @@ class JobFactory:
 
 def _require_within(what: str, slots: SlotArray, count: int) -> None:
     # As unsigned numbers the negative ones are the largest: one test finds both kinds.
-    worst = int(slots.view(np.uint64).argmax())
-    if not 0 <= slots[worst] < count:
-        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")
+    if np.maximum.reduce(slots.view(np.uint64)) >= count:
+        worst = slots[slots.view(np.uint64).argmax()]
+        raise InputError(f"{what} {worst} is not one of 0 to {count - 1}")
 
 
 class CopyEngine(Protocol):

@@ -26,7 +26,7 @@ from kvferry.types import Outcome, Rank, Receipt, TransferId
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PendingCopy:
     """One transfer between submit and receipt."""
 
@@ -85,9 +85,10 @@ class CopyQueue:
         self._order_events = order_events
         self._timing_events = timing_events
         self._open: deque[PendingCopy] = deque()
-        lock = threading.RLock()
+        self._lock = lock = threading.RLock()
         self._changed = threading.Condition(lock)  # there is something for the thread
         self._queued = threading.Condition(lock)  # there is less to queue: the thread sleeps on
+        self._is_awaited = False  # that all is queued
         self.num_unqueued = 0
         """Transfers submitted that are not queued to their end."""
         self._turn = threading.Lock()  # to take and queue the next copy: so they stay in order
@@ -110,7 +111,7 @@ class CopyQueue:
 
     def submit(self, copy: PendingCopy, *, quick: bool) -> None:
         """Queue it now if that is quick and nothing waits before it, else on the thread."""
-        with self._changed:
+        with self._lock:
             here = quick and not self.num_unqueued
             self._open.append(copy)
             self.num_unqueued += 1
@@ -127,14 +128,14 @@ class CopyQueue:
         if self.num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
-        with self._changed:
+        with self._lock:
             while self._open and self._open[0].queued and self._is_over(self._open[0]):
                 over.append(self._open.popleft())
         return over
 
     def has_ended(self) -> bool:
         """Whether the first open copy is over, as far as the driver says."""
-        with self._changed:
+        with self._lock:
             first = self._open[0] if self._open else None
             if first is None or not first.queued or first.end is None:
                 return False
@@ -149,7 +150,8 @@ class CopyQueue:
         end = time.monotonic() + timeout
         while self._queue_next(timeout):
             pass
-        with self._changed:
+        with self._lock:
+            self._is_awaited = True
             left = max(0.0, end - time.monotonic())
             return self._queued.wait_for(lambda: not self.num_unqueued, left)
 
@@ -220,7 +222,7 @@ class CopyQueue:
                 driver.record_event(mark, stream)
 
     def _finish(self, copy: PendingCopy) -> None:
-        with self._changed:
+        with self._lock:
             # The waits, if it came to that, have captured the record: the event is free again.
             if copy.ready is not None:
                 self._order_events.give(copy.ready)
@@ -229,7 +231,9 @@ class CopyQueue:
                 self._waiting.popleft()
             copy.queued = True
             self.num_unqueued -= 1
-            self._queued.notify_all()
+            if self._is_awaited:
+                self._is_awaited = bool(self.num_unqueued)
+                self._queued.notify_all()
 
     # -- its end ---------------------------------------------------------------------------------
 

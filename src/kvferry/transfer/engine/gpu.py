@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
 from kvferry.errors import ClosedError, DeadlineError, DriverError
@@ -158,7 +159,7 @@ class GpuEngine(Closing):
         if not loads.num_open:
             return
         with self._driver.current():
-            if not loads.flush(self.close_timeout):
+            if loads.num_unqueued and not loads.flush(self.close_timeout):
                 raise DeadlineError(f"loads were not queued within {self.close_timeout} seconds")
             event = self._order_events.take()
             try:
@@ -282,4 +283,7 @@ def torch_compute_stream(device: int) -> Callable[[], int]:
     """A function that asks torch which stream the model's kernels go to now."""
     import torch
 
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw_stream is not None:  # without a new object for each question
+        return partial(raw_stream, device)
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,9 @@ MIN_IDS = 8192
 """Of 4,096 blocks: few transfers need a larger buffer, which takes time to make."""
 
 
-class _Buffer(NamedTuple):
+class IdBuffer(NamedTuple):
+    """Block ids and slot numbers, where the host writes and the card reads them."""
+
     host: int
     device: int
     ids: Int64s
@@ -40,54 +41,53 @@ class IdBuffers:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._handles = Handles()
-        self._buffers: list[_Buffer] = []  # the one used last at the end
+        self._buffers: list[IdBuffer] = []  # the one used last at the end
 
     def prepare(self) -> None:
         """Have buffers for all parts of a job before the first one."""
         while len(self._buffers) < NUM_PARTS:
             self._buffers.append(self._make(MIN_IDS))
 
-    @contextmanager
-    def lend(self, job: CopyJob, stream: int, *, sent_on: int, in_place: int = 0) -> Iterator[int]:
-        """Where kernels may read the job's block ids and then its slot numbers.
-
-        Kernels come after what is sent on ``sent_on``: nothing for up to ``in_place`` blocks, whose
-        ids are read in host memory. What is queued on ``stream`` when the ``with`` block ends is
-        all that reads them.
-        """
+    def fill(self, job: CopyJob) -> IdBuffer:
+        """A buffer whose host memory has the job's block ids and then its slot numbers."""
         count = len(job.device_blocks)
         buffer = self._take(2 * count)
         buffer.ids[:count] = job.device_blocks
         buffer.ids[count : 2 * count] = job.host_slots
-        # If a call is refused the buffer is never used again: better than used too early.
-        if count > in_place:
-            self._driver.copy_async(buffer.device, buffer.host, 16 * count, sent_on)
-        try:
-            yield buffer.device if count > in_place else buffer.host
-        finally:
-            self._driver.record_event(buffer.event, stream)
-            self._buffers.append(buffer)
+        return buffer
+
+    def send(self, buffer: IdBuffer, job: CopyJob, stream: int) -> None:
+        """Queue the copy of the job's ids to device memory."""
+        self._driver.copy_async(buffer.device, buffer.host, 16 * len(job.device_blocks), stream)
+
+    def take_back(self, buffer: IdBuffer, stream: int) -> None:
+        """What is queued on ``stream`` by now is all that reads the buffer.
+
+        A buffer that is not taken back is never used again: better than used too early.
+        """
+        self._driver.record_event(buffer.event, stream)
+        self._buffers.append(buffer)
 
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         self._buffers = []
         self._handles.close()
 
-    def _take(self, count: int) -> _Buffer:
+    def _take(self, count: int) -> IdBuffer:
         """A free buffer of at least ``count`` ids, the one idle longest, or a new one."""
         for index, buffer in enumerate(self._buffers):
             if buffer.ids.size >= count and self._driver.event_is_done(buffer.event):
                 return self._buffers.pop(index)
         return self._make(count)
 
-    def _make(self, count: int) -> _Buffer:
+    def _make(self, count: int) -> IdBuffer:
         size = max(MIN_IDS, 1 << (count - 1).bit_length())
         driver, take = self._driver, self._handles.take
         event = take(driver.create_event(timing=False), driver.destroy_event)
         host = take(driver.alloc_host(8 * size), driver.free_host)
         device = take(driver.alloc_device(8 * size), driver.free_device)
         ids = np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(host))
-        return _Buffer(host, device, ids, event)
+        return IdBuffer(host, device, ids, event)
 
 
 LANES = 32
@@ -378,6 +378,10 @@ class Prepared:
         return arguments
 
 
+def _key(job: CopyJob) -> tuple[int, int, int]:
+    return id(job.layout), job.host_base, job.host_pitch
+
+
 class Kernels:
     """Owns what is prepared, per layout; leaves the launcher to its owner.
 
@@ -392,18 +396,17 @@ class Kernels:
         self._driver = driver
         self._handles = Handles()
         # Each keeps its layout alive, so that an id is never that of another one.
-        self._prepared: dict[tuple[int, int], Prepared] = {}
+        self._prepared: dict[tuple[int, int, int], Prepared] = {}
 
     def find(self, job: CopyJob) -> Prepared | None:
         """What ``get`` would return, if it is ready."""
-        return self._prepared.get(self._key(job))
+        return self._prepared.get(_key(job))
 
     def get(self, job: CopyJob) -> Prepared:
         """Upload and compile what ``job`` needs; the first time this may take a second."""
-        key = self._key(job)
-        prepared = self._prepared.get(key)
+        prepared = self.find(job)
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare(job, key[1])
+            prepared = self._prepared[_key(job)] = self._prepare(job)
         return prepared
 
     def launch(self, prepared: Prepared, stream: int) -> None:
@@ -418,13 +421,10 @@ class Kernels:
         self._prepared.clear()
         self._handles.close()
 
-    def _key(self, job: CopyJob) -> tuple[int, int]:
+    def _prepare(self, job: CopyJob) -> Prepared:
+        # The packed side's alignment (0: any) limits how wide an access may be, too.
         # Only host slots can be aligned worse than the layout; a ring never is.
         alignment = 0 if self._to_packed else math.gcd(job.host_base, job.host_pitch)
-        return id(job.layout), alignment
-
-    def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
-        # The packed side's alignment (0: any) limits how wide an access may be, too.
         rows = RowTable(
             job.layout, row_shape(job.layout, math.gcd(common_alignment(job.layout), alignment))
         )

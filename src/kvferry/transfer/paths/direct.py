@@ -85,17 +85,19 @@ class HostRuns:
     """Maps byte ``n`` of a store's blocks, laid end to end, to its address in host memory."""
 
     def __init__(self, job: CopyJob) -> None:
-        slots = job.host_slots
-        heads = np.arange(len(slots))  # the blocks that do not follow the one before
-        if job.host_pitch == job.layout.block_bytes:
-            is_head = slots[1:] - slots[:-1] != 1
-            if job.host_chunk is not None:
-                # The driver refuses one copy across two registrations.
-                chunks = slots * job.host_pitch // job.host_chunk
-                is_head |= chunks[1:] != chunks[:-1]
-            heads = np.append(0, is_head.nonzero()[0] + 1)
-        self._bounds = np.append(heads * job.layout.block_bytes, job.num_bytes)
-        self._host = job.host_base + slots[heads] * job.host_pitch
+        starts, block_bytes = job.host_slots * job.host_pitch, job.layout.block_bytes
+        is_head = np.empty(len(starts), dtype=bool)  # does not follow the block before
+        is_head[0] = True
+        np.not_equal(starts[1:] - starts[:-1], block_bytes, out=is_head[1:])
+        if job.host_chunk is not None:
+            # The driver refuses one copy across two registrations.
+            chunks = starts // job.host_chunk
+            is_head[1:] |= chunks[1:] != chunks[:-1]
+        heads = is_head.nonzero()[0]
+        self._bounds = np.empty(len(heads) + 1, dtype=np.int64)
+        np.multiply(heads, block_bytes, out=self._bounds[:-1])
+        self._bounds[-1] = job.num_bytes
+        self._host = starts[heads] + job.host_base
 
     def copy(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from ``ring`` to their slots."""

@@ -31,12 +31,19 @@ class KernelPath(Path):
         self._ids = IdBuffers(driver)
 
     def enqueue(self, job: CopyJob, stream: int, ready: int) -> None:
-        prepared = self._kernels.get(job)
-        with self._ids.lend(job, stream, sent_on=stream, in_place=MAX_READ_IN_PLACE) as ids:
-            arguments = prepared.begin(job, ids)
+        kernels, ids = self._kernels, self._ids
+        prepared, buffer = kernels.get(job), ids.fill(job)
+        address = buffer.host
+        if len(job.device_blocks) > MAX_READ_IN_PLACE:
+            ids.send(buffer, job, stream)
+            address = buffer.device
+        try:
+            arguments = prepared.begin(job, address)
             arguments.packed_base = job.host_base
             arguments.packed_pitch = job.host_pitch
-            self._kernels.launch(prepared, stream)
+            kernels.launch(prepared, stream)
+        finally:
+            ids.take_back(buffer, stream)
 
     def prepare(self, job: CopyJob) -> None:
         self._kernels.get(job)

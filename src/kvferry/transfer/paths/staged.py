@@ -67,10 +67,6 @@ class Ring:
                 self.close()
                 raise
 
-    def next(self) -> RingSlot:
-        """The large slot to use next."""
-        return next(self._in_turn)
-
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
         self.is_open = False
@@ -84,9 +80,10 @@ class Ring:
         """The stream on which ids are sent, so that they do not queue behind bytes."""
         self.ids_sent = self._event()
         self.joined = self._event()
-        self._in_turn = cycle(
+        self.in_turn = cycle(
             [self._slot(base + number * large, large) for number in range(NUM_LARGE)]
         )
+        """The large slots, each when its turn comes."""
         self.small = self._slot(base + NUM_LARGE * large, self._small_bytes)
         self.is_open = True
 
@@ -135,33 +132,36 @@ class StagedPath(Path):
         ring.open()
         chunk, runs = ChunkCursor(job, prepared.rows), None
         used: list[RingSlot] = []
+        buffer = self._ids.fill(job)
         # Not where the bytes go: between two large copies, a small one and the wait for it cost the
         # link some ten microseconds (one NVIDIA H200).
-        with self._ids.lend(job, stream, sent_on=ring.for_ids) as ids:
-            try:
-                arguments = prepared.begin(job, ids)
-                driver.record_event(ring.ids_sent, ring.for_ids)
-                while chunk.num_left:
-                    slot = ring.next() if used else ring.small
-                    chunk.fit(slot.num_bytes)
-                    self._wait_until_free(slot)
-                    if slot not in used:
-                        used.append(slot)  # before anything is queued there
-                        for event in (ring.ids_sent, ready):
-                            driver.stream_wait_event(slot.stream, event)
-                    # The kernel counts from the job's first byte, the slot from the chunk's.
-                    arguments.packed_base = slot.address - chunk.start
-                    arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
-                    self._kernels.launch(prepared, slot.stream)
-                    driver.record_event(slot.filled, slot.stream)
-                    driver.stream_wait_event(stream, slot.filled)
-                    # After the launch: the card need not wait for it.
-                    runs = runs or HostRuns(job)
-                    runs.copy(driver, chunk.start, chunk.end, slot.address, stream)
-                    driver.record_event(slot.emptied, stream)
-            except BaseException:  # an interrupt too: what is queued is queued all the same
-                self._join_after_fault(used, stream)
-                raise
+        self._ids.send(buffer, job, ring.for_ids)
+        try:
+            arguments = prepared.begin(job, buffer.device)
+            driver.record_event(ring.ids_sent, ring.for_ids)
+            while chunk.end < chunk.total:
+                slot = next(ring.in_turn) if used else ring.small
+                chunk.fit(slot.num_bytes)
+                self._wait_until_free(slot)
+                if slot not in used:
+                    used.append(slot)  # before anything is queued there
+                    driver.stream_wait_event(slot.stream, ring.ids_sent)
+                    driver.stream_wait_event(slot.stream, ready)
+                # The kernel counts from the job's first byte, the slot from the chunk's.
+                arguments.packed_base = slot.address - chunk.start
+                arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
+                self._kernels.launch(prepared, slot.stream)
+                driver.record_event(slot.filled, slot.stream)
+                driver.stream_wait_event(stream, slot.filled)
+                # After the launch: the card need not wait for it.
+                runs = runs or HostRuns(job)
+                runs.copy(driver, chunk.start, chunk.end, slot.address, stream)
+                driver.record_event(slot.emptied, stream)
+        except BaseException:  # an interrupt too: what is queued is queued all the same
+            self._join_after_fault(used, stream)
+            raise
+        finally:
+            self._ids.take_back(buffer, stream)
 
     def prepare(self, job: CopyJob) -> None:
         self._kernels.get(job)
@@ -209,18 +209,13 @@ class ChunkCursor:
 
     def __init__(self, job: CopyJob, rows: RowTable) -> None:
         self._rows = rows
-        self._total = job.num_bytes
+        self.total = job.num_bytes
         self.first_row = self.last_row = self.start = self.end = 0
-
-    @property
-    def num_left(self) -> int:
-        """The bytes after this chunk."""
-        return self._total - self.end
 
     def fit(self, num_bytes: int) -> None:
         """Go on to the next chunk, of at most ``num_bytes``."""
         self.first_row, self.start = self.last_row, self.end
         # A chunk ends where a row does, so it may fall short of its size but never exceed it.
-        row = self._rows.row_at(min(self._total, self.start + num_bytes))
+        row = self._rows.row_at(min(self.total, self.start + num_bytes))
         self.last_row = max(row, self.first_row + 1)
         self.end = self._rows.position_of(self.last_row)
