@@ -110,8 +110,8 @@ class HostRuns:
         host, bounds = self._host[low:high].copy(), self._bounds[low : high + 1].copy()
         host[0] += start - bounds[0]
         bounds[0], bounds[-1] = start, end
-        packed, sizes = bounds[:-1] + (ring - start), bounds[1:] - bounds[:-1]
-        dsts, srcs, sizes = (array.view(np.uint64) for array in (host, packed, sizes))
+        each = (host, bounds[:-1] + (ring - start), bounds[1:] - bounds[:-1])
+        dsts, srcs, sizes = (array.view(np.uint64) for array in each)
         for first in range(0, len(sizes), MAX_CALL):
             part = slice(first, first + MAX_CALL)
             copy_batch(driver, dsts[part], srcs[part], sizes[part], stream)
