@@ -24,6 +24,9 @@ round), or waiting, which is for the interpreter (the GIL) or for a copy.
 the figure is microseconds in the hooks, on the processor. --other names the ``src`` folder of
 another checkout (one from before a change, say), which serves the same rounds in turn.
 
+--long adds a prompt of 16,000 tokens that comes again and again to an idle engine whose own cache
+has it: microseconds on the processor in all hooks, from its arrival until nothing is left to do.
+
 With a model each engine takes half a minute to start: --kind returns --kind idle takes two minutes.
 
 --cpu tries it out with a tiny model and no GPU; its figures mean nothing. Needs a CUDA GPU (or
@@ -35,6 +38,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -51,8 +55,8 @@ from connectors.disk_case import CPU_OPTIONS, TinyShape
 from connectors.engine import Engine, GiB, shape_of
 from connectors.first_tokens import others
 from connectors.hooks import queued_seconds, summary, thread_seconds, timed_hooks
-from connectors.loads import Load, difference, run_load
-from connectors.modelless import Modelless
+from connectors.loads import Load, difference, new_tokens, run_load
+from connectors.modelless import Modelless, rest
 from connectors.order import environment
 from vllm_connectors import FITS, provenance, what_is_missing
 
@@ -60,6 +64,9 @@ SKIPPED = 77
 GROWN_AFTER = 30.0
 NUM_BLOCKS = 3510
 """Device blocks without a model: as many as 3 GiB hold with it."""
+
+LONG_TOKENS, LONG_ANSWER, LIVES = 16_000, 8, 6
+"""A prompt that the device has, its answer, and how often it comes in a round."""
 
 OTHER = " (other)"
 
@@ -105,6 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kind", action="append", choices=list(KINDS), help="only this one")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
     parser.add_argument("--modelless", action="store_true", help="vLLM's steps without a model")
+    parser.add_argument("--long", action="store_true", help="a long prompt alone, too")
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -182,7 +190,7 @@ class Measurer:
         with timed_hooks(engine) as times:
             found = run_load(engine, load, seed=100 + number, fills=False)
             if isinstance(engine, Modelless):
-                engine.rest()  # what is stored once all have ended is part of it
+                rest(engine)  # what is stored once all have ended is part of it
         session = vars(engine.core.scheduler.connector).get("_session")
         if session is not None and session.guard.reason:  # its hooks would cost nothing
             raise RuntimeError(f"kvferry is out of service: {session.guard.reason}")
@@ -193,7 +201,21 @@ class Measurer:
             "hooks": summary(times),
             "threads": difference(threads, thread_seconds()),
             "queued": queued_seconds() - queued,
+            "long": self._long() if self._case["has_long"] else [],
         }
+
+    def _long(self) -> list[float]:
+        """Seconds on the processor in the hooks, for each life of a prompt that the device has."""
+        engine, lives = self._engine, []
+        prompt = new_tokens(random.Random(1), LONG_TOKENS)
+        for _ in range(1 + LIVES):
+            with timed_hooks(engine) as times:
+                live = engine.add(prompt, LONG_ANSWER)
+                while not live.done:
+                    engine.step()
+                rest(engine)
+            lives.append(sum(hook["worked"] for hook in summary(times).values()))
+        return lives[1:]  # the first was computed
 
 
 # -- in the parent --------------------------------------------------------------------------------
@@ -205,6 +227,7 @@ def run(args: argparse.Namespace) -> Result:
     case = {
         "is_cpu": args.cpu,
         "is_modelless": args.modelless,
+        "has_long": args.long,
         "pool_bytes": args.pool * GiB if needs_gpu else 16 << 20,
         "device_bytes": int(2.5 * (1 << 20)) if args.cpu else 3 * GiB,
         "load": vars(load),
@@ -277,6 +300,9 @@ def report(data: Result) -> str:
         "## Milliseconds a round, by thread, medians over the rounds",
         by_thread(data),
     ]
+    if data["case"]["has_long"]:
+        words = f"## A prompt of {LONG_TOKENS:,} tokens that the device has, microseconds in hooks"
+        parts += [words, long_lives(data)]
     parts += [f"Failed: {error[-1500:]}" for error in data["errors"]]
     return "\n\n".join(parts) + "\n"
 
@@ -343,6 +369,16 @@ def by_hook(data: Result) -> str:
             cells.append(f"{per[0]:.0f} / {per[1]:.1f}" if per else "-")
         rows.append((hook, *cells))
     return table(("", *data["rounds"]), rows) if rows else ""
+
+
+def long_lives(data: Result) -> str:
+    rows = []
+    for name, rounds in data["rounds"].items():
+        each = [1e6 * life for one in rounds for life in one["long"]]
+        if each:
+            rows.append((name, f"{statistics.median(each):.0f}", f"{min(each):.0f}", len(each)))
+    heads = ("", "median", "least", "lives")
+    return table(heads, [tuple(map(str, row)) for row in rows]) if rows else "Nothing was measured."
 
 
 def num_steps(one: Result) -> int:

@@ -17,6 +17,7 @@ from connectors.engine import Engine
 
 HOOKS = {
     "scheduler": (
+        "on_new_request",
         "get_num_new_matched_tokens",
         "update_state_after_alloc",
         "build_connector_meta",
@@ -29,6 +30,7 @@ HOOKS = {
     ),
     "worker": (
         "handle_preemptions",
+        "bind_connector_metadata",
         "start_load_kv",
         "wait_for_save",
         "get_finished",

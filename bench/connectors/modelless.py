@@ -50,7 +50,7 @@ class Modelless:
         options = {
             "dtype": "float32",
             "enforce_eager": True,
-            "max_model_len": 8192,
+            "max_model_len": 20480,
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 16,
             "load_format": "dummy",
@@ -157,16 +157,9 @@ class Modelless:
         request = self.scheduler.requests[name]
         return [_TOKEN] if request.num_computed_tokens >= request.num_tokens else []
 
-    def rest(self) -> None:
-        """Step until the connector has nothing left to do."""
-        end = time.perf_counter() + _REST_SECONDS
-        while self.scheduler.has_requests() and time.perf_counter() < end:
-            self.step()
-            time.sleep(1e-4)
-
     def forget(self, _: Sequence[list[int]] = ()) -> None:
         """Drop the device's prefix cache, not the connector's."""
-        self.rest()
+        rest(self)
         assert self.scheduler.reset_prefix_cache(), "vLLM did not reset its prefix cache"
 
     @property
@@ -177,3 +170,11 @@ class Modelless:
 
     def counters(self) -> dict[str, float]:
         return {}
+
+
+def rest(engine: Any) -> None:
+    """Step an engine, this or one with a model, until its connector has nothing left to do."""
+    end = time.perf_counter() + _REST_SECONDS
+    while engine.core.scheduler.has_requests() and time.perf_counter() < end:
+        engine.step()
+        time.sleep(1e-4)
