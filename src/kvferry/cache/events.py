@@ -25,7 +25,7 @@ MANY_EVENTS = 32
 class EventKind(IntEnum):
     """What happened; the comments name the fields of :class:`PoolEvent` that are set."""
 
-    LOOKUP = 0  # a request asked for blocks: request, keys, slots (found), tokens
+    LOOKUP = 0  # a request asked for blocks: request, keys, slots (of its hit), tokens
     LOAD = 1  # blocks are copied to the device: request, slots
     STORE = 2  # blocks were committed: slots
     USE = 3  # blocks served a request, or others were stored behind them: slots
@@ -43,11 +43,11 @@ ALL_KINDS = tuple(EventKind)
 
 
 class PoolEvent(NamedTuple):
-    """One record. ``keys`` and ``slots`` may be functions, for a reader that needs them."""
+    """One record. ``keys`` may be a function, for a reader that needs them."""
 
     at: float
     kind: EventKind
-    slots: SlotArray | Callable[[], SlotArray] = NO_SLOTS
+    slots: SlotArray = NO_SLOTS
     keys: Keys | Callable[[], Keys] | None = None
     tokens: int = 0
     request: str = ""
@@ -99,7 +99,7 @@ class EventLog:
     def append(
         self,
         kind: EventKind,
-        slots: SlotArray | Callable[[], SlotArray] = NO_SLOTS,
+        slots: SlotArray = NO_SLOTS,
         keys: Keys | Callable[[], Keys] | None = None,
         *,
         tokens: int = 0,

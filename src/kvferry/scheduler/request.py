@@ -111,11 +111,6 @@ class Requests:
         self.least_tokens = min(self.sizes)
         self.lower_pools = tuple(self.lower.pools.values())
 
-    def leading(self, g: int, chain: KeyChain, num_blocks: int) -> SlotArray:
-        """The leading slots of a request, as far as its hit goes: what is behind is not there."""
-        keys = self.matcher.names[g].all(chain.keys())[:num_blocks]
-        return self.pool.lookup(keys) if len(keys) else NO_SLOTS
-
 
 class Request:
     """One request of an engine. Owns its pinned hit, its loads, and how far it is stored.
@@ -231,9 +226,6 @@ class Request:
     def note_found(self, hit: PinnedHit) -> None:
         """Tell the log's readers of a hit: all that is in the host of what was asked for."""
         found, promotion = hit.found, self.promotion
-        slots = None if found.computed_tokens or found.host is not None else found.slots[0]
-        if slots is None and found.host_tokens <= found.computed_tokens == 0:
-            slots = NO_SLOTS
         answer = RequestAnswer(
             self,
             len(found.keys.array),
@@ -248,7 +240,7 @@ class Request:
             None if promotion is None else promotion.declined,
             0 if promotion is None else promotion.num_asked,
         )
-        self._answered(answer, slots)
+        self._answered(answer, found.slots)
 
     def _answered_nothing(
         self,
@@ -261,22 +253,20 @@ class Request:
         counts = (len(self.chain), max_tokens, computed, computed, computed)
         self._answered(RequestAnswer(self, *counts, missing, reason))
 
-    def _answered(self, answer: RequestAnswer, slots: SlotArray | None = None) -> None:
-        """Append what it was answered; ``slots`` are its leading ones, if known."""
+    def _answered(self, answer: RequestAnswer, slots: Sequence[SlotArray | None] = ()) -> None:
+        """Append what it was answered; ``slots`` are those that its hit reads, by group."""
         requests = self._requests
         if self.is_answered:
             requests.log.append(EventKind.RESULT, request=self.id, detail=answer)
             return
         self.is_answered = True
         matcher, log, sizes = requests.matcher, requests.log, requests.sizes
-        tokens, hit = answer.max_tokens, answer.host_tokens
+        tokens = answer.max_tokens
         num_keys = min(answer.num_keys, tokens // matcher.hash_tokens)
         evidence = evidence_of(self.hints) if self.hints is not None else None
         for g in range(len(sizes)):
             keys = partial(matcher.names[g].leading, self.chain, num_keys)
-            found: SlotArray | Callable[[], SlotArray] | None = slots if not g else None
-            if found is None and hit:
-                found = partial(requests.leading, g, self.chain, hit // sizes[g])
+            found = slots[g] if slots else None
             log.append(
                 EventKind.LOOKUP,
                 NO_SLOTS if found is None else found,

@@ -292,9 +292,12 @@ PREFILL_RATE = _gauge(
 )
 
 
+_ALL = tuple(value for value in globals().values() if isinstance(value, Metric))
+
+
 def catalog() -> Iterator[Metric]:
     """All metrics, in the order of this file."""
-    return (value for value in globals().values() if isinstance(value, Metric))
+    return iter(_ALL)
 
 
 class Sample(NamedTuple):
@@ -307,13 +310,13 @@ class Sample(NamedTuple):
 
 def samples(snapshot: Snapshot) -> Iterator[Sample]:
     """Every metric's values, in the catalog's order; known labels begin at zero."""
-    for metric in catalog():
+    for metric in _ALL:
         found = metric.read(snapshot)
-        if isinstance(found, Mapping):
+        if isinstance(found, (int, float)):
+            yield Sample(metric, (), found)
+        elif found is not None:
             for labels, value in found.items():
                 yield Sample(metric, (labels,) if isinstance(labels, str) else labels, value)
-        elif found is not None:
-            yield Sample(metric, (), found)
 
 
 def idle(reason: str) -> Iterator[Sample]:

@@ -130,9 +130,9 @@ class HearsRequests(Protocol):
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
         """A request asks for these blocks: all whole ones of its ``num_tokens``, from the first on.
 
-        ``slots`` are the leading ones that it found here. Told once for each request, when it comes
-        or some requests later, but before anything here changes or is chosen, so before its own
-        blocks are stored.
+        ``slots`` are those of its hit: not of blocks that the engine has itself. Told once for
+        each request, when it comes or some requests later, but before anything here changes or is
+        chosen, so before its own blocks are stored.
         """
 
 

@@ -62,8 +62,6 @@ class PolicyFeed:
             self._then = event.at
             try:
                 slots = event.slots
-                if callable(slots):
-                    slots = slots()
                 if event.kind is _USE:
                     self.policy.use(slots)
                 elif event.kind is _STORE:

@@ -208,10 +208,9 @@ class Serving:
 
     def expect(self, request: EngineRequest) -> None:
         """It has come to the engine's queue: lower tiers may promote its blocks meanwhile."""
-        ours = self._state_of(request).ours
         self._num_quiet = 0
-        if self._setup.loads:
-            self.scheduler.prefetch(ours)
+        if self._setup.loads and self._lower_names:
+            self.scheduler.prefetch(self._state_of(request).ours)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after ``computed_tokens`` can be loaded; None to be asked again later."""

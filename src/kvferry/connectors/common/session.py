@@ -157,7 +157,6 @@ class SchedulerSession:
     hit_sources = _hook("hit_sources", {})
     frees_soon = _hook("frees_soon", False)
     _reset = _hook("reset", None)
-    _take_stats = _hook("take_stats", None)
 
     def allocated(
         self,
@@ -246,8 +245,13 @@ class SchedulerSession:
 
     def take_stats(self) -> dict[str, float] | None:
         """Figures since the last call, or once a second that kvferry is idle for good."""
-        if self.serving is not None:
-            return self._take_stats()
+        serving = self.serving
+        if serving is not None:
+            try:
+                return serving.take_stats()
+            except Exception as error:
+                self._trip("take_stats", error)
+                return None
         is_for_good = self.guard.reason or self.refusal
         if not is_for_good or time.monotonic() < self._reported_at + _STATS_SECONDS:
             return None

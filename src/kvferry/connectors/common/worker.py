@@ -262,7 +262,6 @@ class WorkerSession:
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
         if orders.is_quiet and not self.is_busy:
-            self._computes = True
             return
         self.is_busy = True
         try:

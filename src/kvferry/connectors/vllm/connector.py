@@ -140,14 +140,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.introduce()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.begin(self._get_connector_metadata())
+        self._worker.begin(self._connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         """Before a step; loads themselves may be started after its forward."""
         super().bind_connector_metadata(connector_metadata)
-        layerwise = self._worker.layerwise
-        if layerwise is not None and connector_metadata.computes:
-            layerwise.begin_forward(_mode_of_step())
+        worker = self._worker
+        if connector_metadata.is_quiet and not worker.is_busy:
+            return  # as in most steps, and there are many
+        if worker.layerwise is not None and connector_metadata.computes:
+            worker.layerwise.begin_forward(_mode_of_step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request runs when its blocks are there, or will be before their layer is computed."""
@@ -164,12 +166,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layerwise.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.after_forward()
+        if self._worker.is_busy:
+            self._worker.after_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._worker
         if not (worker.is_busy or worker.finished.arrived):
-            return _NONE_FINISHED  # as in most steps, and there are many
+            return _NONE_FINISHED
         worker.poll()
         return None, worker.finished.take("arrived") or None
 
@@ -278,7 +281,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- on both sides --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        data = self._session.take_stats() if self._is_scheduler else None
+        if not self._is_scheduler:
+            return None
+        data = self._session.take_stats()
         return FerryStats(data=data) if data is not None else None
 
     @classmethod
