@@ -298,21 +298,13 @@ class Server:
         return SimpleNamespace(get_block_ids=lambda: (self.tables[name],))
 
     def step(self, scheduled: dict[str, int], new: tuple[str, ...] = ()) -> None:
-        from kvferry.connectors.vllm.engine import step_of
-
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=sum(scheduled.values()),
-            num_scheduled_tokens=scheduled,
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-            preempted_req_ids=None,
-        )
-        orders = self.side.orders(step_of(output))
+        orders = self.side.orders(scheduled, sum(scheduled.values()), has_new=bool(new))
         self.rank.begin(orders)
-        self.rank.after_forward()
+        if self.rank.is_busy:  # as the connector class does
+            self.rank.after_forward()
 
     def hear(self) -> None:
-        if self.rank.is_busy or self.rank.finished.arrived:  # as the connector class does
+        if self.rank.is_busy or self.rank.finished.arrived:
             self.rank.poll()
             self.rank.finished.take("arrived")
         report = self.rank.take_receipts()

@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.config import Config
-from kvferry.connectors.common.contract import SessionSetup, Step
+from kvferry.connectors.common.contract import SessionSetup
 from kvferry.connectors.common.messages import StepOrders
 from kvferry.connectors.common.ranks import RankPlace
 from kvferry.connectors.common.session import SchedulerSession
@@ -169,7 +169,8 @@ class Sides:
     ) -> StepOrders:
         """A step of vLLM's; ``new`` are those of the scheduled that never ran before."""
         scheduled = scheduled or {}
-        return self.side.orders(Step(scheduled, sum(scheduled.values()), new, preempted))
+        tokens = sum(scheduled.values())
+        return self.side.orders(scheduled, tokens, has_new=bool(new), preempted=preempted)
 
     def answer(self, *numbers: int) -> Any:
         """What these ranks have to say now, summed up and heard; the others are silent."""

@@ -512,7 +512,7 @@ class Request:
             return False
         if progress.past and not progress.tokens:
             past = min(progress.past, num_tokens)
-            requests.stores.skip_known(progress.stored, self.chain.keys(), past)
+            requests.stores.skip_known(progress.stored, self.chain.keys(), num_tokens, past)
             progress.tokens = progress.since = min(map(mul, progress.stored, requests.sizes))
         return True
 

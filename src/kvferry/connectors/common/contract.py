@@ -6,9 +6,9 @@ session does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention, Group
@@ -36,18 +36,6 @@ class EngineKeys(KeyChain, Protocol):
 
     had_blocks: Sequence[Sequence[int]]
     """The device blocks, by group, of a request that has ended."""
-
-
-class Step(NamedTuple):
-    """One step of the engine: how many tokens each request computes in it.
-
-    ``new`` requests run for the first time; ``preempted`` ones lose their device blocks.
-    """
-
-    scheduled: Mapping[str, int]
-    num_tokens: int
-    new: Sequence[str] = ()
-    preempted: Collection[str] = ()
 
 
 class EngineAdapter(EngineBlocks, Protocol):

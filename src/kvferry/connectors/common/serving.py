@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvferry.cache import reach
@@ -24,7 +24,6 @@ from kvferry.connectors.common.contract import (
     EngineKeys,
     EngineRequest,
     SessionSetup,
-    Step,
 )
 from kvferry.connectors.common.loads import PromisedLoad
 from kvferry.connectors.common.messages import LoadOrder, RankShape, StepOrders, StepReceipts
@@ -327,17 +326,23 @@ class Serving:
 
     # -- every step -----------------------------------------------------------------------------
 
-    def orders(self, step: Step) -> StepOrders:
+    def orders(
+        self,
+        scheduled: Mapping[str, int],
+        num_tokens: int,
+        has_new: bool,
+        preempted: Collection[str],
+    ) -> StepOrders:
         """This step's plan. It stores what this very step computes: the ranks order them so."""
         # Most steps decode one more token of each running request: such a step must cost next to
         # nothing, so only the step itself is looked at. One that runs no request is always looked
         # at: it is a chance for what waits.
-        only_decodes = 0 < len(step.scheduled) == step.num_tokens
-        if self._num_quiet > 0 and only_decodes and not (step.new or step.preempted):
+        only_decodes = 0 < len(scheduled) == num_tokens
+        if self._num_quiet > 0 and only_decodes and not (has_new or preempted):
             self._num_quiet -= 1
             return self._quiet_orders
-        plan = self._plan(step)
-        epoch, computes = self.scheduler.epoch, step.num_tokens > 0
+        plan = self._plan(scheduled, preempted)
+        epoch, computes = self.scheduler.epoch, num_tokens > 0
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
         loads = {}
@@ -349,28 +354,28 @@ class Serving:
                     del self._promised[request]
         return StepOrders(plan, loads, computes=computes, epoch=epoch)
 
-    def _plan(self, step: Step) -> Plan:
+    def _plan(self, scheduled: Mapping[str, int], preempted: Collection[str]) -> Plan:
         scheduler = self.scheduler
         if not self._has_settled and time.monotonic() >= self._poll_at:
             self._settle(())
         self._has_settled = False
         if self.reports.mailbox.has_mail:
             self.reports.mailbox.answer()
-        for request_id in step.preempted:
+        for request_id in preempted:
             state = self._requests.get(request_id)
             if state is not None and state.theirs.num_preemptions != state.preemptions:
                 self._note_preemption(state)
-        num_quiet = self._store_running(step.scheduled)
-        if self._rests and (held := scheduler.store_left(is_idle=not step.scheduled)):
+        num_quiet = self._store_running(scheduled)
+        if self._rests and (held := scheduler.store_left(is_idle=not scheduled)):
             self._hold(held)
         released = scheduler.take_released()
         if released:
             self.engine.release(released)
         self._num_quiet = 0 if self._rests.num_held else min(num_quiet, _MOST_QUIET)
-        if not (step.scheduled or self._requests):
+        if not (scheduled or self._requests):
             scheduler.writeback.flush()
         plan = scheduler.plan()
-        is_waiting = not (step.scheduled or plan.transfers)  # first, copies begin
+        is_waiting = not (scheduled or plan.transfers)  # first, copies begin
         if is_waiting or scheduler.many_events_wait:
             scheduler.drain_events()
         return plan
@@ -517,7 +522,8 @@ class Serving:
     def has_work(self) -> bool:
         """Whether the engine should keep stepping, so that copies under way can be reported."""
         scheduler = self.scheduler
-        is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
+        transfers = scheduler.transfers
+        is_moving = self._rests or transfers.has_queued or transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
         return bool(is_moving or is_left or self._promised or self.reports.has_orders)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup, Step
+from kvferry.connectors.common.contract import EngineAdapter, EngineRequest, SessionSetup
 from kvferry.connectors.common.messages import (
     Guard,
     LoadOrder,
@@ -178,17 +178,27 @@ class SchedulerSession:
                 blocks = self.former.promised_blocks(name, blocks, num_external_tokens)
             self._unkept[name] = LoadOrder((), tuple(blocks))
 
-    def orders(self, step: Step) -> StepOrders:
-        """What every rank is to do in this step."""
+    def orders(
+        self,
+        scheduled: Mapping[str, int],
+        num_tokens: int,
+        *,
+        has_new: bool = False,
+        preempted: Collection[str] = (),
+    ) -> StepOrders:
+        """What every rank is to do in this step, in which each request computes so many tokens.
+
+        ``has_new`` says that some run for the first time; those ``preempted`` lose their blocks.
+        """
         serving = self.serving
         if serving is not None and not self._unkept:
             try:
-                return serving.orders(step)
+                return serving.orders(scheduled, num_tokens, has_new, preempted)
             except Exception as error:
                 self._trip("orders", error)
         lost, self._unkept = self._unkept, {}
         holds = self.former is not None and self.former.engine.num_held > 0
-        return StepOrders(loads=lost, computes=step.num_tokens > 0, drain=holds)
+        return StepOrders(loads=lost, computes=num_tokens > 0, drain=holds)
 
     def take(self, report: StepReceipts) -> None:
         """The ranks' answers of one step."""

@@ -31,7 +31,7 @@ from kvferry.connectors.vllm.control import (
     has_peer,
     weights_of_caller,
 )
-from kvferry.connectors.vllm.engine import VllmEngine, step_of
+from kvferry.connectors.vllm.engine import VllmEngine
 from kvferry.connectors.vllm.geometry import kv_cache_of
 from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.connectors.vllm.versions import require_fit
@@ -246,7 +246,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return dict(found)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return self._session.orders(step_of(scheduler_output))
+        return self._session.orders(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.total_num_scheduled_tokens,
+            has_new=bool(scheduler_output.scheduled_new_reqs),
+            preempted=scheduler_output.preempted_req_ids or (),
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from kvferry.cache.reach import Group, RecurrentState
-from kvferry.connectors.common.contract import Step
 from kvferry.connectors.common.hints import read_hints, tenant_of
 from kvferry.core.identity import Namespace, adopt, adopt_one
 from kvferry.core.keys import Key, Keys
@@ -258,14 +257,3 @@ class VllmEngine:
         blocks = self._pool.blocks
         self._pool.free_blocks([blocks[number] for number in self._held.elements()])
         self._held.clear()
-
-
-def step_of(output: Any) -> Step:
-    """A step as vLLM's scheduler puts it out."""
-    new = output.scheduled_new_reqs
-    return Step(
-        output.num_scheduled_tokens,
-        output.total_num_scheduled_tokens,
-        [each.req_id for each in new] if new else (),
-        output.preempted_req_ids or (),
-    )
