@@ -140,12 +140,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.introduce()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.begin(self._connector_metadata)
+        self._worker.begin(self._orders)
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         """Before a step; loads themselves may be started after its forward."""
         super().bind_connector_metadata(connector_metadata)
-        worker = self._worker
+        self._orders, worker = connector_metadata, self._worker
         if connector_metadata.is_quiet and not worker.is_busy:
             return  # as in most steps, and there are many
         if worker.layerwise is not None and connector_metadata.computes:
