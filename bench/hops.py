@@ -298,7 +298,7 @@ class Server:
         return SimpleNamespace(get_block_ids=lambda: (self.tables[name],))
 
     def step(self, scheduled: dict[str, int], new: tuple[str, ...] = ()) -> None:
-        orders = self.side.orders(scheduled, sum(scheduled.values()), has_new=bool(new))
+        orders = self.side.orders(scheduled, sum(scheduled.values()), new=bool(new), preempted=())
         self.rank.begin(orders)
         if self.rank.is_busy:  # as the connector class does
             self.rank.after_forward()

@@ -170,7 +170,7 @@ class Sides:
         """A step of vLLM's; ``new`` are those of the scheduled that never ran before."""
         scheduled = scheduled or {}
         tokens = sum(scheduled.values())
-        return self.side.orders(scheduled, tokens, has_new=bool(new), preempted=preempted)
+        return self.side.orders(scheduled, tokens, new=bool(new), preempted=preempted)
 
     def answer(self, *numbers: int) -> Any:
         """What these ranks have to say now, summed up and heard; the others are silent."""

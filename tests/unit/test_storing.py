@@ -46,6 +46,18 @@ def test_a_request_that_returns_goes_on_behind_what_is_kept() -> None:
     assert returns(desk, "c", told, 24) == 24  # on its way counts
 
 
+def test_a_request_that_is_kept_whole_is_done_and_a_lost_block_is_stored_anew() -> None:
+    desk = Desk()
+    told = story(1, 6)
+    desk.keep("a", told, 24)
+    assert returns(desk, "b", told, 16, until=24) == 24
+    lease = desk.scheduler.pool.lease(told)
+    assert lease is not None
+    lease.release([4])
+    assert returns(desk, "c", told, 12, until=24) == 16
+    assert desk.store("c", told, 24, first_block=8) == {0: [12]}
+
+
 def test_what_is_skipped_was_used_and_stays_longer() -> None:
     desk = Desk(slots=8)
     old, new = story(1, 4), story(2, 4)

@@ -341,7 +341,7 @@ class Bookkeeper:
             self._touch(event.request).overlaps = True
 
     def _evicted(self, event: PoolEvent) -> None:
-        keys = event.keys if isinstance(event.keys, Keys) else event.all_keys()
+        keys = event.all_keys()
         self._ghosts.add(keys)
         if self._brought:
             for word in keys.array[:, 1].tolist():

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvferry.cache import reach
 from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.pool import Pool
-from kvferry.cache.slots import SlotState
 from kvferry.config import Config
 from kvferry.core.keys import Key, Keys
 from kvferry.errors import InputError
@@ -159,19 +158,20 @@ class Stores:
         """Count the whole blocks below ``num_tokens`` as stored, group by group, if they are kept.
 
         Else those below the ``past``. Only where every hit reads every block: what is kept of a
-        conversation is its beginning then, so the last of these blocks speaks for all of them.
+        conversation is its beginning then, so the last of the past speaks for all of it.
         """
+        pool = self._pool
         for g, group in enumerate(self._matcher.groups):
-            names = self._matcher.names[g]
-            for tokens in dict.fromkeys((num_tokens, past)):
-                count = tokens // group.block_tokens
-                if count <= stored[g] or not isinstance(group, reach.FullAttention):
-                    break
-                last = names.before(keys, count)
-                if last is not None and self._pool.state_of(last) is not SlotState.FREE:
-                    self._pool.touch(names.of(keys, range(count)))  # in use: keep them longer
+            names, count = self._matcher.names[g], past // group.block_tokens
+            rest = names.of(keys, range(count, num_tokens // group.block_tokens))
+            # All of them: a block whose bytes were lost is stored anew.
+            if len(rest) and pool.known(rest[-1:])[0] and pool.known(rest).all():
+                count += len(rest)
+            if count > stored[g] and isinstance(group, reach.FullAttention):
+                slot_keys = names.of(keys, range(count))
+                if pool.known(slot_keys[-1:])[0]:
+                    pool.touch(slot_keys)  # they are in use: keep them longer
                     stored[g] = count
-                    break
 
     def _fitting(self, g: int, slot_keys: Keys) -> int:
         """How many of these, from the first on, the bounds allow; what is kept takes no room."""

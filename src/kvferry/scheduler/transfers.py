@@ -135,12 +135,6 @@ class Transfers:
         self._num_sent = 0
 
     @property
-    def has_queued(self) -> bool:
-        """Whether some order is not in a plan yet."""
-        some = self._loads or self._stores or self._moves or self._questions or self._forget
-        return bool(some)
-
-    @property
     def num_queued(self) -> int:
         """Orders that are not in a plan yet."""
         orders = len(self._loads) + len(self._moves) + sum(1 for _ in self.store_orders())
@@ -307,7 +301,7 @@ class Transfers:
         The stores of one group travel together: one copy of many blocks beats many of a few.
         """
         self._step += 1
-        if not self.has_queued:
+        if not (self._loads or self._stores or self._moves or self._questions or self._forget):
             return Plan(self._step)
         loads, moves, stores = self._loads, self._moves, self._stores
         # Before they are in flight: what is in both, should an interrupt come, would end twice.

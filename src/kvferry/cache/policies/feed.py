@@ -61,13 +61,12 @@ class PolicyFeed:
             event = events[0]  # an interrupt leaves it there, to be told again
             self._then = event.at
             try:
-                slots = event.slots
                 if event.kind is _USE:
-                    self.policy.use(slots)
+                    self.policy.use(event.slots)
                 elif event.kind is _STORE:
-                    self.policy.insert(slots)
+                    self.policy.insert(event.slots)
                 else:
-                    self._tell(event, slots)
+                    self._tell(event, event.slots)
             except Exception as error:
                 self.failure = self.failure or error
                 self.has_failed = True
@@ -89,7 +88,6 @@ class PolicyFeed:
             if len(slots):
                 policy.discard(slots)
         elif kind is _LOOKUP and self.hearer is not None:
-            keys = event.keys() if callable(event.keys) else event.all_keys()
-            self.hearer.asked(keys, event.tokens, slots)
+            self.hearer.asked(event.all_keys(), event.tokens, slots)
         elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
             self.hint_hearer.hint(event.all_keys(), event.detail)

@@ -330,7 +330,8 @@ class Serving:
         self,
         scheduled: Mapping[str, int],
         num_tokens: int,
-        has_new: bool,
+        *,
+        new: bool,
         preempted: Collection[str],
     ) -> StepOrders:
         """This step's plan. It stores what this very step computes: the ranks order them so."""
@@ -338,7 +339,7 @@ class Serving:
         # nothing, so only the step itself is looked at. One that runs no request is always looked
         # at: it is a chance for what waits.
         only_decodes = 0 < len(scheduled) == num_tokens
-        if self._num_quiet > 0 and only_decodes and not (has_new or preempted):
+        if self._num_quiet > 0 and only_decodes and not (new or preempted):
             self._num_quiet -= 1
             return self._quiet_orders
         plan = self._plan(scheduled, preempted)
@@ -382,8 +383,9 @@ class Serving:
 
     def _store_running(self, scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may compute unobserved."""
-        least = LONG_TOKENS if scheduled else 0
-        step_tokens, late = self._rests.step, self._setup.lookahead_tokens
+        if not scheduled:
+            return 0
+        least, step_tokens, late = LONG_TOKENS, self._rests.step, self._setup.lookahead_tokens
         for request_id, num_new in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -522,8 +524,7 @@ class Serving:
     def has_work(self) -> bool:
         """Whether the engine should keep stepping, so that copies under way can be reported."""
         scheduler = self.scheduler
-        transfers = scheduler.transfers
-        is_moving = self._rests or transfers.has_queued or transfers.num_awaited
+        is_moving = self._rests or scheduler.num_queued or scheduler.transfers.num_awaited
         is_left = not self._requests and scheduler.writeback.flush_is_due
         return bool(is_moving or is_left or self._promised or self.reports.has_orders)
 

@@ -157,6 +157,7 @@ class SchedulerSession:
     hit_sources = _hook("hit_sources", {})
     frees_soon = _hook("frees_soon", False)
     _reset = _hook("reset", None)
+    _take_stats = _hook("take_stats", None)
 
     def allocated(
         self,
@@ -183,17 +184,17 @@ class SchedulerSession:
         scheduled: Mapping[str, int],
         num_tokens: int,
         *,
-        has_new: bool = False,
-        preempted: Collection[str] = (),
+        new: bool,
+        preempted: Collection[str],
     ) -> StepOrders:
-        """What every rank is to do in this step, in which each request computes so many tokens.
+        """What every rank is to do in a step in which each request computes so many tokens.
 
-        ``has_new`` says that some run for the first time; those ``preempted`` lose their blocks.
+        ``new`` says that some run for the first time; those ``preempted`` lose their blocks.
         """
         serving = self.serving
         if serving is not None and not self._unkept:
             try:
-                return serving.orders(scheduled, num_tokens, has_new, preempted)
+                return serving.orders(scheduled, num_tokens, new=new, preempted=preempted)
             except Exception as error:
                 self._trip("orders", error)
         lost, self._unkept = self._unkept, {}
@@ -255,13 +256,8 @@ class SchedulerSession:
 
     def take_stats(self) -> dict[str, float] | None:
         """Figures since the last call, or once a second that kvferry is idle for good."""
-        serving = self.serving
-        if serving is not None:
-            try:
-                return serving.take_stats()
-            except Exception as error:
-                self._trip("take_stats", error)
-                return None
+        if self.serving is not None:
+            return self._take_stats()
         is_for_good = self.guard.reason or self.refusal
         if not is_for_good or time.monotonic() < self._reported_at + _STATS_SECONDS:
             return None

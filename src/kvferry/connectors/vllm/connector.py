@@ -249,7 +249,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._session.orders(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.total_num_scheduled_tokens,
-            has_new=bool(scheduler_output.scheduled_new_reqs),
+            new=bool(scheduler_output.scheduled_new_reqs),
             preempted=scheduler_output.preempted_req_ids or (),
         )
 
@@ -286,9 +286,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- on both sides --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        if not self._is_scheduler:
-            return None
-        data = self._session.take_stats()
+        data = self._session.take_stats() if self._is_scheduler else None
         return FerryStats(data=data) if data is not None else None
 
     @classmethod
