@@ -160,17 +160,16 @@ class Stores:
         Else those below the ``past``. Only where every hit reads every block: what is kept of a
         conversation is its beginning then, so the last of the past speaks for all of it.
         """
-        pool = self._pool
         for g, group in enumerate(self._matcher.groups):
             names, count = self._matcher.names[g], past // group.block_tokens
             rest = names.of(keys, range(count, num_tokens // group.block_tokens))
             # All of them: a block whose bytes were lost is stored anew.
-            if len(rest) and pool.known(rest[-1:])[0] and pool.known(rest).all():
+            if len(rest) and self._pool.known(rest[-1:])[0] and self._pool.known(rest).all():
                 count += len(rest)
             if count > stored[g] and isinstance(group, reach.FullAttention):
                 slot_keys = names.of(keys, range(count))
-                if pool.known(slot_keys[-1:])[0]:
-                    pool.touch(slot_keys)  # they are in use: keep them longer
+                if self._pool.known(slot_keys[-1:])[0]:
+                    self._pool.touch(slot_keys)  # they are in use: keep them longer
                     stored[g] = count
 
     def _fitting(self, g: int, slot_keys: Keys) -> int:

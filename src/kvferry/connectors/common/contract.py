@@ -34,6 +34,8 @@ class EngineRequest(Protocol):
 class EngineKeys(KeyChain, Protocol):
     """The keys of one of the engine's requests."""
 
+    request: Any
+    """The engine's own, for events; None once it has ended and nobody listens."""
     had_blocks: Sequence[Sequence[int]]
     """The device blocks, by group, of a request that has ended."""
 

@@ -496,6 +496,8 @@ class Serving:
                 for name in names:
                     self.scheduler.control.remember(name, state.keys.keys())
             state.keys.had_blocks = block_ids
+            if self.events is None:
+                state.keys.request = None  # which is large: not until our records of it are read
             if held := state.ours.leave(request.num_computed_tokens - late):
                 self._hold(held)
 

@@ -187,10 +187,7 @@ class SchedulerSession:
         new: bool,
         preempted: Collection[str],
     ) -> StepOrders:
-        """What every rank is to do in a step in which each request computes so many tokens.
-
-        ``new`` says that some run for the first time; those ``preempted`` lose their blocks.
-        """
+        """What every rank is to do in this step; ``new`` says that some run for the first time."""
         serving = self.serving
         if serving is not None and not self._unkept:
             try:

@@ -39,14 +39,15 @@ _hash_of = attrgetter("block_hash")
 class RequestKeys:
     """The chain of one vLLM request: the keys of the hash blocks it has so far.
 
-    Reads ``block_hashes``, which vLLM extends with every full block of known tokens. Those hashes
-    cover the salt, the adapter and the images of the request.
+    Reads ``block_hashes``, a list that vLLM extends with every full block of known tokens. Those
+    hashes cover the salt, the adapter and the images of the request.
     """
 
-    __slots__ = ("_keys", "_last", "_namespace", "had_blocks", "request")
+    __slots__ = ("_keys", "_last", "_namespace", "had_blocks", "hashes", "request")
 
     def __init__(self, request: Any, namespace: Namespace) -> None:
         self.request = request
+        self.hashes: list[bytes] = request.block_hashes
         self._namespace = namespace
         self._keys = _NO_KEYS
         self._last: bytes | None = None
@@ -54,13 +55,13 @@ class RequestKeys:
         """Once it has ended: its device blocks by group. Other requests may have them by now."""
 
     def __len__(self) -> int:
-        return len(self.request.block_hashes)
+        return len(self.hashes)
 
     def __getitem__(self, position: int) -> Key:
-        return adopt_one(self._namespace, self.request.block_hashes[position])
+        return adopt_one(self._namespace, self.hashes[position])
 
     def keys(self) -> Keys:
-        hashes = self.request.block_hashes
+        hashes = self.hashes
         known = len(self._keys.array)
         # Chained, so one equal hash means that all before it are equal: a request whose tokens
         # were replaced (streamed input) starts over.
@@ -170,18 +171,18 @@ class VllmEngine:
         keys: Any = request.chain
         known = None
         if self._manager is not None:
-            known = self._manager.get_block_ids(keys.request.request_id)
+            known = self._manager.get_block_ids(request.id)
         return [
             self.table(known[self._ids[number]], num_tokens // group.block_tokens)
             if known is not None and not isinstance(group, RecurrentState)
-            else self._by_content(number, keys.request.block_hashes, num_tokens, from_token)
+            else self._by_content(number, keys.hashes, num_tokens, from_token)
             for number, group in enumerate(self._groups)
         ]
 
     def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
         """The same of a request that has ended: whatever the prefix cache still has of it."""
         keys: Any = request.chain
-        hashes, had = keys.request.block_hashes, keys.had_blocks or ((),) * len(self._groups)
+        hashes, had = keys.hashes, keys.had_blocks or ((),) * len(self._groups)
         return [
             self._by_content(number, hashes, num_tokens, from_token, had[number])
             for number in range(len(self._groups))
