@@ -190,7 +190,7 @@ class Stores:
         chained = isinstance(matcher.groups[g], reach.FullAttention)
         wanted = self._wanted(g, todo, blocks, slot_keys)
         asked, chosen, found = slot_keys, None, None
-        if not wanted.all():
+        if np.count_nonzero(wanted) < len(wanted):
             if chained:  # what follows a block left out could never be reached
                 found = self._pool.find(slot_keys)
                 wanted = np.logical_and.accumulate(wanted | (found != NO_SLOT))

@@ -549,7 +549,7 @@ def checked_blocks(
     if type(part) is not np.ndarray or part.dtype != np.int64:
         part = integers(part, "device blocks")
     found: npt.NDArray[np.int64] = part.copy()
-    if found.size and int(found.min()) < least:
+    if found.size and np.minimum.reduce(found) < least:
         or_none = f", or NO_BLOCK ({NO_BLOCK})" if least == NO_BLOCK else ""
         raise InputError(
             f"group {group}'s block table holds {int(found.min())}; a block is 0 or more{or_none}"
