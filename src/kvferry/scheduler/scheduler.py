@@ -173,7 +173,7 @@ class Scheduler:
         for each in self._pools:
             each.eviction.pins.bound(config.pin_share)
         self.matcher = matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
-        self.stores = Stores(matcher, pool, transfers, config, shape)
+        self.stores = Stores(matcher, pool, transfers, config, shape, clock)
         self.hits = hits = Hits(matcher, pool, transfers, config, shape, clock, worth)
         self._tenants = _divided(config.tenants, pool, lower) if config.tenants else None
         self.has_tenants = self._tenants is not None
@@ -277,6 +277,8 @@ class Scheduler:
         releases them.
         """
         deferred, requests = self.deferred, self._requests
+        if deferred is not None and self.pool.num_ready < self.pool.num_slots:
+            self.stores.waits_for_slots = not deferred.is_short
         due = deferred.take_due(is_idle=is_idle) if deferred is not None else ()
         if deferred is None or not due:
             return []
@@ -309,6 +311,7 @@ class Scheduler:
         if num_slots > ready[rank]:
             ready[rank] = num_slots
             self.pool.grow(min(*ready, self.pool.num_slots))
+            self.stores.note_ready()
 
     def note_health(self, health: Health) -> None:
         """A tier went away on a rank, or came back: it is used while it can be on every rank.

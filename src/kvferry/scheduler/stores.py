@@ -85,7 +85,8 @@ class Stores:
     """Turns computed blocks into store orders. Owns admission and the bounds on stores.
 
     Stores are the first to wait: while the bounds are reached nothing is ordered, and a request
-    asks again in its next step.
+    asks again in its next step. Stores also wait for host memory that is still being made ready:
+    otherwise a server would lose its first prompt behind the first few blocks.
     """
 
     def __init__(
@@ -95,9 +96,14 @@ class Stores:
         transfers: Transfers,
         config: Config,
         shape: EngineShape,
+        clock: Callable[[], float],
     ) -> None:
         self.admission = SeenOften(config.store_threshold, num_keys=pool.num_slots)
         self.num_shed = 0
+        self.waits_for_slots = False
+        """Whether a store may wait for host memory that is still being made ready."""
+        self._slots_due: float | None = None  # None: no store has waited for slots yet
+        self._clock = clock
         self._was_cut = False  # by the bounds, the last store
         self._matcher = matcher
         self._pool = pool
@@ -133,7 +139,7 @@ class Stores:
                     )
                 parts.append((g, todo, checked_blocks(g, tables[g], todo)))
         self._was_cut = False
-        if len(stored) > 1 and self._is_busy and not all(self._room(g) for g, _, _ in parts):
+        if len(stored) > 1 and self._must_wait(parts):
             self._was_cut = True
             self.num_shed += 1
             return ()
@@ -228,8 +234,14 @@ class Stores:
 
     @property
     def is_full(self) -> bool:
-        """Whether the bounds cut the last store short, and copies under way will make room."""
-        return self._was_cut and self._is_busy
+        """Whether the bounds cut the last store short, and copies or new slots will make room."""
+        return self._was_cut and (self._is_busy or self._grows())
+
+    def _must_wait(self, parts: Sequence[tuple[int, range, Any]]) -> bool:
+        """Whether these parts of several groups cannot go whole now, and may do so later."""
+        if self._grows():
+            return sum(len(todo) for _, todo, _ in parts) > self._pool.num_free
+        return self._is_busy and not all(self._room(g) for g, _, _ in parts)
 
     @property
     def _is_busy(self) -> bool:
@@ -244,10 +256,29 @@ class Stores:
             transfers = self._transfers
             num_bytes = transfers.bytes_to_device + transfers.bytes_from_device
             room = min(room, (self._max_bytes - num_bytes) // self._block_bytes[g])
+        if self._grows():
+            room = min(room, self._pool.num_free)
         return max(0, room)
+
+    def note_ready(self) -> None:
+        """More slots can be used, so there may be more soon."""
+        if self._slots_due is not None:
+            self._slots_due = self._clock() + SLOTS_SECONDS
+
+    def _grows(self) -> bool:
+        """Whether a store shall wait for more slots: not for long, as there may be no more."""
+        pool = self._pool
+        if pool.num_ready == pool.num_slots or not self.waits_for_slots:
+            return False
+        if self._slots_due is None:
+            self._slots_due = self._clock() + SLOTS_SECONDS
+        return self._clock() < self._slots_due
 
 
 # -- stores of what ended requests left ---------------------------------------------------------
+
+SLOTS_SECONDS = 1.0
+"""How long stores wait for the next slots of host memory that is being made ready."""
 
 WAIT_SECONDS = 2.0
 """How long a short rest waits for the next turn: programs that call tools answer as fast."""
@@ -338,6 +369,12 @@ class DeferredStores:
         """How many tokens a running request stores at once, counted from ``Progress.next_from``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the engine has too few blocks, for some to be held long."""
+        engine = self.engine
+        return engine.num_free < self._most_held or engine.num_held > self._most_held
+
     def add(
         self,
         request: Any,
@@ -381,8 +418,7 @@ class DeferredStores:
         due, waiting = list[Deferred](), list[Deferred]()
         soon = now - SOON_SECONDS
         if self.num_held:
-            is_short = engine.num_free < self._most_held or engine.num_held > self._most_held
-            soon = now if is_idle or self.is_wanted or is_short else soon
+            soon = now if is_idle or self.is_wanted or self.is_short else soon
         for rest in self._rests:
             if not rest.held:
                 waiting.append(rest)
