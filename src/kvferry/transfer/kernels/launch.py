@@ -348,12 +348,27 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
 MAX_ROWS = 2**31 - 1
 
 
+MOST_PROGRAMS = 16
+"""Of a load with tiny rows: an eighth of an H200."""
+
+
 @dataclass(frozen=True)
 class Grid:
-    """How much of the card a kernel takes: programs, and the warps of each."""
+    """How much of the card a kernel takes: programs, and the warps of each.
+
+    A program has a row for each warp in flight. Where rows are so short that fewer than
+    ``min_bytes`` are in flight, it takes more programs.
+    """
 
     programs: int
     warps: int
+    min_bytes: int = 0
+
+    def programs_for(self, rows: RowTable) -> int:
+        """How many programs copy these rows."""
+        row_bytes = rows.layout.block_bytes / rows.rows_per_block
+        needed = math.ceil(self.min_bytes / (self.warps * row_bytes))
+        return max(self.programs, min(needed, MOST_PROGRAMS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,6 +377,7 @@ class Prepared:
 
     rows: RowTable
     launch: Launch
+    programs: int
     arguments: CopyArguments
 
     def begin(self, job: CopyJob, ids: int) -> CopyArguments:
@@ -411,10 +427,9 @@ class Kernels:
 
     def launch(self, prepared: Prepared, stream: int) -> None:
         """Queue the kernel for the rows its arguments name."""
-        arguments, grid = prepared.arguments, self._grid
-        tiles = -(-(arguments.last_row - arguments.first_row) // grid.warps)
-        programs = min(grid.programs, tiles)
-        prepared.launch(programs, arguments, stream)
+        arguments = prepared.arguments
+        tiles = -(-(arguments.last_row - arguments.first_row) // self._grid.warps)
+        prepared.launch(min(prepared.programs, tiles), arguments, stream)
 
     def close(self) -> None:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
@@ -443,7 +458,8 @@ class Kernels:
             rows_per_block=rows.rows_per_block,
             rows_per_segment=int(rows.rows_per_segment[0]),
         )
-        return Prepared(rows, self._launcher.prepare(variant), arguments)
+        programs = self._grid.programs_for(rows)
+        return Prepared(rows, self._launcher.prepare(variant), programs, arguments)
 
     def _upload(self, rows: RowTable) -> int:
         """Copy and wait: the next user of the table may be on any stream."""
