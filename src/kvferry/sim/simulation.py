@@ -1,4 +1,4 @@
-"""Runs trials over a trace, shared among processes. All trials see the same requests."""
+"""Simulates policies and capacities on one trace, in parallel processes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 Ints = npt.NDArray[np.int64]
 
 _MOSTLY = 0.5
-"""A request continues an earlier one if it has more than this share of that one's blocks."""
+"""A request continues an earlier request if it repeats more than this share of its blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Future:
-    """The previous use of each block, in arrays of about 55 bytes for each block of the trace.
+    """The previous request that used each block of a trace. Takes about 55 bytes per block.
 
-    ``starts`` has the first block of each request, and the end. ``before`` is the last earlier
-    request with the same block, or -1. It never grows along a request.
+    ``starts[r]`` to ``starts[r + 1]`` are the blocks of request r. ``before`` has, for each block,
+    the latest earlier request with the same block, or -1. Along a request it never increases.
     """
 
     starts: Ints
@@ -55,7 +55,7 @@ class Future:
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> Future:
-        """Read every request once."""
+        """Read every request once. Partial last blocks count only with ``keep_partial``."""
         numbers, counts, times = [], [], []
         for request in requests:
             stored = len(request.numbers) if keep_partial else request.num_full
@@ -78,7 +78,7 @@ class Future:
         return len(self.times)
 
     def later_uses(self) -> tuple[Ints, Ints, Ints]:
-        """The number of blocks of each request that a later one uses next.
+        """Find the requests that reuse the blocks of each request next, and how many blocks each.
 
         Returns:
             ``(starts, later, counts)``. The entries of request r are at ``starts[r]`` to
@@ -87,7 +87,7 @@ class Future:
         owner = np.repeat(np.arange(self.num_requests), np.diff(self.starts))
         known = np.flatnonzero(self.before >= 0)
         earlier, later = self.before[known].astype(np.int64), owner[known]
-        # Along a request these lie in runs, because deeper blocks were never used later.
+        # Equal pairs are adjacent, because ``before`` never increases along a request.
         edges = np.flatnonzero((np.diff(earlier) != 0) | (np.diff(later) != 0)) + 1
         firsts = np.concatenate(([0], edges)) if len(known) else edges
         counts = np.diff(np.concatenate((firsts, [len(known)])))
@@ -97,10 +97,10 @@ class Future:
         return starts, later[order], counts[order]
 
     def continuations(self) -> tuple[Ints, Ints]:
-        """For each request, its conversation's number and the request that continues it, or -1.
+        """Return the conversation of each request, and the request that continues it or -1.
 
-        A request continues the last one with its deepest known block, if it has most of that one's
-        blocks. Otherwise it begins a conversation.
+        A request continues the latest one with its deepest known block, if it repeats most of that
+        request's blocks. Otherwise it begins a conversation.
         """
         conversation = np.arange(self.num_requests)
         continues = np.full(self.num_requests, -1, dtype=np.int64)
@@ -120,11 +120,11 @@ class Future:
 
 
 def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
-    """The number of leading blocks that each request finds."""
+    """Return how many leading blocks each request finds in a cache that knows the future."""
     starts, later, counts = (each.tolist() for each in future.later_uses())
     kept = [0] * future.num_requests
     hits = np.zeros(future.num_requests, dtype=np.int64)
-    farthest: list[int] = []  # negated requests that blocks are kept for; some more than once
+    farthest: list[int] = []  # heap of -r for requests r that blocks are kept for; may repeat
     used = 0
     for request in range(future.num_requests):
         hits[request] = kept[request]
@@ -146,13 +146,13 @@ def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
 
 
 _MOST_STEPS = 1000
-"""A request computes its blocks if their promotion takes more steps."""
+"""Most steps that a request waits for a promotion. Then it computes its blocks."""
 
 
 class SchedulerReplay:
-    """Host memory and the tiers below it. Owns a scheduler, its pools and their clock.
+    """Replays requests on host memory and lower tiers. Owns a scheduler, its pools and their clock.
 
-    Transfers take no time: a block spilled in one step is on its tier in the next, and a promotion
+    Transfers take no time: a block spilled in one step is on its tier in the next. A promotion
     brings as many blocks as the host has room for.
     """
 
@@ -230,7 +230,7 @@ class SchedulerReplay:
         return tuple(found.tolist())
 
     def _where(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The nearest tier of each block. 0 is the host, and stands for missing blocks too."""
+        """Return the fastest tier of each block, the host as 0. Missing blocks get 0 too."""
         where = np.zeros(len(keys), dtype=np.int64)
         missing = ~self.host.cached(keys)
         for at, tier in enumerate(self.tiers, 1):
@@ -247,12 +247,12 @@ class SchedulerReplay:
 
 
 ALL_KNOWING = "all-knowing"
-"""The policy name of the bound."""
+"""Policy name of the bound: a policy that knows the future."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One policy at one capacity. ``write`` is how blocks reach the tiers below the host."""
+    """One policy at one capacity: blocks per tier, host first. ``write`` is ``tier_write``."""
 
     policy: str
     capacity: TierHits
@@ -262,10 +262,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The trials, their trace and the rules. Plain data, so that it travels to other processes.
+    """The trials, the files of their trace, and options. Plain data that can be sent to processes.
 
-    Partial last blocks are looked up, and stored only with ``keep_partial``. For a ``hints`` share
-    of the conversations the policy learns from the trace's future whether they continue.
+    Partial last blocks are looked up, but stored only with ``keep_partial``. For a share ``hints``
+    of the conversations, hints from the trace's future tell the policy whether they continue.
     """
 
     paths: tuple[Path, ...]
@@ -278,18 +278,18 @@ class Simulation:
 
 
 PREFILL_SECONDS = 50e-6
-"""Seconds to compute a prompt token: 20,000 tokens a second, a model of 8 billion weights on one
-card. ``simulate`` reports seconds saved with this and ``LOAD_SECONDS``."""
+"""Seconds to compute a prompt token: 20,000 tokens a second, as a model of 8 billion weights on one
+card does. The reported seconds saved use this and ``LOAD_SECONDS``."""
 LOAD_SECONDS = 2.6e-6
-"""Seconds to load the blocks of a token: 128 KiB at 50 GB/s."""
+"""Seconds to load the KV of a token: 128 KiB at 50 GB/s."""
 
 
 @dataclass(eq=False)
 class Score:
-    """The figures of one trial.
+    """The results of one trial.
 
-    ``hits`` are the blocks found on each tier, nearest first. A block counts if all blocks before
-    it in its request were found too.
+    ``hits`` has the blocks found on each tier, host first. A block counts if all blocks before it
+    in its request were found too.
     """
 
     trial: Trial
@@ -314,7 +314,7 @@ class Score:
 
     @property
     def hit_ratio(self) -> float:
-        """Blocks found of all blocks looked up."""
+        """Share of the looked-up blocks that hit."""
         return sum(self.hits) / self.blocks if self.blocks else 0.0
 
     @property
@@ -324,11 +324,11 @@ class Score:
 
     @property
     def seconds_saved(self) -> float:
-        """Prefill that is not computed, less the loads that take its place."""
+        """Seconds of prefill saved, less the seconds of the loads that replace it."""
         return self.hit_tokens * (PREFILL_SECONDS - LOAD_SECONDS)
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return the results as data for JSON."""
         return {
             "policy": self.trial.policy,
             "tier_policy": self.trial.tier_policy if len(self.trial.capacity) > 1 else None,
@@ -350,7 +350,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Counted:
-    """The size of a trace, and the complaints about its lines."""
+    """The size of a trace, and the errors in its lines."""
 
     block_tokens: int
     num_requests: int
@@ -363,7 +363,7 @@ class Counted:
 
 
 Foretold = list[Evidence | None]
-"""For each request, a hint from the trace's future or none."""
+"""For each request, a hint derived from the trace's future, or None."""
 
 
 def _reader(asked: Simulation) -> TraceReader:
@@ -371,7 +371,7 @@ def _reader(asked: Simulation) -> TraceReader:
 
 
 def count(asked: Simulation) -> Counted:
-    """Read the whole trace and count it."""
+    """Read the whole trace; count its requests, blocks, tokens and invalid lines."""
     reader = _reader(asked)
     num_requests = num_blocks = num_tokens = 0
     first = last = 0.0
@@ -394,7 +394,7 @@ def count(asked: Simulation) -> Counted:
 
 
 def foretell(asked: Simulation, counted: Counted) -> Foretold:
-    """Hints for a random share of the conversations."""
+    """Derive hints from the trace's future for a random share of the conversations."""
     future = Future.of(_reader(asked))
     conversation, next_request = future.continuations()
     within = (future.times[next_request] - future.times).astype(np.float32)
@@ -402,7 +402,7 @@ def foretell(asked: Simulation, counted: Counted) -> Foretold:
         Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
         for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
     ]
-    # The same conversations in every process, and with every numpy.
+    # A digest draws the same conversations in every process and with every version of numpy.
     drawn = [blake2b(b"0/%d" % each, digest_size=8).digest() for each in conversation.tolist()]
     most = asked.hints * 2**64
     return [
@@ -430,7 +430,7 @@ def run_trials(
     counted: Counted,
     foretold: Foretold | None,
 ) -> list[Score]:
-    """Serve every request of the trace to each trial."""
+    """Replay every request of the trace in each trial. Returns the trials' scores."""
     replays = [_replay(trial, counted.block_tokens) for trial in trials]
     scores = [Score(trial) for trial in trials]
     for at, request in enumerate(_reader(asked)):
@@ -448,7 +448,7 @@ def run_trials(
 
 
 def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:
-    """The hits of a policy that knows the future, at each capacity."""
+    """Score a policy that knows the future, at each capacity."""
     sizes: list[tuple[int, int]] = []
 
     def noted() -> Iterator[TraceRequest]:
@@ -468,7 +468,7 @@ def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> l
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """The trace, a score for each trial, and a score of the bound for each capacity."""
+    """The trace's size, the score of each trial, and the score of the bound at each capacity."""
 
     trace: Counted
     scores: tuple[Score, ...]
@@ -476,7 +476,7 @@ class Simulated:
 
 
 def simulate(asked: Simulation) -> Simulated:
-    """Run every trial. Raises InputError if the trace has no request to simulate."""
+    """Run every trial. Raises InputError if there is no trial or no request to simulate."""
     if not asked.trials:
         raise InputError("nothing to try: name a policy and a capacity")
     counted = count(asked)
@@ -485,7 +485,7 @@ def simulate(asked: Simulation) -> Simulated:
         raise InputError(f"there is no request to simulate in {asked.paths[0]}{first}")
     foretold = foretell(asked, counted) if asked.hints else None
     sums = dict.fromkeys(sum(trial.capacity) for trial in asked.trials if asked.bound)
-    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # all tiers as one
+    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # its tiers count as one
     jobs = min(asked.jobs or os.cpu_count() or 1, len(asked.trials) + bool(bounds))
     if jobs > 1:
         scores, best = _together(asked, counted, foretold, bounds, jobs)
@@ -504,7 +504,7 @@ def _together(
     bounds: Sequence[Trial],
     jobs: int,
 ) -> tuple[list[Score], list[Score]]:
-    """Deal the trials out to processes. Each reads the trace by itself."""
+    """Run the trials and the bound in ``jobs`` processes. Each process reads the trace itself."""
     context = get_context("spawn")
     hands = [asked.trials[at::jobs] for at in range(jobs) if asked.trials[at::jobs]]
     with ProcessPoolExecutor(jobs, context, initializer=_begin) as pool:
@@ -527,7 +527,7 @@ def _together(
 
 
 def _begin() -> None:
-    """Prepare a child process. It ends with its parent, however that ends."""
+    """Prepare a child process: it exits when its parent does, even if the parent is killed."""
 
     def end_with_parent() -> None:
         parent = parent_process()

@@ -1,4 +1,4 @@
-"""Every metric by name: what it counts, its labels, and all values a label can have."""
+"""All metrics: name, meaning, labels and label values; and their text for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PREFIX = "kvferry_"
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
 IDLE_REASONS = ("refused", "failed")
-"""The model or the settings are not served; or kvferry raised an exception."""
+"""``refused``: the model or the settings are not supported. ``failed``: kvferry raised an error."""
 STATES = ("free", "cached", "leased", "unready")
 DRIVE_ERRORS = ("absent", "damaged", "drive", "late", "unreachable", "other")
-"""Why a block on disk could not be read or written: it was not there, its bytes had changed, the
-drive reported an error, its time was up, or the engine's memory could not be reached."""
+"""Why a block could not be read from disk or written. In order: absent, bytes changed, error of the
+drive, deadline passed, engine's memory unreachable, other."""
 
 _TIERS = "device, host and the tiers configured below it"
 _PATHS = (
@@ -39,12 +39,12 @@ class MetricKind(Enum):
     """How a metric behaves over time."""
 
     COUNTER = "counter"  # only grows; its name ends in _total
-    GAUGE = "gauge"  # as of now
+    GAUGE = "gauge"  # the current value
 
 
 @dataclass(frozen=True)
 class Label:
-    """One label. Its values are few: no request or key ever becomes one."""
+    """One label of a metric. It has few values: request ids and keys are never label values."""
 
     name: str
     values: str
@@ -52,7 +52,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Metric:
-    """One name on the endpoint."""
+    """One metric. ``read`` takes its values from a snapshot."""
 
     name: str
     kind: MetricKind
@@ -63,11 +63,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one process knows of itself: what the scheduler counted, and its memory.
+    """State of one process at one moment: the scheduler's counts, host memory and drives.
 
-    None is what this process does not know: in a server the workers pin memory, not the scheduler.
-    ``idle`` is one of ``IDLE_REASONS``, empty while it serves. ``disks`` has the drives' figures by
-    tier, of all ranks together.
+    A value is None where the process does not know it. ``idle`` is one of ``IDLE_REASONS``, or
+    empty while kvferry serves. ``disks`` has the drives' figures by tier, summed over all ranks.
     """
 
     stats: SchedulerStats
@@ -79,7 +78,7 @@ class Snapshot:
 
 
 Values = float | None | Mapping[Any, float]
-"""One value, none while it is unknown, or one for each label or combination of labels."""
+"""A metric's value, None while unknown, or a value for each label value or tuple of them."""
 
 
 _TIER = Label("tier", _TIERS)
@@ -100,11 +99,11 @@ _VERDICT = Label("verdict", ", ".join(VERDICTS))
 
 Read = Callable[[Snapshot], Values]
 Labelled = tuple[Read, tuple[Label, ...]]
-"""Values for each of some labels."""
+"""A reader of values by label, and those labels."""
 
 
 def _of(whose: str, labels: tuple[Label, ...], name: str) -> Labelled:
-    """One figure of each of a snapshot's routes, pools, disks or tenants."""
+    """Read one attribute of every entry in one of the snapshot's mappings, such as its pools."""
     every, read = attrgetter(whose), attrgetter(name)
     return lambda s: {key: read(each) for key, each in every(s).items()}, labels
 
@@ -116,7 +115,7 @@ _tenants = partial(_of, "stats.tenants", (_TENANT,))
 
 
 def _drive(*names: str) -> Labelled:
-    """What drives read and wrote, by tier and operation."""
+    """Read the drives' attributes for reads and for writes, by tier and operation."""
     return lambda s: {
         (tier, operation): getattr(disk, name)
         for tier, disk in s.disks.items()
@@ -139,7 +138,7 @@ def _each(labels: tuple[str, ...], counts: Mapping[str, int]) -> Values:
 _READ: dict[str, Read] = {
     "info": lambda s: {s.version: 1},
     "idle": lambda s: None if s.idle is None else {e: float(e == s.idle) for e in IDLE_REASONS},
-    "idle_info": lambda s: None,  # where there is no scheduler
+    "idle_info": lambda s: None,  # only processes without a scheduler have it
     "full_hits": lambda s: s.stats.missed.get(Reason.NOTHING_MISSED.value, 0),
     "misses": lambda s: _each(MISSES, s.stats.missed),
     "decisions": lambda s: _each(VERDICTS, s.stats.verdicts),
@@ -159,13 +158,13 @@ _READ: dict[str, Read] = {
     "tier_unavailable": lambda s: {t: int(bool(why)) for t, why in s.stats.ailments.items()},
     "pinned_bytes": lambda s: s.pinned_bytes,
 }
-"""What is read otherwise than a figure of the scheduler by its name."""
+"""Readers of the metrics that are not simply an attribute of the scheduler's stats."""
 
 
 def _metric(
     kind: MetricKind, name: str, help: str, read: str | Labelled | None = None, *labels: Label
 ) -> Metric:
-    """``read`` takes the value from a snapshot, or names the scheduler's figure that it is."""
+    """Make a metric. ``read`` is a reader, or names an attribute of the scheduler's stats."""
     if isinstance(read, tuple):
         values, labels = read
     else:
@@ -293,12 +292,12 @@ PREFILL_RATE = _gauge(
 
 
 def catalog() -> Iterator[Metric]:
-    """All metrics, in the order of this file."""
+    """Return all metrics, in the order of this file."""
     return (value for value in globals().values() if isinstance(value, Metric))
 
 
 class Sample(NamedTuple):
-    """One value of one metric; ``labels`` are in the order the metric has them."""
+    """One value of a metric. ``labels`` are the label values, in the order of ``metric.labels``."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -306,7 +305,7 @@ class Sample(NamedTuple):
 
 
 def samples(snapshot: Snapshot) -> Iterator[Sample]:
-    """Every metric's values, in the catalog's order; known labels begin at zero."""
+    """Yield every metric's values, in the catalog's order. Known label values start at zero."""
     for metric in catalog():
         found = metric.read(snapshot)
         if isinstance(found, Mapping):
@@ -317,7 +316,7 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def idle(reason: str) -> Iterator[Sample]:
-    """Whether nothing is served, and why, where there is no scheduler to count anything."""
+    """Yield the samples of ``IDLE`` for an idle process, which has no scheduler."""
     return (Sample(IDLE, (each,), float(each == reason)) for each in IDLE_REASONS)
 
 
@@ -327,10 +326,9 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The text that Prometheus scrapes: every metric that has a value, in the catalog's order.
+    """Return the text that Prometheus scrapes: every metric that has a value, in catalog order.
 
-    prometheus_client would take many times as long: while the text is made, the interpreter is not
-    the engine's.
+    prometheus_client would take many times as long, and meanwhile the engine could not run Python.
     """
     found: dict[str, list[str]] = {}
     for metric, labels, value in samples(snapshot):

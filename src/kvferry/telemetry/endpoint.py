@@ -3,7 +3,7 @@
 ::
 
     GET /metrics                        for Prometheus
-    GET /explain, /explain/REQUEST      for people
+    GET /explain, /explain/REQUEST      why requests hit or missed, as JSON
     POST /control/pin                   with Authorization: Bearer TOKEN
     {"request_id": "cmpl-5f2c", "seconds": 3600}
     {"tokens": [1, 2, 3, ...], "salt": ""}  or  {"keys": ["9f...", ...]}
@@ -39,7 +39,7 @@ _WELCOME = """kvferry
 
 
 class Endpoint(Closing):
-    """Serves what a source knows, and passes orders to the control API. Owns its server."""
+    """Serves a source's metrics and explanations, and the control API. Owns its HTTP server."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Endpoint(Closing):
         last_port: int = 0,
         control: Orders | None = None,
     ) -> None:
-        """``port`` 0 takes any free one, ``url`` says which. ``control`` takes orders.
+        """Listen on ``port``, or on the next free port up to ``last_port``. 0 takes any free port.
 
-        If ``port`` is taken, the next free one up to ``last_port`` is used.
+        ``control`` handles control requests. Without it, the server refuses every POST.
         """
         self._source = source
         self._control = control
@@ -94,13 +94,13 @@ class Endpoint(Closing):
 
 
 KeysOfTokens = Callable[[list[int], str], Keys]
-"""From token ids and a salt to the keys that a request with them has."""
+"""Maps token ids and a salt to the keys of a request that has them."""
 
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
 _NAMED_BY = ("request_id", "tokens", "keys")
 _ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
 _DONE_TWICE = ("unpin", "drop")
-"""A block that a later request of the order has too stays, so these actions are done twice."""
+"""Actions run twice on several chains: the first run spares blocks that a later chain shares."""
 MAX_KEYS = 1 << 16
 MAX_TOKENS = 1 << 20
 _MAX_TOKEN = 2**63 - 1
@@ -108,13 +108,13 @@ _KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 
 
 NamedChains = tuple[list[Keys], list[RequestId] | None]
-"""The chains that an order is for, and their requests where it named one."""
+"""The chains that a control request names; and their request ids if it names a request."""
 
 
 class ControlApi:
-    """Reads orders and has them carried out on the engine's thread, one at a time. Owns the token.
+    """Parses control requests and runs them on the engine's thread, one at a time. Owns the token.
 
-    Nothing is read of an order that its client may not give.
+    The body of a request without the right token is never parsed.
     """
 
     def __init__(
@@ -131,18 +131,18 @@ class ControlApi:
         self._keys_of_tokens = keys_of_tokens
 
     def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
-        """Why this client may not order that; None if it may."""
+        """Return an error reply if the token is wrong or the path unknown, else None."""
         if token is None:
             return _no(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
         given = token.encode(errors="replace")
-        if not hmac.compare_digest(given, self._token):  # takes as long wherever they differ
+        if not hmac.compare_digest(given, self._token):  # in constant time
             return _no(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
         if len(path) != 2 or path[0] != "control" or path[1] not in ACTIONS:
             return _no(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
         return None
 
     def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply:
-        """Do it, and say what was done; what cannot be is refused, and nothing is done."""
+        """Run a control request. Returns its result, or an error reply if nothing was done."""
         try:
             work = self._read(path[-1], body)
             done = self._mailbox.order(work)
@@ -155,11 +155,11 @@ class ControlApi:
         return Reply.json(done)
 
     def close(self) -> None:
-        """Orders that wait for the engine fail."""
+        """Fail the control requests that wait for the engine."""
         self._mailbox.abandon("the engine closes")
 
     def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
-        """All that can be done before the engine's turn."""
+        """Parse and check a control request. Returns the work to do on the engine's thread."""
         said = _object(body)
         allowed = (*_NAMED_BY, "salt", *_ALSO.get(action, ()))
         unknown = [name for name in said if name not in allowed]
@@ -183,7 +183,7 @@ class ControlApi:
         return plain
 
     def _finder(self, said: Mapping[str, Any]) -> Callable[[], NamedChains]:
-        """What finds the keys, once it is the engine's turn; hashing is done here, before."""
+        """Return a function that finds the keys on the engine's thread. Tokens are hashed here."""
         named = [name for name in _NAMED_BY if name in said]
         if len(named) != 1:
             raise InputError(f"say which blocks, by one of {', '.join(_NAMED_BY)}")
@@ -204,9 +204,9 @@ class ControlApi:
         return lambda: ([keys], None)
 
     def _of_request(self, name: str) -> NamedChains:
-        """On the engine's thread: the one its engine calls so, or all of the answer with this id.
+        """Find the request with this engine id, else all requests of the answer with this id.
 
-        Nothing else: an order for a name that is only like it would act on a stranger's request.
+        Similar ids must not match: the action would hit another client's request.
         """
         control = self._control
         keys = control.keys_of(name)
@@ -222,7 +222,7 @@ class ControlApi:
 def _carried_out(
     action: str, act: Callable[[Keys], Acted], found: NamedChains
 ) -> dict[str, object]:
-    """Act on every chain; returns what was done with all of them together."""
+    """Run an action on every chain. Returns the results, added up."""
     chains, request_ids = found
     told = _together([act(keys) for keys in chains])
     if action in _DONE_TWICE and len(chains) > 1:
@@ -232,7 +232,7 @@ def _carried_out(
 
 
 def _together(done: Sequence[Acted]) -> Acted:
-    """What several actions found and did: what they have in common counts for each of them."""
+    """Add up the results of several chains. A block that chains share counts once per chain."""
     if len(done) == 1:
         return done[0]
     refused = tuple(dict.fromkeys(words for each in done for words in each.refused))

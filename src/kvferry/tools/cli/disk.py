@@ -135,7 +135,7 @@ def purge(
 
 
 def _stores(paths: Sequence[Path]) -> list[StoreFolder]:
-    """The named stores, and all stores in the named directories, each once."""
+    """Return the named stores and all stores in the named directories, each once."""
     named = paths or [Path(directory) for directory in Config.load().disk]
     if not named:
         raise ConfigError(

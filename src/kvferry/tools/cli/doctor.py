@@ -1,4 +1,4 @@
-"""``kvferry doctor``: whether this machine is fit."""
+"""``kvferry doctor``: check whether this machine is fit for kvferry."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_js
 
 
 def _running(url: str) -> Finding:
-    """Whether kvferry serves in a running server."""
+    """Check whether kvferry is active in the server at ``url``."""
     name = "running server"
     try:
         view = Watch(found(url or None)).look()

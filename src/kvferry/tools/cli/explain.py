@@ -1,4 +1,4 @@
-"""``kvferry explain`` and ``kvferry control``: questions and orders to a running server."""
+"""``kvferry explain`` and ``kvferry control``: query and control a running server."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def put_recent(answer: Mapping[str, Any], console: Console) -> None:
 
 
 def put_explained(answer: Mapping[str, Any], console: Console) -> None:
-    """Print the explanation of one request. ValueError if the answer is none."""
+    """Print the explanation of one request. Raises ValueError if the answer is malformed."""
     with reading():
         lines = list(_lines(answer))
         rows = [_copy(copy) for copy in answer.get("copies") or ()]
@@ -194,7 +194,7 @@ def control(
 
 
 def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The body of an order. The server refuses what does not go together."""
+    """Build the body of a control request. The server refuses options that exclude each other."""
     if action == "hint" and not given["hints"]:
         raise InputError("give the hints by --hints, such as '{\"ended\": true}'")
     order = {name: value for name, value in given.items() if value}

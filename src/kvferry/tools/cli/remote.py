@@ -1,4 +1,4 @@
-"""``kvferry remote``: list and remove what kvferry keeps in a shared bucket."""
+"""``kvferry remote``: list and remove kvferry's objects in a shared bucket."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvferry.tools.words import counted
 
 _BATCH = 1000
 _SHOWN = 12
-"""So many digits tell namespaces apart."""
+"""Digits of a namespace in tables, enough to tell namespaces apart."""
 
 ADDRESS = click.argument("address", required=False, metavar="[ADDRESS]")
 
 
 @dataclass
 class NamespaceUse:
-    """What was found of one namespace: its objects, as ``list_ours`` lists them."""
+    """The objects of one namespace, as ``list_ours`` lists them."""
 
     namespace: str
     label: str = ""
@@ -41,7 +41,7 @@ class NamespaceUse:
         return sum(each.num_bytes for each in self.objects)
 
     def plain(self) -> dict[str, Any]:
-        """The figures as plain data."""
+        """Return the figures as data for JSON."""
         times = [each.modified for each in self.objects]
         return {
             "namespace": self.namespace,
@@ -177,7 +177,7 @@ def _failing(where: RemoteAddress) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # the library below has many kinds
+    except Exception as error:  # obstore raises many kinds
         raise StoreError(f"{where}: {reason_of(error)}") from error
 
 

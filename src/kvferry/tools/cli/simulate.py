@@ -1,4 +1,4 @@
-"""``kvferry simulate``: the hits of each policy and each size on a trace of requests."""
+"""``kvferry simulate``: predict the hits of policies and capacities on a trace of requests."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ _FLAG = {"is_flag": True}
 def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     """Predict the hits of a policy or a size.
 
-    An all-knowing policy stands beside them. The trace goes through the same pool and policies as
+    An all-knowing policy is shown for comparison. The trace goes through the same pool and policies as
     in your engine, without bytes. TRACE is Mooncake's JSONL or kvferry's own, which a server writes
     with the setting record. It may be gzipped and in several files (docs/traces.md).
 
@@ -170,7 +170,7 @@ def simulate_command(ctx: click.Context, /, as_json: bool, **given: Any) -> None
 
 
 def _asked(given: dict[str, Any]) -> tuple[Simulation, Names]:
-    """The simulation that the options describe, and each capacity as the user wrote it."""
+    """Return the simulation that the options describe, and each capacity as the user wrote it."""
     token_bytes = given["token_bytes"]
     if token_bytes is not None:
         token_bytes = parse_size(token_bytes, name="--token-bytes")

@@ -29,7 +29,7 @@ _MARKS = {"cached": ("█", "blue"), "leased": ("▓", "yellow"), "unready": ("�
 
 @dataclass(frozen=True)
 class Screen:
-    """A whole view. Without colours the shades of the bars still differ."""
+    """Draws a view, or an error above the last view. Bars differ in shade even without colours."""
 
     view: View
     error: str = ""
@@ -97,7 +97,7 @@ def top(
             _follow(watch, view, interval, json)
         _print(view, json)
     except KeyboardInterrupt:
-        pass  # the usual end
+        pass  # the usual way to end this command
 
 
 def _print(view: View, as_json: bool) -> None:
@@ -108,7 +108,7 @@ def _print(view: View, as_json: bool) -> None:
 
 
 def _follow(watch: Watch, view: View, interval: float, as_json: bool) -> NoReturn:
-    """Show every reading until Ctrl-C. On a terminal it waits for an engine that restarts."""
+    """Show every reading until Ctrl-C. On a terminal, keep trying while the engine restarts."""
     console = Console(highlight=False)
     if as_json or not console.is_terminal:
         while True:

@@ -1,7 +1,7 @@
 """Demo servers as processes (``serving.py``), and a router that sends questions to random ones.
 
-A server receives its :class:`ServerSetup` and answers when it is ready. Then it receives questions,
-and answers each. To None it answers once its transfers have ended.
+A server receives its :class:`ServerSetup` and answers when it is ready. Then it receives questions
+and answers each. On None it finishes its transfers and answers with its figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SERVER = "kvferry.tools.demo.serving"
 _SILENCE_SECONDS = 60.0
 _END_SECONDS = 15.0
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Leaves the other cores to the copies."""
+"""Limits numpy to one thread, to leave the other cores to the copies."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ServerSetup:
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """A turn if there is one, and the figures of the server so far."""
+    """A finished turn, if any, and the server's figures so far."""
 
     turn: Turn | None = None
     restored_blocks: int = 0
@@ -50,7 +50,7 @@ class ServerAnswer:
 
 
 class ServerProcesses(Closing):
-    """Owns the processes and a connection to each. A server ends when its connection does."""
+    """Owns the processes and a connection to each. Closing its connection ends a server."""
 
     def __init__(self, setup: ServerSetup, count: int) -> None:
         self.alive: list[int] = []
@@ -68,7 +68,7 @@ class ServerProcesses(Closing):
                             pass_fds=[theirs.fileno()],
                             stdin=subprocess.DEVNULL,
                             env=os.environ | _ONE_THREAD,
-                            start_new_session=True,  # Ctrl-C is for the demo, which ends them
+                            start_new_session=True,  # Ctrl-C must reach the demo only; it ends them
                         )
                     )
                 self.alive.append(number)
@@ -81,7 +81,7 @@ class ServerProcesses(Closing):
             self._lines[number].send(message)
 
     def hear(self) -> tuple[int, ServerAnswer | None]:
-        """The next answer and its server. None instead of an answer: that server has ended."""
+        """Wait for the next answer. Returns the server, and None if that server has ended."""
         lines = {self._lines[number]: number for number in self.alive}
         ready = connection.wait(lines, _SILENCE_SECONDS)
         if not ready:
@@ -91,7 +91,7 @@ class ServerProcesses(Closing):
         number = lines[line]
         try:
             return number, line.recv()
-        except (EOFError, OSError):  # OSError: killed within an answer
+        except (EOFError, OSError):  # OSError: killed while sending an answer
             self.alive.remove(number)
         code = self._processes[number].wait(_END_SECONDS)
         if not self.alive or code > 0:
@@ -135,7 +135,7 @@ def run_servers(
     with ServerProcesses(setup, num_servers) as servers:
 
         def send(question: TurnRequest) -> int:
-            """Send a question to a living server: the same one each time the same servers live."""
+            """Send a question to a random live server: the same choice in every run."""
             place = map(int, question["id"].split("-")[1::2])
             rng = np.random.default_rng((dialogue.chat.seed, 5, *place))
             server = int(rng.choice(servers.alive))

@@ -1,6 +1,6 @@
 """The checks of the doctor: functions that return findings. ``examine`` runs them all.
 
-The machine is behind one interface, so that a test can replace it.
+The checks see the machine through ``Environment``, which a test can replace.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WAKE_COPIES = 24
 
 
 class Grade(Enum):
-    """The weight of a finding."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"  # it works, but slower or with less than it could
@@ -75,7 +75,7 @@ def fail(name: str, words: str, remedy: str) -> Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. ``speed`` (GT/s) and ``width`` are the link's under load, 0 if a guest hides it."""
+    """One GPU. ``speed`` (GT/s) and ``width`` are its link's under load, 0 if a guest hides it."""
 
     identity: DeviceIdentity
     batch_form: BatchForm
@@ -102,13 +102,13 @@ def look_at_gpu(device: int) -> Gpu:
 
 
 def _copying(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
-    """Read the link while copies run, because an idle card lowers it."""
+    """Call ``look`` while copies run, because an idle GPU lowers the speed of its link."""
     stream = driver.create_stream(Priority.LOW)
     host = driver.alloc_host(_WAKE_BYTES)
     device = driver.alloc_device(_WAKE_BYTES)
     try:
         driver.copy_async(device, host, _WAKE_BYTES, stream)
-        driver.synchronize_stream(stream)  # long enough for the link to rise
+        driver.synchronize_stream(stream)  # long enough for the link to reach full speed
         for _ in range(_WAKE_COPIES):
             driver.copy_async(device, host, _WAKE_BYTES, stream)
         return look()
@@ -135,18 +135,18 @@ def room_of(path: str) -> tuple[int, int] | None:
 
 
 def _read_number(path: str) -> float:
-    """The number that a file begins with, as in "32.0 GT/s PCIe"; 0 if it is unknown."""
+    """Return the number at a file's start, as in "32.0 GT/s PCIe", or 0 if it is unknown."""
     found = re.match(r"[\d.]+", read_text(path) or "")
     return float(found[0]) if found and found[0] != "255" else 0.0
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Functions that examine the machine anew at each call.
+    """Functions that examine the machine. Each call looks again.
 
-    ``gpu`` raises OSError or DriverError without a card. ``cards`` has the device files of GPUs.
-    ``package`` returns a package's version, ``plugins`` the names under an entry point, ``room``
-    the total and free bytes of a file system. ``drive`` measures the drive of a directory.
+    ``gpu`` raises OSError or DriverError without a GPU. ``cards`` returns the device files of GPUs.
+    ``package`` returns a package's version, ``plugins`` the names under an entry point. ``room``
+    returns the total and free bytes of a file system. ``drive`` measures a directory's drive.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -163,7 +163,7 @@ class Environment:
 
 
 def examine(env: Environment) -> list[Finding]:
-    """Run all checks. A check that breaks is a finding, not the end."""
+    """Run all checks. An exception in a check becomes a finding."""
     settings, config = check_settings(env)
     findings = [settings]
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
@@ -195,7 +195,7 @@ def check_settings(env: Environment) -> tuple[Finding, Config]:
 
 
 def check_vllm(env: Environment, config: Config) -> Iterator[Finding]:
-    """Whether vLLM would load the connector, and whether the connector knows this vLLM."""
+    """Check that vLLM would load the connector, and that the connector supports this version."""
     version = env.package("vllm")
     if version is None:
         yield ok("vllm", "not installed; the library works without it")
@@ -229,7 +229,7 @@ def _connector(env: Environment) -> Finding:
 
 
 def _hash_seed(env: Environment, version: str, config: Config) -> Finding:
-    """vLLM takes any text as seed, and without one makes its own: see its ``NONE_HASH``."""
+    """Check PYTHONHASHSEED. vLLM takes any text, and without one may draw its own ``NONE_HASH``."""
     seed = env.machine.env.get("PYTHONHASHSEED")
     if seed is not None:
         return ok("hash seed", f"PYTHONHASHSEED={seed}")
@@ -390,13 +390,13 @@ _UNFIT = {
     ),
     **dict.fromkeys(_FAR, (_OTHER, "name a directory on a local drive")),
 }
-"""File systems that are unfit: why, and the remedy."""
+"""For each unfit type of file system, why it is unfit, and the remedy."""
 
 _SLOW = 500 * MiB
-"""Bytes per second. Computing is often faster than a slower drive."""
+"""Bytes per second. Computing a block is often faster than reading it from a slower drive."""
 
 _BLOCK_BYTES = 4096
-"""A small block. Only the engine knows its own size."""
+"""Block size to open a tier with. The real size is known only to an engine."""
 
 _CLOSE_SECONDS = 1.0
 
@@ -496,7 +496,7 @@ def _check(spec: TierSpec, config: Config) -> Finding:
         spec.name,
         _BLOCK_BYTES,
         options=spec.options,
-        shared_namespace=bytes(32),  # no server uses it
+        shared_namespace=bytes(32),  # of no server
         config=config,
     )
     setting = REMOTE if spec.kind == REMOTE else "tiers"

@@ -21,7 +21,7 @@ from pathlib import Path
 MiB = 1 << 20
 MOST_BYTES = 256 * MiB
 MOST_SECONDS = 0.75
-"""For each of writing and reading."""
+"""Most seconds of writing, and again of reading."""
 
 HANGS_AFTER = 15.0
 _PIECE = 8 * MiB
@@ -39,7 +39,7 @@ class DriveFacts:
 
 
 def look_at_drive(directory: str) -> DriveFacts:
-    """Measure in a child process, with a deadline."""
+    """Measure a directory's drive in a child process, with a deadline."""
     from kvferry.tiers.ipc.process import run_module  # not needed in the child
 
     try:
@@ -51,7 +51,7 @@ def look_at_drive(directory: str) -> DriveFacts:
 
 
 def nearest_directory(path: str) -> str:
-    """The path, or its nearest parent that exists."""
+    """Return the path if it is a directory, else its nearest parent that is one."""
     found = Path(path)
     while not found.is_dir() and found != found.parent:
         found = found.parent
@@ -59,7 +59,7 @@ def nearest_directory(path: str) -> str:
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The file system of a path, from the text of ``/proc/self/mountinfo``."""
+    """Return the type of a path's file system, from the text of ``/proc/self/mountinfo``."""
     best, kind = "", ""
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
@@ -74,7 +74,7 @@ def file_system(path: str, mounts: str) -> str:
 
 
 def measure(directory: str) -> DriveFacts:
-    """Write, then read the same bytes, past the page cache if the file system can."""
+    """Write, then read the same bytes, with direct I/O if the file system supports it."""
     is_direct = False
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
