@@ -7,8 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures import Future as Promise
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -37,12 +36,12 @@ from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 Ints = npt.NDArray[np.int64]
 
-_MOSTLY = 0.5
+_CONTINUATION_SHARE = 0.5
 """A request continues an earlier request if it repeats more than this share of its blocks."""
 
 
 @dataclass(frozen=True, eq=False)
-class Future:
+class PreviousUses:
     """The previous request that used each block of a trace. Takes about 55 bytes per block.
 
     ``starts[r]`` to ``starts[r + 1]`` are the blocks of request r. ``before`` has, for each block,
@@ -54,7 +53,7 @@ class Future:
     times: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> Future:
+    def of(cls, requests: Iterable[TraceRequest], *, keep_partial: bool = False) -> PreviousUses:
         """Read every request once. Partial last blocks count only with ``keep_partial``."""
         numbers, counts, times = [], [], []
         for request in requests:
@@ -112,21 +111,21 @@ class Future:
                 continue
             earlier = int(self.before[first + known - 1])
             size = starts[earlier + 1] - starts[earlier]
-            if known > _MOSTLY * size:
+            if known > _CONTINUATION_SHARE * size:
                 conversation[request] = conversation[earlier]
                 if continues[earlier] < 0:
                     continues[earlier] = request
         return conversation, continues
 
 
-def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
+def clairvoyant_hits(uses: PreviousUses, capacity: int) -> npt.NDArray[np.int64]:
     """Return how many leading blocks each request finds in a cache that knows the future."""
-    starts, later, counts = (each.tolist() for each in future.later_uses())
-    kept = [0] * future.num_requests
-    hits = np.zeros(future.num_requests, dtype=np.int64)
+    starts, later, counts = (each.tolist() for each in uses.later_uses())
+    kept = [0] * uses.num_requests
+    hits = np.zeros(uses.num_requests, dtype=np.int64)
     farthest: list[int] = []  # heap of -r for requests r that blocks are kept for; may repeat
     used = 0
-    for request in range(future.num_requests):
+    for request in range(uses.num_requests):
         hits[request] = kept[request]
         used -= kept[request]
         kept[request] = 0
@@ -145,7 +144,7 @@ def all_knowing(future: Future, capacity: int) -> npt.NDArray[np.int64]:
     return hits
 
 
-_MOST_STEPS = 1000
+_MAX_PROMOTION_STEPS = 1000
 """Most steps that a request waits for a promotion. Then it computes its blocks."""
 
 
@@ -213,7 +212,7 @@ class SchedulerReplay:
             hints = Hints(ended=ended, continues=continues, within=within, session=sender)
         request = self.scheduler.open("", keys, hints)
         match = request.match()
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_PROMOTION_STEPS):
             if match.state is not MatchState.WAIT:
                 break
             self._step()
@@ -349,7 +348,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Counted:
+class TraceSize:
     """The size of a trace, and the errors in its lines."""
 
     block_tokens: int
@@ -362,17 +361,17 @@ class Counted:
     complaints: tuple[str, ...]
 
 
-Foretold = list[Evidence | None]
+FutureHints = list[Evidence | None]
 """For each request, a hint derived from the trace's future, or None."""
 
 
-def _reader(asked: Simulation) -> TraceReader:
-    return TraceReader(asked.paths, block_tokens=asked.block_tokens)
+def _reader(simulation: Simulation) -> TraceReader:
+    return TraceReader(simulation.paths, block_tokens=simulation.block_tokens)
 
 
-def count(asked: Simulation) -> Counted:
+def measure_trace(simulation: Simulation) -> TraceSize:
     """Read the whole trace; count its requests, blocks, tokens and invalid lines."""
-    reader = _reader(asked)
+    reader = _reader(simulation)
     num_requests = num_blocks = num_tokens = 0
     first = last = 0.0
     for request in reader:
@@ -381,7 +380,7 @@ def count(asked: Simulation) -> Counted:
         num_requests += 1
         num_blocks += len(request.numbers)
         num_tokens += request.input_tokens
-    return Counted(
+    return TraceSize(
         reader.block_tokens,
         num_requests,
         num_blocks,
@@ -393,21 +392,21 @@ def count(asked: Simulation) -> Counted:
     )
 
 
-def foretell(asked: Simulation, counted: Counted) -> Foretold:
+def future_hints(simulation: Simulation) -> FutureHints:
     """Derive hints from the trace's future for a random share of the conversations."""
-    future = Future.of(_reader(asked))
-    conversation, next_request = future.continuations()
-    within = (future.times[next_request] - future.times).astype(np.float32)
-    told: Foretold = [
+    uses = PreviousUses.of(_reader(simulation))
+    conversation, next_request = uses.continuations()
+    within = (uses.times[next_request] - uses.times).astype(np.float32)
+    hints: FutureHints = [
         Evidence(ended=True) if then < 0 else Evidence(continues=True, within=seconds)
         for then, seconds in zip(next_request.tolist(), within.tolist(), strict=True)
     ]
     # A digest draws the same conversations in every process and with every version of numpy.
     drawn = [blake2b(b"0/%d" % each, digest_size=8).digest() for each in conversation.tolist()]
-    most = asked.hints * 2**64
+    most = simulation.hints * 2**64
     return [
         each if int.from_bytes(digest, "little") < most else None
-        for each, digest in zip(told, drawn, strict=True)
+        for each, digest in zip(hints, drawn, strict=True)
     ]
 
 
@@ -425,93 +424,93 @@ def _replay(trial: Trial, block_tokens: int) -> PoolReplay | SchedulerReplay:
 
 
 def run_trials(
-    asked: Simulation,
+    simulation: Simulation,
     trials: Sequence[Trial],
-    counted: Counted,
-    foretold: Foretold | None,
+    size: TraceSize,
+    hints: FutureHints | None,
 ) -> list[Score]:
     """Replay every request of the trace in each trial. Returns the trials' scores."""
-    replays = [_replay(trial, counted.block_tokens) for trial in trials]
+    replays = [_replay(trial, size.block_tokens) for trial in trials]
     scores = [Score(trial) for trial in trials]
-    for at, request in enumerate(_reader(asked)):
+    for at, request in enumerate(_reader(simulation)):
         keys, num_blocks = request.keys(), len(request.numbers)
-        storable = num_blocks if asked.keep_partial else request.num_full
-        evidence = (foretold[at] if foretold else None) or evidence_of(request.hints)
+        storable = num_blocks if simulation.keep_partial else request.num_full
+        evidence = (hints[at] if hints else None) or evidence_of(request.hints)
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()
             hits = replay.serve(keys, storable, request.at, evidence, request.input_tokens)
             score.seconds += time.thread_time() - began
-            score.add(num_blocks, request.input_tokens, hits, counted.block_tokens)
+            score.add(num_blocks, request.input_tokens, hits, size.block_tokens)
     for replay, score in zip(replays, scores, strict=True):
         score.stored, score.evicted = replay.stored, replay.evicted
     return scores
 
 
-def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:
+def run_bound(simulation: Simulation, bounds: Sequence[Trial], size: TraceSize) -> list[Score]:
     """Score a policy that knows the future, at each capacity."""
     sizes: list[tuple[int, int]] = []
 
     def noted() -> Iterator[TraceRequest]:
-        for request in _reader(asked):
+        for request in _reader(simulation):
             sizes.append((len(request.numbers), request.input_tokens))
             yield request
 
-    future = Future.of(noted(), keep_partial=asked.keep_partial)
+    uses = PreviousUses.of(noted(), keep_partial=simulation.keep_partial)
     scores = [Score(trial) for trial in bounds]
     for score in scores:
         began = time.perf_counter()
-        for at, hits in enumerate(all_knowing(future, sum(score.trial.capacity)).tolist()):
-            score.add(*sizes[at], (hits,), counted.block_tokens)
+        for at, hits in enumerate(clairvoyant_hits(uses, sum(score.trial.capacity)).tolist()):
+            score.add(*sizes[at], (hits,), size.block_tokens)
         score.seconds = time.perf_counter() - began
     return scores
 
 
 @dataclass(frozen=True, eq=False)
-class Simulated:
+class SimulationResult:
     """The trace's size, the score of each trial, and the score of the bound at each capacity."""
 
-    trace: Counted
+    trace: TraceSize
     scores: tuple[Score, ...]
     bounds: tuple[Score, ...]
 
 
-def simulate(asked: Simulation) -> Simulated:
+def simulate(simulation: Simulation) -> SimulationResult:
     """Run every trial. Raises InputError if there is no trial or no request to simulate."""
-    if not asked.trials:
+    if not simulation.trials:
         raise InputError("nothing to try: name a policy and a capacity")
-    counted = count(asked)
-    if not counted.num_requests:
-        first = f" ({counted.complaints[0]})" if counted.complaints else ""
-        raise InputError(f"there is no request to simulate in {asked.paths[0]}{first}")
-    foretold = foretell(asked, counted) if asked.hints else None
-    sums = dict.fromkeys(sum(trial.capacity) for trial in asked.trials if asked.bound)
+    size = measure_trace(simulation)
+    if not size.num_requests:
+        first = f" ({size.complaints[0]})" if size.complaints else ""
+        raise InputError(f"there is no request to simulate in {simulation.paths[0]}{first}")
+    hints = future_hints(simulation) if simulation.hints else None
+    sums = dict.fromkeys(sum(trial.capacity) for trial in simulation.trials if simulation.bound)
     bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in sums]  # its tiers count as one
-    jobs = min(asked.jobs or os.cpu_count() or 1, len(asked.trials) + bool(bounds))
+    jobs = min(simulation.jobs or os.cpu_count() or 1, len(simulation.trials) + bool(bounds))
     if jobs > 1:
-        scores, best = _together(asked, counted, foretold, bounds, jobs)
+        scores, best = _run_in_processes(simulation, size, hints, bounds, jobs)
     else:
-        scores = run_trials(asked, asked.trials, counted, foretold)
-        best = run_bound(asked, bounds, counted) if bounds else []
-    order = {trial: at for at, trial in enumerate(asked.trials)}
+        scores = run_trials(simulation, simulation.trials, size, hints)
+        best = run_bound(simulation, bounds, size) if bounds else []
+    order = {trial: at for at, trial in enumerate(simulation.trials)}
     scores.sort(key=lambda score: order[score.trial])
-    return Simulated(counted, tuple(scores), tuple(best))
+    return SimulationResult(size, tuple(scores), tuple(best))
 
 
-def _together(
-    asked: Simulation,
-    counted: Counted,
-    foretold: Foretold | None,
+def _run_in_processes(
+    simulation: Simulation,
+    size: TraceSize,
+    hints: FutureHints | None,
     bounds: Sequence[Trial],
     jobs: int,
 ) -> tuple[list[Score], list[Score]]:
     """Run the trials and the bound in ``jobs`` processes. Each process reads the trace itself."""
     context = get_context("spawn")
-    hands = [asked.trials[at::jobs] for at in range(jobs) if asked.trials[at::jobs]]
-    with ProcessPoolExecutor(jobs, context, initializer=_begin) as pool:
-        parts: list[Promise[list[Score]]] = [
-            pool.submit(run_trials, asked, hand, counted, foretold) for hand in hands
+    shares = [simulation.trials[at::jobs] for at in range(jobs) if simulation.trials[at::jobs]]
+    with ProcessPoolExecutor(jobs, context, initializer=_exit_with_parent) as pool:
+        parts: list[Future[list[Score]]] = [
+            pool.submit(run_trials, simulation, share, size, hints) for share in shares
         ]
-        best = [pool.submit(run_bound, asked, bounds, counted)] if bounds else []
+        best = [pool.submit(run_bound, simulation, bounds, size)] if bounds else []
         try:
             for ended in wait([*parts, *best], return_when=FIRST_EXCEPTION).done:
                 ended.result()
@@ -526,7 +525,7 @@ def _together(
         return scores, bound
 
 
-def _begin() -> None:
+def _exit_with_parent() -> None:
     """Prepare a child process: it exits when its parent does, even if the parent is killed."""
 
     def end_with_parent() -> None:

@@ -27,8 +27,8 @@ from kvferry.hints import Hints, read_seconds
 from kvferry.scheduler.control import Acted, Control
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.catalog import CONTENT_TYPE, exposition
-from kvferry.telemetry.http import LOOPBACK, HttpServer, Orders, Reply
-from kvferry.telemetry.source import Mailbox, Source, requests_of
+from kvferry.telemetry.http import LOOPBACK, HttpServer, PostHandler, Reply
+from kvferry.telemetry.source import Mailbox, Source, answer_requests
 from kvferry.types import RequestId
 
 _WELCOME = """kvferry
@@ -48,7 +48,7 @@ class Endpoint(Closing):
         host: str = LOOPBACK,
         port: int = DEFAULT_PORT,
         last_port: int = 0,
-        control: Orders | None = None,
+        control: PostHandler | None = None,
     ) -> None:
         """Listen on ``port``, or on the next free port up to ``last_port``. 0 takes any free port.
 
@@ -57,7 +57,7 @@ class Endpoint(Closing):
         self._source = source
         self._control = control
         self._server = HttpServer(
-            self._answer, host=host, port=port, last_port=last_port, orders=control
+            self._answer, host=host, port=port, last_port=last_port, post_handler=control
         )
 
     @property
@@ -76,7 +76,7 @@ class Endpoint(Closing):
                 return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
             case ("explain",):
                 source = self._source
-                return Reply.json({"requests": source.recent(), "tiers_away": source.away()})
+                return Reply.json({"requests": source.recent(), "tiers_away": source.unavailable()})
             case ("explain", request_id):
                 found = self._source.explain(request_id)
                 if found is None:
@@ -98,14 +98,13 @@ KeysOfTokens = Callable[[list[int], str], Keys]
 
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
 _NAMED_BY = ("request_id", "tokens", "keys")
-_ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
-_DONE_TWICE = ("unpin", "drop")
+_EXTRA_FIELDS = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
+_RUN_TWICE = ("unpin", "drop")
 """Actions run twice on several chains: the first run spares blocks that a later chain shares."""
 MAX_KEYS = 1 << 16
 MAX_TOKENS = 1 << 20
 _MAX_TOKEN = 2**63 - 1
 _KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
-
 
 NamedChains = tuple[list[Keys], list[RequestId] | None]
 """The chains that a control request names; and their request ids if it names a request."""
@@ -133,25 +132,25 @@ class ControlApi:
     def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
         """Return an error reply if the token is wrong or the path unknown, else None."""
         if token is None:
-            return _no(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
+            return _error(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
         given = token.encode(errors="replace")
         if not hmac.compare_digest(given, self._token):  # in constant time
-            return _no(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
+            return _error(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
         if len(path) != 2 or path[0] != "control" or path[1] not in ACTIONS:
-            return _no(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
+            return _error(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
         return None
 
-    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply:
+    def handle(self, path: tuple[str, ...], body: bytes) -> Reply:
         """Run a control request. Returns its result, or an error reply if nothing was done."""
         try:
             work = self._read(path[-1], body)
-            done = self._mailbox.order(work)
+            done = self._mailbox.command(work)
         except (InputError, ConfigError) as error:
-            return _no(HTTPStatus.BAD_REQUEST, str(error))
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
         except LookupError as error:
-            return _no(HTTPStatus.NOT_FOUND, str(error.args[0]))
+            return _error(HTTPStatus.NOT_FOUND, str(error.args[0]))
         except (StateError, DeadlineError) as error:
-            return _no(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
         return Reply.json(done)
 
     def close(self) -> None:
@@ -160,47 +159,47 @@ class ControlApi:
 
     def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
         """Parse and check a control request. Returns the work to do on the engine's thread."""
-        said = _object(body)
-        allowed = (*_NAMED_BY, "salt", *_ALSO.get(action, ()))
-        unknown = [name for name in said if name not in allowed]
+        given_fields = _object(body)
+        allowed = (*_NAMED_BY, "salt", *_EXTRA_FIELDS.get(action, ()))
+        unknown = [name for name in given_fields if name not in allowed]
         if unknown:
             raise InputError(f"{action} has no {quoted(unknown[0])}; it has {', '.join(allowed)}")
-        find = self._finder(said)
-        act = self._action(action, said)
-        return lambda: _carried_out(action, act, find())
+        find = self._finder(given_fields)
+        act = self._action(action, given_fields)
+        return lambda: _run_action(action, act, find())
 
-    def _action(self, action: str, said: Mapping[str, Any]) -> Callable[[Keys], Acted]:
+    def _action(self, action: str, given_fields: Mapping[str, Any]) -> Callable[[Keys], Acted]:
         control = self._control
         if action == "hint":
-            hints = Hints.read(said.get("hints", {}))
+            hints = Hints.read(given_fields.get("hints", {}))
             return lambda keys: control.hint(keys, hints)
         if action in ("pin", "prefetch"):
-            given = said.get("seconds")
+            given = given_fields.get("seconds")
             seconds = None if given is None else read_seconds("seconds", given)
             do = control.pin if action == "pin" else control.prefetch
             return lambda keys: do(keys, seconds)
         plain: Callable[[Keys], Acted] = getattr(control, action)
         return plain
 
-    def _finder(self, said: Mapping[str, Any]) -> Callable[[], NamedChains]:
+    def _finder(self, given_fields: Mapping[str, Any]) -> Callable[[], NamedChains]:
         """Return a function that finds the keys on the engine's thread. Tokens are hashed here."""
-        named = [name for name in _NAMED_BY if name in said]
+        named = [name for name in _NAMED_BY if name in given_fields]
         if len(named) != 1:
             raise InputError(f"say which blocks, by one of {', '.join(_NAMED_BY)}")
-        if "salt" in said and named != ["tokens"]:
+        if "salt" in given_fields and named != ["tokens"]:
             raise InputError("a salt goes with tokens: keys and requests have theirs already")
         if named == ["request_id"]:
-            name = said["request_id"]
+            name = given_fields["request_id"]
             if not isinstance(name, str) or not name:
                 raise InputError(f"request_id must be a request's name, got {shown(name)}")
             return lambda: self._of_request(name)
         if named == ["tokens"]:
-            salt = said.get("salt", "")
+            salt = given_fields.get("salt", "")
             if not isinstance(salt, str):
                 raise InputError(f"salt must be text, got {shown(salt)}")
-            keys = self._keys_of_tokens(_tokens(said["tokens"]), salt)
+            keys = self._keys_of_tokens(_tokens(given_fields["tokens"]), salt)
         else:
-            keys = _keys(said["keys"])
+            keys = _keys(given_fields["keys"])
         return lambda: ([keys], None)
 
     def _of_request(self, name: str) -> NamedChains:
@@ -212,26 +211,26 @@ class ControlApi:
         keys = control.keys_of(name)
         if keys is not None:
             return [keys], [name]
-        found = {each: control.keys_of(each) for each in requests_of(name, control.request_ids())}
+        found = {
+            each: control.keys_of(each) for each in answer_requests(name, control.request_ids())
+        }
         known = {each: keys for each, keys in found.items() if keys is not None}
         if not known:
             raise LookupError(f"request {quoted(name)} is not remembered; name its tokens or keys")
         return list(known.values()), list(known)
 
 
-def _carried_out(
-    action: str, act: Callable[[Keys], Acted], found: NamedChains
-) -> dict[str, object]:
+def _run_action(action: str, act: Callable[[Keys], Acted], found: NamedChains) -> dict[str, object]:
     """Run an action on every chain. Returns the results, added up."""
     chains, request_ids = found
-    told = _together([act(keys) for keys in chains])
-    if action in _DONE_TWICE and len(chains) > 1:
-        again = _together([act(keys) for keys in chains])
+    told = _add_up([act(keys) for keys in chains])
+    if action in _RUN_TWICE and len(chains) > 1:
+        again = _add_up([act(keys) for keys in chains])
         told = replace(again, blocks=told.blocks + again.blocks)
     return asdict(told) | ({} if request_ids is None else {"request_ids": request_ids})
 
 
-def _together(done: Sequence[Acted]) -> Acted:
+def _add_up(done: Sequence[Acted]) -> Acted:
     """Add up the results of several chains. A block that chains share counts once per chain."""
     if len(done) == 1:
         return done[0]
@@ -245,18 +244,18 @@ def _together(done: Sequence[Acted]) -> Acted:
     return Acted(**totals, refused=refused, is_under_way=is_under_way)
 
 
-def _no(status: HTTPStatus, words: str) -> Reply:
+def _error(status: HTTPStatus, words: str) -> Reply:
     return Reply.json({"error": words}, status)
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(body)
+        given_fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InputError(f"an order is a JSON object: {quoted(str(error))}") from None
-    if not isinstance(said, dict):
-        raise InputError(f"an order is a JSON object, got {shown(said)}")
-    return said
+    if not isinstance(given_fields, dict):
+        raise InputError(f"an order is a JSON object, got {shown(given_fields)}")
+    return given_fields
 
 
 def _tokens(value: object) -> list[int]:

@@ -62,13 +62,13 @@ class HttpRequest:
     posted: bytes | None = None
 
 
-class Orders(Protocol):
+class PostHandler(Protocol):
     """Handles POST requests. Without a handler, a server refuses every POST."""
 
     def refuse(self, path: tuple[str, ...], token: str | None) -> Reply | None:
         """Return an error reply if the client is not allowed, else None. Called before the body."""
 
-    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply: ...
+    def handle(self, path: tuple[str, ...], body: bytes) -> Reply: ...
 
     def close(self) -> None: ...
 
@@ -105,7 +105,7 @@ def read_request(
     received: bytes | bytearray,
     *,
     local_only: bool,
-    orders: Orders | None = None,
+    post_handler: PostHandler | None = None,
 ) -> HttpRequest | Reply | None:
     """Return the request in the received bytes, or an error reply, or None while bytes are missing.
 
@@ -120,7 +120,7 @@ def read_request(
     line, fields = _REQUEST_LINE.fullmatch(first), _fields(headers)
     if line is None or fields is None or len(fields.get("host", ())) > 1:
         return _refused(HTTPStatus.BAD_REQUEST)
-    if line[1] not in ("GET", "HEAD") and (line[1] != "POST" or orders is None):
+    if line[1] not in ("GET", "HEAD") and (line[1] != "POST" or post_handler is None):
         return _refused(HTTPStatus.NOT_IMPLEMENTED)
     try:
         target = urlsplit(line[2])
@@ -130,13 +130,13 @@ def read_request(
     if local_only and not (host and is_loopback(host[1] or host[2])):
         return Reply.refusal(HTTPStatus.FORBIDDEN, "ask for this by a loopback name")
     parts = tuple(unquote(part) for part in target.path.split("/") if part)
-    if line[1] != "POST" or orders is None:
+    if line[1] != "POST" or post_handler is None:
         return HttpRequest(parts, wants_body=line[1] == "GET")
-    refused = orders.refuse(parts, _token(fields))
-    return refused or _order(parts, fields, bytes(received[end.end() :]))
+    refused = post_handler.refuse(parts, _token(fields))
+    return refused or _posted_request(parts, fields, bytes(received[end.end() :]))
 
 
-def _order(
+def _posted_request(
     path: tuple[str, ...], fields: dict[str, list[str]], body: bytes
 ) -> HttpRequest | Reply | None:
     lengths = fields.get("content-length", [])
@@ -182,7 +182,7 @@ def _refused(status: HTTPStatus) -> Reply:
 
 MAX_CONNECTIONS = 64
 MAX_PORT = 65535
-_NUM_ANSWERING = 4
+_NUM_REPLY_THREADS = 4
 _BACKLOG = 128
 _CHUNK = 64 << 10
 _PATIENCE_SECONDS = 5.0
@@ -191,10 +191,10 @@ _SHORTAGE_SECONDS = 1.0
 _LAST_SECONDS = 0.25
 """Seconds that ``close`` leaves for replies that are being computed or sent."""
 
-_REST = 5
+_SLEEP_RATIO = 5
 """A thread sleeps this many times its processor time. The connections' thread saves up sleeps
-shorter than ``_MIN_REST_SECONDS``."""
-_MIN_REST_SECONDS = 0.002
+shorter than ``_MIN_SLEEP_SECONDS``."""
+_MIN_SLEEP_SECONDS = 0.002
 
 Answer = Callable[[tuple[str, ...]], Reply | None]
 """Maps the parts of a path to a reply. None means that there is no such page."""
@@ -216,29 +216,29 @@ class HttpServer:
         port: int = 0,
         last_port: int = 0,
         patience: float = _PATIENCE_SECONDS,
-        orders: Orders | None = None,
+        post_handler: PostHandler | None = None,
     ) -> None:
         """Listen on ``port``, or on the next free port up to ``last_port``. 0 takes any free port.
 
-        ``patience`` is the seconds to receive a request, and again to send its reply. ``orders``
-        handles POST requests, one at a time.
+        ``patience`` is the seconds to receive a request, and again to send its reply.
+        ``post_handler`` handles POST requests, one at a time.
         """
         self.host = host.removeprefix("[").removesuffix("]")
         self._listener = _listen(self.host, port, last_port)
         self.port = int(self._listener.getsockname()[1])
         self._answer = answer
-        self._orders = orders
+        self._post_handler = post_handler
         self._patience = patience
         self._local_only = is_loopback(self.host)
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self._idle: dict[asyncio.StreamWriter, None] = {}
         """Connections that receive a request or wait for their client to leave, oldest first."""
-        self._worked = 0.0
+        self._throttled_at = 0.0
         self._is_closing = False
         name = f"kvferry-http-{self.port}"
-        self._answering = ThreadPoolExecutor(_NUM_ANSWERING, name)
-        self._ordering = asyncio.Lock()
+        self._pool = ThreadPoolExecutor(_NUM_REPLY_THREADS, name)
+        self._posting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -255,7 +255,7 @@ class HttpServer:
         if self._is_closing:
             return
         self._is_closing = True
-        self._answering.shutdown(cancel_futures=True)  # drops replies not yet begun
+        self._pool.shutdown(cancel_futures=True)  # drops replies not yet begun
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
@@ -271,7 +271,7 @@ class HttpServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        self._let_clients_in()
+        self._start_accepting()
         await self._end.wait()
         self._loop.remove_reader(self._listener)
         await asyncio.sleep(0)  # tasks of new connections start
@@ -284,7 +284,7 @@ class HttpServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # asyncio closes sockets in the loop's next iteration
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -292,32 +292,32 @@ class HttpServer:
         except OSError as error:  # no file descriptor is left
             log.warning("port %d lets no client in for now: %s", self.port, error)
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(_SHORTAGE_SECONDS, self._let_clients_in)
+            self._loop.call_later(_SHORTAGE_SECONDS, self._start_accepting)
             return
         client.setblocking(False)
-        task = self._loop.create_task(self._converse(client))
+        task = self._loop.create_task(self._serve_connection(client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _let_clients_in(self) -> None:
+    def _start_accepting(self) -> None:
         if not self._end.is_set():
-            self._loop.add_reader(self._listener, self._let_in)
+            self._loop.add_reader(self._listener, self._accept)
 
-    def _rest(self) -> None:
+    def _throttle(self) -> None:
         """Sleep in proportion to the work done, so that the engine gets most of the time."""
-        seconds = _REST * (time.thread_time() - self._worked)
-        if seconds >= _MIN_REST_SECONDS:
+        seconds = _SLEEP_RATIO * (time.thread_time() - self._throttled_at)
+        if seconds >= _MIN_SLEEP_SECONDS:
             time.sleep(seconds)
-            self._worked = time.thread_time()
+            self._throttled_at = time.thread_time()
 
-    async def _converse(self, client: socket.socket) -> None:
+    async def _serve_connection(self, client: socket.socket) -> None:
         try:
             reader, writer = await asyncio.open_connection(sock=client)
         except OSError:
             client.close()
             return
         if len(self._connections) >= MAX_CONNECTIONS:
-            self._end_one(next(iter(self._idle), writer))
+            self._drop_connection(next(iter(self._idle), writer))
         if writer.transport.is_closing():
             return
         task = asyncio.current_task()
@@ -326,9 +326,9 @@ class HttpServer:
         self._idle[writer] = None
         patience = self._patience
         try:
-            asked = await asyncio.wait_for(self._read(reader), patience)
+            request = await asyncio.wait_for(self._read(reader), patience)
             self._idle.pop(writer, None)
-            reply = asked if isinstance(asked, bytes) else await self._answer_to(asked)
+            reply = request if isinstance(request, bytes) else await self._reply_to(request)
             writer.transport.set_write_buffer_limits(0)  # drain() then waits for the last byte
             writer.write(reply)
             await asyncio.wait_for(writer.drain(), patience)
@@ -339,16 +339,16 @@ class HttpServer:
         except (OSError, asyncio.TimeoutError):
             pass  # the client has disconnected or is too slow
         finally:
-            self._end_one(writer)
+            self._drop_connection(writer)
 
-    def _end_one(self, writer: asyncio.StreamWriter) -> None:
+    def _drop_connection(self, writer: asyncio.StreamWriter) -> None:
         self._connections.pop(writer, None)
         self._idle.pop(writer, None)
         writer.transport.abort()
 
     async def _drain(self, reader: asyncio.StreamReader) -> None:
         while await reader.read(_CHUNK):
-            self._rest()
+            self._throttle()
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes | HttpRequest:
         """Read a request. Returns it, or an encoded error reply."""
@@ -358,33 +358,35 @@ class HttpServer:
             if not chunk:
                 raise ConnectionResetError("the client left before it had asked")
             received += chunk
-            asked = read_request(received, local_only=self._local_only, orders=self._orders)
-            self._rest()
-            if asked is not None:
-                return asked.encoded() if isinstance(asked, Reply) else asked
+            request = read_request(
+                received, local_only=self._local_only, post_handler=self._post_handler
+            )
+            self._throttle()
+            if request is not None:
+                return request.encoded() if isinstance(request, Reply) else request
 
     # -- replies, on other threads --------------------------------------------------------------
 
-    async def _answer_to(self, asked: HttpRequest) -> bytes:
+    async def _reply_to(self, request: HttpRequest) -> bytes:
         """Compute a reply on another thread. POST requests take turns, to occupy one thread."""
-        async with nullcontext() if asked.posted is None else self._ordering:
-            return await self._loop.run_in_executor(self._answering, self._work_out, asked)
+        async with nullcontext() if request.posted is None else self._posting:
+            return await self._loop.run_in_executor(self._pool, self._compute_reply, request)
 
-    def _work_out(self, asked: HttpRequest) -> bytes:
+    def _compute_reply(self, request: HttpRequest) -> bytes:
         """Return the encoded reply. An exception becomes a reply with status 500."""
         began = time.thread_time()
         try:
-            if asked.posted is not None and self._orders is not None:
-                reply: Reply | None = self._orders.carry_out(asked.path, asked.posted)
+            if request.posted is not None and self._post_handler is not None:
+                reply: Reply | None = self._post_handler.handle(request.path, request.posted)
             else:
-                reply = self._answer(asked.path)
+                reply = self._answer(request.path)
         except Exception as error:
-            log.warning("/%s could not be answered", "/".join(asked.path), exc_info=True)
+            log.warning("/%s could not be answered", "/".join(request.path), exc_info=True)
             words = f"{type(error).__name__}: {error}"
             reply = Reply.refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words)
         reply = reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
-        encoded = reply.encoded(with_body=asked.wants_body)
-        time.sleep(_REST * (time.thread_time() - began))
+        encoded = reply.encoded(with_body=request.wants_body)
+        time.sleep(_SLEEP_RATIO * (time.thread_time() - began))
         return encoded
 
 

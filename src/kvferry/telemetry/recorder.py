@@ -28,11 +28,11 @@ from kvferry.telemetry.traces import RECORDED_HINTS
 
 log = logging.getLogger("kvferry")
 
-_LOOK_SECONDS = 1.0
-_REST = 19
+_POLL_SECONDS = 1.0
+_SLEEP_RATIO = 19
 """The thread sleeps this many times its processor time, to use at most 1/20 of one processor."""
-_MOST_REST = 1.0
-_MOST_WAITING = 4096
+_MAX_SLEEP_SECONDS = 1.0
+_MAX_QUEUED = 4096
 _LAST_SECONDS = 0.5
 """Seconds that the thread spends on queued requests after ``close`` is called."""
 _CLOSE_SECONDS = 0.9
@@ -75,17 +75,17 @@ class Recorder:
         self._block_tokens = self._every * block_tokens
         self._salt = secrets.token_bytes(_SALT_BYTES)
         self._offset = time.time() - now
-        self._waiting: deque[RecordedRequest] = deque()
+        self._queue: deque[RecordedRequest] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.file = TraceFile(path, most_bytes)
 
     def see(self, request: RecordedRequest) -> None:
         """Queue a request, without waiting."""
-        if len(self._waiting) >= _MOST_WAITING or self._stop.is_set():
+        if len(self._queue) >= _MAX_QUEUED or self._stop.is_set():
             self.num_missed += 1
             return
-        self._waiting.append(request)
+        self._queue.append(request)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvferry-recorder", daemon=True)
             self._thread.start()
@@ -103,26 +103,26 @@ class Recorder:
             log.warning("the file system of %s hangs: its recording ends later", self.file.path)
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(_POLL_SECONDS):
             self._write()
             self.file.flush()
         deadline = time.monotonic() + _LAST_SECONDS
-        while self._waiting and time.monotonic() < deadline:
+        while self._queue and time.monotonic() < deadline:
             self._write_one()
-        self.num_missed += len(self._waiting)
+        self.num_missed += len(self._queue)
         self.file.close()
         if self.num_missed:
             words = "%d requests came faster than they could be recorded in %s"
             log.warning(words, self.num_missed, self.file.path)
 
     def _write(self) -> None:
-        while self._waiting and not self._stop.is_set():
+        while self._queue and not self._stop.is_set():
             began = time.thread_time()
             self._write_one()
-            self._stop.wait(min(_MOST_REST, _REST * (time.thread_time() - began)))
+            self._stop.wait(min(_MAX_SLEEP_SECONDS, _SLEEP_RATIO * (time.thread_time() - began)))
 
     def _write_one(self) -> None:
-        request = self._waiting.popleft()
+        request = self._queue.popleft()
         line: dict[str, Any] = {
             "timestamp": round(1000 * (request.at + self._offset)),
             "input_length": request.num_tokens,
@@ -164,7 +164,7 @@ class TraceFile:
         try:
             for number in range(_MOST_WRITERS):
                 self.path = path.with_name(f"{path.name}-{number}") if number else path
-                self._file = _begin(self.path)
+                self._file = _open_locked(self.path)
                 if self._file is not None:
                     return
             raise OSError(f"{_MOST_WRITERS} others write under this name")
@@ -200,12 +200,12 @@ class TraceFile:
         file.write(data)
         if file.tell() > self._most_bytes:
             file.close()
-            self._file = _begin(self.path)
+            self._file = _open_locked(self.path)
             if self._file is None:
                 raise OSError("another process has begun to write there")
 
 
-def _begin(path: Path) -> IO[bytes] | None:
+def _open_locked(path: Path) -> IO[bytes] | None:
     """Open and lock an empty file; None if another process has it. An older file becomes NAME.1."""
     while True:
         file = open(path, "ab", opener=_open_plain)  # noqa: SIM115

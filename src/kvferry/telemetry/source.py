@@ -24,28 +24,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 0.25
+QUERY_SECONDS = 0.25
 """Seconds a query waits for an engine, which is then idle or in a long step without changes."""
 
 PAUSE_SECONDS = 0.05
 """Seconds between two steps that answer queries, however many queries wait."""
 
-MAX_A_STEP = 4
+MAX_CALLS_PER_STEP = 4
 """Most queries that one step answers. A query only copies data and takes microseconds."""
 
-ORDER_SECONDS = 5.0
+COMMAND_SECONDS = 5.0
 """Seconds a control request waits for the engine. A busy engine's step takes less."""
 
+_MAX_TRIES = 10
 
-_LOOKS = 10
 
-
-class _Mail(NamedTuple):
-    """A function and the future of its result. An order runs on the engine's thread only."""
+class _Call(NamedTuple):
+    """A function and the future of its result. A command runs on the engine's thread only."""
 
     future: Future[Any]
     work: Callable[[], Any]
-    is_order: bool
+    is_command: bool
 
     def is_done(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the result. Returns whether there is one."""
@@ -68,71 +67,71 @@ class _Mail(NamedTuple):
 class Mailbox:
     """Owns a queue of functions from any thread that the engine's thread runs between its steps.
 
-    Queries (``ask``) only read. If the engine is idle and does not run a query, the asking thread
-    runs it itself, perhaps while the engine starts a step. So a query may mix numbers of two
-    adjacent steps, and is retried if that makes it fail. Orders (``order``) change state and run
-    only on the engine's thread. The engine runs a few functions per step and never waits for
-    another thread. A function is run by the thread that takes it out of the queue, under the lock.
+    Queries only read. If the engine is idle and does not run a query, the calling thread runs it,
+    perhaps while the engine starts a step. So a query may mix numbers of two adjacent steps, and is
+    retried if that makes it fail. Commands change state and run only on the engine's thread. A step
+    runs a few functions and never waits for another thread. A thread must take a function out of
+    the queue, under the lock, before it runs it.
     """
 
     def __init__(
         self,
         *,
         pause: float = PAUSE_SECONDS,
-        most: int = MAX_A_STEP,
+        most: int = MAX_CALLS_PER_STEP,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pause = pause
         self._most = most
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: deque[_Mail] = deque()  # oldest first
+        self._open: deque[_Call] = deque()  # oldest first
         self._next_at = float("-inf")
         self._ended = ""
         self.has_mail = False
         """Whether the queue may hold work for :meth:`answer`."""
         self.wake: Callable[[], None] = lambda: None
-        """Called after an order is queued, so that an idle engine runs a step."""
+        """Called after a command is queued, so that an idle engine runs a step."""
         self.before_answers: Callable[[], object] = lambda: None
         """Called on the engine's thread before it runs queued functions."""
 
     @property
-    def has_orders(self) -> bool:
-        """Whether an order waits for the engine."""
-        return self.has_mail and any(mail.is_order for mail in tuple(self._open))
+    def has_commands(self) -> bool:
+        """Whether a command waits for the engine."""
+        return self.has_mail and any(call.is_command for call in tuple(self._open))
 
-    def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
+    def command(self, work: Callable[[], T], patience: float = COMMAND_SECONDS) -> T:
         """Run ``work`` on the engine's thread, and on no other, and return its result.
 
         Raises StateError after :meth:`abandon`, and DeadlineError if the engine does not take the
         work within ``patience`` seconds. In both cases the work is never done.
         """
-        order = self._put(work, is_order=True)
-        if self._ended and self._take_back(order):
+        call = self._put(work, is_command=True)
+        if self._ended and self._take_back(call):
             raise StateError(self._ended)
         self.wake()
-        if not order.is_done(patience) and self._take_back(order):
+        if not call.is_done(patience) and self._take_back(call):
             raise DeadlineError(f"the engine did not come by within {patience:g} s")
-        done: T = order.future.result()
+        done: T = call.future.result()
         return done
 
     def abandon(self, reason: str) -> None:
-        """Fail all orders, queued and future ones: the engine runs no more steps."""
+        """Fail all commands, queued and future ones: the engine runs no more steps."""
         self._ended = reason
         with self._lock:
-            orders = [mail for mail in self._open if mail.is_order]
-        for order in orders:
-            if self._take_back(order):
-                order.future.set_exception(StateError(reason))
+            commands = [call for call in self._open if call.is_command]
+        for call in commands:
+            if self._take_back(call):
+                call.future.set_exception(StateError(reason))
 
-    def ask(self, work: Callable[..., T], *args: object, patience: float = PATIENCE_SECONDS) -> T:
+    def query(self, work: Callable[..., T], *args: object, patience: float = QUERY_SECONDS) -> T:
         """Return ``work(*args)``, run on the engine's thread if it is free in time, else here."""
-        for left in reversed(range(_LOOKS)):
-            question = self._put(partial(work, *args), is_order=False)
-            if not question.is_done(patience) and self._take_back(question):
-                question.settle()
+        for left in reversed(range(_MAX_TRIES)):
+            call = self._put(partial(work, *args), is_command=False)
+            if not call.is_done(patience) and self._take_back(call):
+                call.settle()
             try:
-                answer: T = question.future.result()
+                answer: T = call.future.result()
                 return answer
             except RuntimeError:
                 # The data changed while it was read: the engine is awake now, and may answer.
@@ -151,23 +150,23 @@ class Mailbox:
             self._lock.release()
         if waiting:
             self.before_answers()
-            for mail in waiting:
-                mail.settle()
+            for call in waiting:
+                call.settle()
             self._next_at = self._clock() + self._pause
 
-    def _put(self, work: Callable[[], Any], *, is_order: bool) -> _Mail:
-        mail = _Mail(Future(), work, is_order)
+    def _put(self, work: Callable[[], Any], *, is_command: bool) -> _Call:
+        call = _Call(Future(), work, is_command)
         with self._lock:
-            self._open.append(mail)
+            self._open.append(call)
             self.has_mail = True
-        return mail
+        return call
 
-    def _take_back(self, mail: _Mail) -> bool:
+    def _take_back(self, call: _Call) -> bool:
         """Remove work from the queue. Returns False if another thread has taken it."""
         with self._lock:
-            is_here = mail in self._open
+            is_here = call in self._open
             if is_here:
-                self._open.remove(mail)
+                self._open.remove(call)
         return is_here
 
 
@@ -190,7 +189,7 @@ _FORMS = tuple(
 _SERVERS = re.compile(r"^(?:chat)?cmpl-")
 
 
-def read_name(request_id: RequestId) -> tuple[str, str]:
+def split_request_id(request_id: RequestId) -> tuple[str, str]:
     """Split an engine's request id into the id of vLLM's answer, and the request's part in it.
 
     A client knows ``cmpl-5f2c``. The engine's ``cmpl-5f2c-0-8b2677e5`` adds the prompt's number and
@@ -209,15 +208,15 @@ def read_name(request_id: RequestId) -> tuple[str, str]:
     return request_id, ""
 
 
-def is_of_client(name: str, request_id: RequestId) -> bool:
+def matches_client_id(name: str, request_id: RequestId) -> bool:
     """Whether a client calls the request ``name``: its answer's id or the client's X-Request-Id."""
     if name not in request_id:  # cheap, and there are a thousand ids to test
         return False
-    answer, _ = read_name(request_id)
+    answer, _ = split_request_id(request_id)
     return bool(name) and name in (answer, _SERVERS.sub("", answer))
 
 
-def requests_of(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId]:
+def answer_requests(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId]:
     """Return the requests of one answer, in order. Raises InputError if several answers match.
 
     A client that sends one X-Request-Id twice gets two answers with one id. An action on that id
@@ -225,7 +224,7 @@ def requests_of(answer: str, request_ids: Iterable[RequestId]) -> list[RequestId
     """
     found: dict[RequestId, str] = {}
     for request_id in request_ids:
-        its_answer, part = read_name(request_id) if answer in request_id else ("", "")
+        its_answer, part = split_request_id(request_id) if answer in request_id else ("", "")
         if answer and its_answer == answer:
             found[request_id] = part
     if len(set(found.values())) < len(found):
@@ -262,7 +261,7 @@ class Source:
         self._disks = disks
 
     def snapshot(self) -> Snapshot:
-        stats = self._mailbox.ask(self._scheduler.stats)
+        stats = self._mailbox.query(self._scheduler.stats)
         return Snapshot(
             stats,
             installed_version(),
@@ -279,27 +278,27 @@ class Source:
         ``others`` names the rest.
         """
         ids = [request_id]
-        entry = self._mailbox.ask(self._entry, request_id)
+        entry = self._mailbox.query(self._entry, request_id)
         if entry is None:
-            every = self._mailbox.ask(self._scheduler.recent)
-            ids = [found for found in reversed(every) if is_of_client(request_id, found)]
-            entry = self._mailbox.ask(self._entry, ids[0]) if ids else None
+            every = self._mailbox.query(self._scheduler.recent)
+            ids = [found for found in reversed(every) if matches_client_id(request_id, found)]
+            entry = self._mailbox.query(self._entry, ids[0]) if ids else None
         if entry is None:
             return None
-        return {**plain(ids[0], entry), "others": ids[1:]}
+        return {**entry_as_data(ids[0], entry), "others": ids[1:]}
 
     def recent(self, most: int = 50) -> list[dict[str, Any]]:
         """Return the latest requests, latest first, with their tokens and miss reasons."""
         rows: list[dict[str, Any]] = []
-        for request_id, why in self._mailbox.ask(self._latest, most):
+        for request_id, why in self._mailbox.query(self._latest, most):
             told = why.as_dict() if why is not None else {}
             names = ("reason", "asked_tokens", "host_tokens", "tier_hit_tokens")
             rows.append({"request_id": request_id, **{name: told.get(name) for name in names}})
         return rows
 
-    def away(self) -> dict[str, str]:
+    def unavailable(self) -> dict[str, str]:
         """Return the unavailable tiers, and why each is unavailable."""
-        ailments = self._mailbox.ask(self._scheduler.stats).ailments
+        ailments = self._mailbox.query(self._scheduler.stats).ailments
         return {tier: ailment for tier, ailment in ailments.items() if ailment}
 
     # These run on the engine's thread, so they only copy data.
@@ -317,7 +316,7 @@ class Source:
         return found
 
 
-def plain(request_id: RequestId, entry: Entry) -> dict[str, Any]:
+def entry_as_data(request_id: RequestId, entry: Entry) -> dict[str, Any]:
     """Return one journal entry as data for JSON."""
     why = entry.explanation
     return {

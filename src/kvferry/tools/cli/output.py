@@ -26,7 +26,7 @@ url_option = click.option(
 )
 
 
-def found(url: str | None) -> str:
+def endpoint_url(url: str | None) -> str:
     """Return the given address, or the first usual address that has kvferry's metrics.
 
     kvferry's own ports come before vLLM's. If several have metrics, standard error names them.
@@ -40,7 +40,7 @@ def found(url: str | None) -> str:
 
 
 @contextmanager
-def working(words: str) -> Iterator[None]:
+def progress(words: str) -> Iterator[None]:
     """Show the elapsed time on standard error while the body runs, if that is a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn(words), TimeElapsedColumn()
@@ -62,7 +62,7 @@ def options(*rows: tuple[str, dict[str, Any], str]) -> Callable[[Any], Any]:
     return add
 
 
-def unbroken(*, stderr: bool = False) -> Console:
+def plain_console(*, stderr: bool = False) -> Console:
     """Return a console that wraps lines in a terminal, but not in a file or a pipe."""
     console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal:

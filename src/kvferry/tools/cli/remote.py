@@ -18,7 +18,7 @@ from kvferry.core.quantities import parse_seconds, rounded_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.settings.tiers import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.remote.tier import require_packages
-from kvferry.tools.cli.output import as_json_option, table, unbroken, working
+from kvferry.tools.cli.output import as_json_option, plain_console, progress, table
 from kvferry.tools.words import counted
 
 _BATCH = 1000
@@ -83,7 +83,7 @@ def list_command(address: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"address": str(where), "namespaces": [f.plain() for f in found]}))
     elif found:
-        _show(found, unbroken())
+        _show(found, plain_console())
     else:
         click.echo(f"Nothing of kvferry's in {where}.")
 
@@ -122,9 +122,9 @@ def purge(
     size = rounded_size(sum(each.num_bytes for each in found))
     what = f"{counted(len(paths), 'object')} ({size})"
     if paths and not yes:
-        _show(found, unbroken(stderr=True))
+        _show(found, plain_console(stderr=True))
         click.confirm(f"Remove {what} from {where}?", abort=True, err=True)
-    with _failing(where), working("Removing objects"):
+    with _failing(where), progress("Removing objects"):
         from kvferry.tiers.remote.listing import remove
         from kvferry.tiers.remote.stores import open_bucket
 
@@ -158,7 +158,7 @@ def _find(where: RemoteAddress, wants: Callable[[datetime], bool]) -> list[Names
     from kvferry.tiers.remote.stores import open_bucket
 
     found = dict[str, NamespaceUse]()
-    with _failing(where), working("Listing objects"):
+    with _failing(where), progress("Listing objects"):
         store = open_bucket(where, os.environ)
         for page in list_ours(store, f"{where.prefix}/" if where.prefix else ""):
             for each in filter(lambda each: wants(each.modified), page):

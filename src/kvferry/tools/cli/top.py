@@ -15,10 +15,10 @@ from rich.text import Text
 
 from kvferry.errors import UnreachableError
 from kvferry.telemetry.http import LOOPBACK
-from kvferry.tools.cli.output import found, options
+from kvferry.tools.cli.output import endpoint_url, options
 from kvferry.tools.cli.output import table as draw
 from kvferry.tools.top.page import PageServer
-from kvferry.tools.top.view import Bar, Shown, View, Watch
+from kvferry.tools.top.view import Bar, FormattedView, View, Watch
 from kvferry.tools.words import clean
 
 _WIDTH = 30
@@ -37,7 +37,7 @@ class Screen:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
-        shown = Shown.of(self.view)
+        shown = FormattedView.of(self.view)
         yield Text(f"kvferry {shown.title}", style="bold")
         if self.error:
             yield Text(clean(self.error), style="bold red")
@@ -87,7 +87,7 @@ def top(
     The exit code is 1 if the endpoint does not answer.
     """
     try:
-        watch = Watch(found(url))
+        watch = Watch(endpoint_url(url))
         if web:
             _serve(watch, host, port, interval)
         watch.look()

@@ -72,15 +72,15 @@ class ServerProcesses(Closing):
                         )
                     )
                 self.alive.append(number)
-                self.say(number, setup)
+                self.send(number, setup)
             undo.pop_all()
 
-    def say(self, number: int, message: ServerSetup | TurnRequest | None) -> None:
-        """Send a message. A server that has ended does not receive it; ``hear`` reports that."""
+    def send(self, number: int, message: ServerSetup | TurnRequest | None) -> None:
+        """Send a message. A server that has ended does not receive it; ``receive`` reports that."""
         with suppress(OSError):
             self._lines[number].send(message)
 
-    def hear(self) -> tuple[int, ServerAnswer | None]:
+    def receive(self) -> tuple[int, ServerAnswer | None]:
         """Wait for the next answer. Returns the server, and None if that server has ended."""
         lines = {self._lines[number]: number for number in self.alive}
         ready = connection.wait(lines, _SILENCE_SECONDS)
@@ -134,30 +134,30 @@ def run_servers(
     latest: dict[int, ServerAnswer] = {}
     with ServerProcesses(setup, num_servers) as servers:
 
-        def send(question: TurnRequest) -> int:
+        def assign(question: TurnRequest) -> int:
             """Send a question to a random live server: the same choice in every run."""
             place = map(int, question["id"].split("-")[1::2])
             rng = np.random.default_rng((dialogue.chat.seed, 5, *place))
             server = int(rng.choice(servers.alive))
             owners[question["id"]] = server, question
-            servers.say(server, question)
+            servers.send(server, question)
             return server
 
         for _ in range(num_servers):
-            servers.hear()
+            servers.receive()
         began, half = time.monotonic(), dialogue.num_turns // 2
         while not dialogue.is_over:
             while (question := dialogue.ask()) is not None:
-                server = send(question)
+                server = assign(question)
                 if kill and run.killed_server is None and len(run.turns) >= half:
                     run.killed_server, run.turns_before_kill = server, len(run.turns)
                     servers.kill(server)
-            server, answer = servers.hear()
+            server, answer = servers.receive()
             if answer is None:
                 lost = [question for owner, question in owners.values() if owner == server]
                 run.resent_turns += [question["id"] for question in lost]
                 for question in lost:
-                    send(question)
+                    assign(question)
             elif turn := answer.turn:
                 del owners[turn.id]
                 latest[server] = answer
@@ -168,9 +168,9 @@ def run_servers(
                     on_turn(title, dialogue.num_turns, turn)
         run.seconds = time.monotonic() - began
         for server in tuple(servers.alive):
-            servers.say(server, None)
+            servers.send(server, None)
         for _ in tuple(servers.alive):
-            server, answer = servers.hear()
+            server, answer = servers.receive()
             latest |= {server: answer} if answer else {}
     for answer in latest.values():
         run.restored_blocks += answer.restored_blocks

@@ -26,9 +26,9 @@ from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import open_tier
 from kvferry.tools.doctor.drive import (
     MOST_BYTES,
-    DriveFacts,
+    DriveSpeed,
     file_system,
-    look_at_drive,
+    measure_drive,
     nearest_directory,
 )
 from kvferry.transfer.driver import BatchForm, DeviceIdentity, Driver, Priority
@@ -37,7 +37,6 @@ _PLUGINS = "vllm.general_plugins"
 _RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 _LEAST_SHM = 1 * GiB
-
 
 _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24
@@ -85,7 +84,7 @@ class Gpu:
     max_width: float = 0
 
 
-def look_at_gpu(device: int) -> Gpu:
+def inspect_gpu(device: int) -> Gpu:
     """Open the driver, wake the link with a few copies, and read its speed."""
     driver = Driver.open(device)
     try:
@@ -95,13 +94,13 @@ def look_at_gpu(device: int) -> Gpu:
         folder = f"/sys/bus/pci/devices/{domain[-4:]}:{rest}"
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
         with driver.current():
-            link = _copying(driver, lambda: [_read_number(f"{folder}/{name}") for name in names])
+            link = _under_load(driver, lambda: [_read_number(f"{folder}/{name}") for name in names])
         return Gpu(identity, driver.batch_form, *link)
     finally:
         driver.close()
 
 
-def _copying(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
+def _under_load(driver: Driver, look: Callable[[], list[float]]) -> list[float]:
     """Call ``look`` while copies run, because an idle GPU lowers the speed of its link."""
     stream = driver.create_stream(Priority.LOW)
     host = driver.alloc_host(_WAKE_BYTES)
@@ -126,7 +125,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def room_of(path: str) -> tuple[int, int] | None:
+def disk_usage(path: str) -> tuple[int, int] | None:
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -150,14 +149,14 @@ class Environment:
     """
 
     machine: Machine = field(default_factory=Machine)
-    gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
+    gpu: Callable[[], Gpu] = lambda: inspect_gpu(0)
     cards: Callable[[], list[str]] = lambda: sorted(glob("/dev/nvidia[0-9]*"))
     package: Callable[[str], str | None] = package_version
     plugins: Callable[[str], tuple[str, ...]] = lambda group: tuple(
         sorted({entry.name for entry in metadata.entry_points(group=group)})
     )
-    room: Callable[[str], tuple[int, int] | None] = room_of
-    drive: Callable[[str], DriveFacts] = look_at_drive
+    room: Callable[[str], tuple[int, int] | None] = disk_usage
+    drive: Callable[[str], DriveSpeed] = measure_drive
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
 
@@ -248,7 +247,7 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
     try:
         gpu = env.gpu()
     except (OSError, DriverError) as error:
-        yield _without(env, str(error))
+        yield _no_gpu(env, str(error))
         return
     yield ok("gpu", gpu.identity.name)
     release = _RELEASE.search(env.machine.read("/proc/driver/nvidia/version") or "")
@@ -268,7 +267,7 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
     yield from _packages(env, gpu)
 
 
-def _without(env: Environment, error: str) -> Finding:
+def _no_gpu(env: Environment, error: str) -> Finding:
     cards = env.cards()
     if cards:
         return fail(
@@ -450,7 +449,7 @@ def _space(name: str, config: Config, room: tuple[int, int] | None) -> Finding:
     return ok(name, f"{words}; up to {rounded_size(share)} will be used")
 
 
-def _speed(name: str, here: str, facts: DriveFacts) -> Finding:
+def _speed(name: str, here: str, facts: DriveSpeed) -> Finding:
     if facts.error or facts.read_rate is None or facts.write_rate is None:
         return fail(
             name,

@@ -15,7 +15,7 @@ from importlib.resources import files
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import UnreachableError
 from kvferry.telemetry.http import LOOPBACK, HttpServer, Reply
-from kvferry.tools.top.view import Shown, Watch
+from kvferry.tools.top.view import FormattedView, Watch
 
 _FILES = {
     (): ("index.html", "text/html; charset=utf-8"),
@@ -75,7 +75,7 @@ class PageServer(Closing):
                 "interval": self._interval,
                 "error": "",
                 "view": asdict(view),
-                "shown": asdict(Shown.of(view)),
+                "shown": asdict(FormattedView.of(view)),
             }
         except UnreachableError as error:
             self._latest = {**self._latest, "error": str(error)}

@@ -127,7 +127,7 @@ class AnswerError(UnreachableError):
         super().__init__(f"{url} answered {code}: {clip(words)}")
 
 
-class UnexplainedError(UnreachableError):
+class NoExplanationsError(UnreachableError):
     """The endpoint does not explain requests, for example because it is vLLM's."""
 
 
@@ -331,15 +331,15 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
         return read_json(fetch(target))
     except AnswerError as error:
         if error.code == HTTPStatus.NOT_FOUND and not error.is_ours:
-            raise UnexplainedError(
+            raise NoExplanationsError(
                 f"{target} does not exist: only kvferry's own endpoint explains requests. vLLM's "
                 "log has its address, unless metrics_port is none or kvferry is idle"
             ) from error
         raise
     except ValueError as error:
-        raise not_explained(target, error) from error
+        raise malformed_explanation(target, error) from error
 
 
-def not_explained(target: str, error: ValueError) -> UnreachableError:
+def malformed_explanation(target: str, error: ValueError) -> UnreachableError:
     """Return the error for an answer that is not an explanation."""
     return UnreachableError(f"{target} answered, but with no explanation: {clip(error)}")

@@ -1,6 +1,6 @@
 """The view of a running kvferry: its figures, and rates between two readings.
 
-``Shown`` is the view as text: cards, notes and tables, for the terminal and the live page.
+``FormattedView`` is the view as text: cards, notes and tables, for the terminal and the live page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.errors import UnreachableError
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric
-from kvferry.tools.top.scrape import Reading, UnexplainedError, explain, read, read_recent
+from kvferry.tools.top.scrape import NoExplanationsError, Reading, explain, read, read_recent
 from kvferry.tools.words import clip, counted, show_bytes, show_share
 from kvferry.types import DEVICE
 
@@ -164,7 +164,7 @@ class Watch:
                 answer = self._explain(self.url)
                 away = answer.get("tiers_away")
                 return read_recent(answer)[:_MOST_RECENT], away if isinstance(away, dict) else {}
-        except UnexplainedError:
+        except NoExplanationsError:
             self._explain = None
         except (UnreachableError, ValueError):
             pass  # the metrics are shown without them
@@ -328,7 +328,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Shown:
+class FormattedView:
     """The view as text: cards (figure, subject), notes (text, is it a problem) and tables."""
 
     title: str
@@ -338,7 +338,7 @@ class Shown:
     recent: Table
 
     @classmethod
-    def of(cls, view: View) -> Shown:
+    def of(cls, view: View) -> FormattedView:
         """Format a view as text."""
         requests = Table(("Request", "Tokens", "Found", "Miss reason"), [*map(tuple, view.recent)])
         tables = [table for table in _tables(view) if table.rows]
