@@ -86,7 +86,7 @@ _LOWER_TIER = Label("tier", "the tiers configured below the host")
 _TENANT = Label(
     "tenant",
     "none, those that the setting tenants names, the first 16 others that come, other, before (of "
-    "an earlier life)",
+    "an earlier process)",
 )
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 _DRIVE_CALL = (_LOWER_TIER, Label("operation", "read, write"))
@@ -177,15 +177,13 @@ _counter = partial(_metric, MetricKind.COUNTER)
 _gauge = partial(_metric, MetricKind.GAUGE)
 
 INFO = _gauge("info", "Always 1; the version that serves this.", None, Label("version", "one"))
-IDLE = _gauge(
-    "idle", "1 while kvferry serves nothing, by reason; where vLLM is the engine.", None, _IDLE
-)
+IDLE = _gauge("idle", "1 while kvferry is idle, by reason. Only with vLLM.", None, _IDLE)
 IDLE_INFO = _gauge(
-    "idle_info", "1 while kvferry serves nothing, with the words.", None, _IDLE_WORDS
+    "idle_info", "1 while kvferry is idle, with the reason in words.", None, _IDLE_WORDS
 )
 LOOKUPS = _counter("lookups", "Requests looked up.", "queries")
 LOOKUP_TOKENS = _counter(
-    "lookup_tokens", "Tokens that looked-up requests lacked on the device.", "asked_tokens"
+    "lookup_tokens", "Tokens of looked-up requests not on the device.", "asked_tokens"
 )
 HIT_TOKENS = _counter("hit_tokens", "Tokens loaded from the host instead of computed.")
 TIER_HIT_TOKENS = _counter(
@@ -193,25 +191,23 @@ TIER_HIT_TOKENS = _counter(
 )
 PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens promoted from lower tiers first.")
 FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
-MISSED = _counter("misses", "Requests that got less than they asked for.", None, _MISS)
+MISSED = _counter("misses", "Requests that missed tokens, by miss reason.", None, _MISS)
 DECISIONS = _counter("decisions", "Load-or-compute decisions.", None, _VERDICT)
 MOVED_COPIES = _counter("moved_copies", "Copies, summed over ranks.", _traffic("num_copies"))
 MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", _traffic("num_bytes"))
 MOVED_SECONDS = _counter(
     "moved_seconds", "Seconds of copying, summed over ranks.", _traffic("seconds")
 )
-COMPLETED = _counter("completed_transfers", "Transfers that every rank has answered for.", "landed")
-FAILED = _counter(
-    "failed_transfers", "Completed transfers that did not bring their bytes.", "failed"
-)
+COMPLETED = _counter("completed_transfers", "Transfers with a receipt from every rank.", "landed")
+FAILED = _counter("failed_transfers", "Completed transfers that failed.", "failed")
 OVERDUE = _counter(
-    "overdue_transfers", "Transfers whose deadline passed before their answer.", "overdue"
+    "overdue_transfers", "Transfers whose deadline passed before they completed.", "overdue"
 )
 EXPIRED_HITS = _counter("expired_hits", "Hits released because they were not loaded in time.")
 UNHEEDED_HINTS = _counter(
     "unheeded_hints", "Requests with hints, or an orchestrator's actions, that were not followed."
 )
-STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
+STALE_RECEIPTS = _counter("stale_receipts", "Receipts that came twice or too late.")
 DEFERRED_STORES = _counter(
     "deferred_stores", "Times that stores waited because too many were in flight.", "shed_stores"
 )
@@ -223,19 +219,22 @@ LOOKUP_BLOCKS = _counter(
     "lookup_blocks", "Blocks looked up in a tier that finds them by key.", None, _LOWER_TIER
 )
 FOUND_BLOCKS = _counter(
-    "found_blocks", "Blocks looked up in such a tier that were there.", None, _LOWER_TIER
+    "found_blocks", "Blocks found in a tier that finds them by key.", None, _LOWER_TIER
 )
 REFUSED_BLOCKS = _counter(
     "refused_blocks",
-    "Blocks that such a tier did not take: it was full, or refused to be written to.",
+    "Blocks that a tier without slots did not take: it was full or refused writes.",
     "refused",
     _LOWER_TIER,
 )
 LOST_BLOCKS = _counter(
-    "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
+    "lost_blocks", "Blocks that failed in copies below the host that succeeded for others."
 )
 RESTORED_BLOCKS = _gauge(
-    "restored_blocks", "Blocks of an earlier life that a tier began with.", "restored", _LOWER_TIER
+    "restored_blocks",
+    "Blocks of an earlier process that a tier found at its start.",
+    "restored",
+    _LOWER_TIER,
 )
 DRIVE_BYTES = _counter(
     "drive_bytes", "Bytes read from and written to drives.", _drive("read_bytes", "written_bytes")
@@ -255,17 +254,17 @@ PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.",
 DURABLE_LAG = _gauge(
     "durable_lag_seconds", "Age of the oldest pending block.", _disks("durable_lag")
 )
-RESETS = _counter("resets", "Times that everything was forgotten.")
+RESETS = _counter("resets", "Times that the cache was reset.")
 TENANT_LOOKUPS = _counter("tenant_lookups", "Requests looked up, by tenant.", _tenants("queries"))
 TENANT_TOKENS = _counter(
-    "tenant_lookup_tokens", "Tokens lacking on the device.", _tenants("asked_tokens")
+    "tenant_lookup_tokens", "Tokens not on the device, by tenant.", _tenants("asked_tokens")
 )
 TENANT_HITS = _counter("tenant_hit_tokens", "Tokens loaded, by tenant.", _tenants("hit_tokens"))
 TENANT_SLOTS = _gauge("tenant_slots", "Slots that each tenant has.", _tenant_tiers("slots"))
 TENANT_EVICTED = _counter(
     "tenant_evicted_blocks", "Blocks evicted, by tenant.", _tenant_tiers("evicted")
 )
-SLOTS = _gauge("slots", "Places for one block, by what they hold.", None, _TIER, _STATE)
+SLOTS = _gauge("slots", "Slots by state.", None, _TIER, _STATE)
 PINNED_SLOTS = _gauge(
     "pinned_slots", "Slots that a pin, a TTL or a priority holds.", _pools("pinned")
 )
@@ -278,16 +277,16 @@ TIER_UNAVAILABLE = _gauge(
     _LOWER_TIER,
 )
 PINNED_BYTES = _gauge("pinned_bytes", "Host memory registered with a GPU driver, on all ranks.")
-IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answered.", "in_flight")
-QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.", "queued")
-BYTES_IN_FLIGHT = _gauge(
-    "bytes_in_flight", "Bytes between device and host, handed out or about to be."
+IN_FLIGHT = _gauge(
+    "transfers_in_flight", "Transfers sent to ranks, not yet completed.", "in_flight"
 )
+QUEUED = _gauge("queued_transfers", "Copies that wait for the next plan.", "queued")
+BYTES_IN_FLIGHT = _gauge("bytes_in_flight", "Bytes between device and host, in flight or queued.")
 LOAD_RATE = _gauge(
-    "load_bytes_per_second", "Bandwidth of loads, as decisions take it; if known.", "bandwidth"
+    "load_bytes_per_second", "Bandwidth of loads that decisions use, if known.", "bandwidth"
 )
 PREFILL_RATE = _gauge(
-    "prefill_tokens_per_second", "Prefill rate, as decisions take it; if known.", "prefill_rate"
+    "prefill_tokens_per_second", "Prefill rate that decisions use, if known.", "prefill_rate"
 )
 
 
