@@ -190,7 +190,7 @@ class Reports:
     @property
     def has_orders(self) -> bool:
         """Whether an order waits for a step of the engine."""
-        return self.mailbox.has_orders or self._scheduler.control.is_busy
+        return self.mailbox.has_commands or self._scheduler.control.is_busy
 
     def take_stats(self) -> Figures | None:
         """What was counted since the last call; None if that is nothing."""
