@@ -86,12 +86,12 @@ def attach(
         overrides=overrides,
         salt=salt,
     )
-    lasting = [name for name, where in (("disk", config.disk), ("remote", config.remote)) if where]
-    if lasting and not revision:
+    stores = [name for name, where in (("disk", config.disk), ("remote", config.remote)) if where]
+    if stores and not revision:
         log.warning(
             "%s: blocks there outlive this process and are told apart by the model's name, %s, "
             "alone; give a revision that changes with the weights",
-            " and ".join(lasting),
+            " and ".join(stores),
             model,
         )
     rank = RankMemory.open(layouts, config, gpu=gpu, compute=compute, contents=Contents(namespace))

@@ -75,14 +75,14 @@ def tier_setup(
     count = contents.engines_here
     engines = range(first, first + count) if count > 1 else ()
 
-    def of_blocks(server: int | tuple[int, int]) -> bytes:
+    def fingerprint(server: int | tuple[int, int]) -> bytes:
         return store_fingerprint(space, server, formats, slot_bytes, rank, contents.weights)
 
     return replace(
         setup,
         num_ranks_here=here * count,
-        namespace=of_blocks((num_ranks, engine)),
-        shared_namespace=of_blocks(num_ranks),
+        namespace=fingerprint((num_ranks, engine)),
+        shared_namespace=fingerprint(num_ranks),
         family=store_fingerprint(space, (num_ranks, engine)),
         families=tuple(store_fingerprint(space, (num_ranks, each)) for each in engines),
         label=space.model,
@@ -205,8 +205,8 @@ class RankMemory:
                 shared=shared,
             )
             undo.callback(host.close)
-            whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
-            tiers = open_tiers(config.all_tiers, host.tier, whose)
+            setup = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
+            tiers = open_tiers(config.all_tiers, host.tier, setup)
             for tier in tiers.values():
                 undo.callback(tier.close)
             rows = host.tier.rows

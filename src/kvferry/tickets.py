@@ -46,7 +46,7 @@ class Ticket:
         return self.owner.ended(self).__await__()
 
 
-_MOST_UNTOLD = 65_536
+_MOST_UNREPORTED = 65_536
 """The most ended tickets kept for the caller; beyond it the oldest are dropped."""
 _NO_TRANSFER = TransferId(-1)
 _MOST_SLEEP = 2e-3
@@ -60,14 +60,14 @@ class Tickets:
     def __init__(self, advance: WeakMethod[Callable[[], None]]) -> None:
         """``advance`` makes the ferry collect receipts; tickets do not keep their ferry alive."""
         self._advance = advance
-        self._moving: dict[TransferId, tuple[Ticket, int]] = {}
-        self.untold: dict[Ticket, Ticket] = {}
+        self._in_flight: dict[TransferId, tuple[Ticket, int]] = {}
+        self.unreported: dict[Ticket, Ticket] = {}
         """Ended tickets that were not returned to the caller yet, in the order of their ends."""
         self._num_ended = 0
-        self._looking: tuple[AbstractEventLoop, Event] | None = None
+        self._poller: tuple[AbstractEventLoop, Event] | None = None
         """The event loop whose one task polls the ferry, and the event that wakes the others."""
 
-    def give(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
+    def issue(self, ordered: Sequence[Ordered], note: str = "", failure: str = "") -> Ticket:
         """Return a ticket that ends with the last transfer; its reason is ``note`` if all succeed.
 
         Without transfers it ends at once, and fails with ``failure`` unless that is empty.
@@ -75,7 +75,7 @@ class Tickets:
         ticket = Ticket()
         ticket.owner, ticket._waiting, ticket.reason = self, len(ordered) or 1, note
         for part in ordered:
-            self._moving[part.transfer] = (ticket, len(part.blocks))
+            self._in_flight[part.transfer] = (ticket, len(part.blocks))
         if not ordered:
             self.end(ticket, failure)
         return ticket
@@ -84,19 +84,19 @@ class Tickets:
         """Let a ticket also wait for this transfer, or else for a call of :meth:`end`."""
         ticket._waiting += 1
         if ordered is not None:
-            self._moving[ordered.transfer] = (ticket, len(ordered.blocks))
+            self._in_flight[ordered.transfer] = (ticket, len(ordered.blocks))
 
     def end(self, ticket: Ticket, failure: str) -> None:
         """End one thing a ticket waits for that is no transfer; ``failure`` is empty on success."""
-        self._moving[_NO_TRANSFER] = (ticket, 0)
-        self.land([Landing(_NO_TRANSFER, failure)])
+        self._in_flight[_NO_TRANSFER] = (ticket, 0)
+        self.complete([Landing(_NO_TRANSFER, failure)])
 
-    def land(self, landings: Iterable[Landing]) -> None:
+    def complete(self, landings: Iterable[Landing]) -> None:
         """Note that these transfers have ended; ignores those of no ticket."""
         for transfer_id, failure in landings:
-            if transfer_id not in self._moving:
+            if transfer_id not in self._in_flight:
                 continue
-            ticket, num_blocks = self._moving.pop(transfer_id)
+            ticket, num_blocks = self._in_flight.pop(transfer_id)
             ticket._waiting -= 1
             if failure and not ticket._has_failed:
                 ticket.reason, ticket._has_failed = failure, True
@@ -105,16 +105,16 @@ class Tickets:
             if not ticket._waiting:
                 ticket.has_ended, ticket.ok = True, not ticket._has_failed
                 self._num_ended += 1
-                self.untold[ticket] = ticket
-        while len(self.untold) > _MOST_UNTOLD:
-            del self.untold[next(iter(self.untold))]
+                self.unreported[ticket] = ticket
+        while len(self.unreported) > _MOST_UNREPORTED:
+            del self.unreported[next(iter(self.unreported))]
 
     def take_all(self) -> list[Ticket]:
         """Return the ended tickets not yet returned, in the order of their ends."""
-        ended, self.untold = self.untold, {}
+        ended, self.unreported = self.unreported, {}
         return list(ended)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         advance = self._advance()
         if advance is None:
             raise ClosedError("this ferry was dropped")
@@ -128,24 +128,24 @@ class Tickets:
         from asyncio import Event, get_running_loop, sleep
 
         loop, began = get_running_loop(), time.monotonic()
-        self._look()
+        self._poll()
         while not ticket.has_ended:
-            if self._looking is not None and self._looking[0] is loop:
-                await self._looking[1].wait()
+            if self._poller is not None and self._poller[0] is loop:
+                await self._poller[1].wait()
                 continue
-            mine = self._looking = (loop, Event())
+            mine = self._poller = (loop, Event())
             before = self._num_ended
             try:
                 while self._num_ended == before:
                     waited = time.monotonic() - began
                     await sleep(min(_MOST_SLEEP, waited / _SLEEP_SHARE))
-                    self._look()
+                    self._poll()
             finally:
-                if self._looking is mine:
-                    self._looking = None
+                if self._poller is mine:
+                    self._poller = None
                 if not loop.is_closed():
                     mine[1].set()
-        self.untold.pop(ticket, None)
+        self.unreported.pop(ticket, None)
         return ticket
 
 

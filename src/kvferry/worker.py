@@ -47,7 +47,7 @@ class Worker:
             self._routes[HOST, name] = self._routes[name, HOST] = tier
         self._movers = list({id(mover): mover for mover in self._routes.values()}.values())
         self._refused: list[Receipt] = []
-        self._shut_out: list[Health] = []
+        self._detached: list[Health] = []
         self._closed = False
 
     def execute(self, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class Worker:
 
     def health(self) -> list[Health]:
         """Return the tiers that became unavailable or available since the last call."""
-        changes, self._shut_out = self._shut_out, []
+        changes, self._detached = self._detached, []
         for tier in self._tiers.values():
             change = tier.health()
             if change is not None:
@@ -132,7 +132,7 @@ class Worker:
         except Exception as error:  # it may still have blocks from before the reset: detach it
             del self._tiers[name], self._routes[HOST, name], self._routes[name, HOST]
             reason = f"it could not forget: {type(error).__name__}: {error}"
-            self._shut_out.append(Health(self.rank, name, reason))
+            self._detached.append(Health(self.rank, name, reason))
 
     def _refuse(self, order_id: TransferId, reason: str) -> None:
         self._refused.append(Receipt(order_id, self.rank, Outcome.FAILED, reason))

@@ -23,44 +23,44 @@ T = TypeVar("T", bound="Closing")
 
 log = logging.getLogger(__name__)
 
-_here: weakref.WeakSet[Process] = weakref.WeakSet()
+_alive: weakref.WeakSet[Process] = weakref.WeakSet()
 """Every :class:`Process` made in this process and still alive."""
 
 
-def _leave_behind() -> None:
+def _disown_in_child() -> None:
     """Mark, in a forked child, all objects of the parent as another process's."""
-    for each in tuple(_here):
-        each.is_another = True
+    for each in tuple(_alive):
+        each.is_forked_child = True
         each.thread = None
-    _here.clear()
+    _alive.clear()
 
 
-os.register_at_fork(after_in_child=_leave_behind)
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 class Process:
     """The process that made an object: a forked child has neither its threads nor its memory."""
 
-    __slots__ = ("__weakref__", "_what", "is_another", "thread")
+    __slots__ = ("__weakref__", "_what", "is_forked_child", "thread")
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self.is_another = False
+        self.is_forked_child = False
         """Whether this is a forked child."""
         self.thread: threading.Thread | None = None
         """The only thread that may use the object; None: any thread."""
-        _here.add(self)
+        _alive.add(self)
 
     def require(self) -> None:
         """Raise StateError in a forked child, where waiting for a thread would never end."""
-        if self.is_another:
+        if self.is_forked_child:
             raise StateError(
                 f"{self._what} was made before this process was forked (now {os.getpid()}); its "
                 "threads and host memory stayed behind. Make one of its own after the fork"
             )
 
 
-class OneThread(Process):
+class OwnerThread(Process):
     """The thread that owns an object: the first that uses it, until it ends or hands it over.
 
     Use by two threads would corrupt lists long before an error shows. Methods that are called often
@@ -130,19 +130,19 @@ def close_if_dropped(
     the result's ``detach`` once ``owner`` was closed. ``close`` is not called at the end of the
     process (the kernel takes all back), nor in a forked child (which owns nothing).
     """
-    dropped = weakref.finalize(owner, _close_elsewhere, what, close, keep_alive, Process(what))
+    dropped = weakref.finalize(owner, _close_in_thread, what, close, keep_alive, Process(what))
     dropped.atexit = False
     return dropped
 
 
-def _close_elsewhere(
+def _close_in_thread(
     what: str, close: Callable[[], object], keep_alive: object, process: Process
 ) -> None:
     """Run ``close`` in a new thread: the collector may run in the very thread ``close`` must join.
 
     A bare ``_thread`` starts that thread, as this one may hold a lock of ``threading`` now.
     """
-    if process.is_another:
+    if process.is_forked_child:
         return
     warnings.warn(f"{what} was dropped without close()", ResourceWarning, stacklevel=2)
     try:

@@ -51,7 +51,7 @@ _COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
 _SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
 _MOST_INT64 = _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
-_LEAST_MIB = 4096  # from this on, a number without a unit more likely means MiB than GiB
+_LEAST_PLAUSIBLE_MIB = 4096  # a smaller number without a unit more likely means GiB
 
 
 def parse_size(
@@ -78,7 +78,7 @@ def parse_size(
         size = _whole(name, value, "a number of bytes or a size such as 64GiB")
     size = _between(name, value, size, minimum, _MOST_BYTES, "bytes")
     if needs_unit and not unit and 0 < size < MiB:
-        meant = f"{str(value).strip()}{'GiB' if size < _LEAST_MIB else 'MiB'}"
+        meant = f"{str(value).strip()}{'GiB' if size < _LEAST_PLAUSIBLE_MIB else 'MiB'}"
         raise ConfigError(
             f"{name}: {quoted(value)} has no unit, so it would be {size} bytes; did you mean "
             f"{meant}? For bytes write {size}B"

@@ -211,7 +211,7 @@ def find_placement(pci_bus_id: str | None, read: ReadText = read_text) -> Placem
     return Placement(f"near GPU {pci_bus_id}, node {node} of {len(nodes)}", node, cpus)
 
 
-def run_near(placement: Placement) -> None:
+def bind_thread(placement: Placement) -> None:
     """Bind the calling thread to the placement's processors, as far as it may use them."""
     if placement.cpus:
         allowed = placement.cpus & os.sched_getaffinity(0)

@@ -26,7 +26,7 @@ from typing import Protocol
 from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import GiB, format_size
 from kvferry.errors import ConfigError
-from kvferry.hostmem.limits import Machine, find_placement, run_near, shortage, size_for
+from kvferry.hostmem.limits import Machine, bind_thread, find_placement, shortage, size_for
 from kvferry.hostmem.slots import (
     CHUNK_BYTES,
     Chunks,
@@ -43,7 +43,7 @@ NUM_THREADS = 16
 """Threads that touch pages; at most one per processor. Pages not yet backed by the hypervisor came
 at 8 GB/s with 16 threads, at 6.3 GB/s with 8 (16 vCPU, Linux 6.18, 2026-11-15)."""
 
-_PIN_REST = 9.0
+_PIN_PAUSE_FACTOR = 9.0
 """The factor ``k`` for pinning: one chunk at a time, then a pause of nine times its duration.
 
 While the driver pins, kernel launches wait behind an unfair lock. With 64 MiB at a time, a step of
@@ -52,18 +52,18 @@ as long with ``k = 3``, and no longer with ``k = 9``, which still pins 2.5 GB/s.
 driver 580, 2026-11.)
 """
 
-_AHEAD_BYTES = 4 * GiB
+_MOST_UNUSED_BYTES = 4 * GiB
 """Bytes of unused ready memory at which growth stops beside a busy model: growing further can wait
 for an idle engine."""
 
-_TOUCH_REST = 0.5
+_TOUCH_PAUSE_FACTOR = 0.5
 """The factor ``k`` for touching pages without a GPU, where the model needs the processors."""
 
 _BUSY_BATCH = 4
 """Chunks touched per batch beside a model on a GPU. Touching does not slow the model."""
 
-_LOOK_AGAIN_SECONDS = 0.005
-_FAR_AHEAD_SECONDS = 0.05  # polls rarely, as such a pause may last hours and takes the GIL
+_POLL_SECONDS = 0.005
+_SLOW_POLL_SECONDS = 0.05  # polls rarely, as such a pause may last hours and takes the GIL
 _CLOSE_SECONDS = 30.0
 
 
@@ -182,7 +182,7 @@ class HostMemory(Closing):
         self._registered: set[int] = set()  # by address
         self._reason = ""
         self._seconds = 0.0
-        self._rest_until = 0.0
+        self._pause_until = 0.0
         self._began = time.monotonic()
         self._make_first_ready(pin)
         threading.Thread(target=self._grow, name="kvferry-grow-0", daemon=True).start()
@@ -255,7 +255,7 @@ class HostMemory(Closing):
     def _make_first_ready(self, pin: str) -> None:
         """Make chunk 0 ready and decide whether the pool is pinned."""
         try:
-            self._require_room([0])
+            self._require_memory([0])
             self._populate(0)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
@@ -275,14 +275,14 @@ class HostMemory(Closing):
         try:
             while not self._stop.is_set() and self._num_ready < len(self._chunks):
                 batch = self._next_batch()
-                self._require_room(batch)
+                self._require_memory(batch)
                 if self._registrar is not None:
                     # Before pinning: the driver would fault pages in one by one, under a lock.
-                    self._on_threads(self._populate, batch)
+                    self._in_parallel(self._populate, batch)
                     self._pin(batch)
                 else:
-                    self._rest()
-                    self._work(self._populate, batch, _TOUCH_REST)
+                    self._wait_to_grow()
+                    self._do_paced(self._populate, batch, _TOUCH_PAUSE_FACTOR)
         except Exception as error:  # the pool stays smaller; stats must give the reason
             kind = "" if isinstance(error, MemoryError) else f"{type(error).__name__}: "
             where = f"chunk {self._num_ready} of {len(self._chunks)}"
@@ -299,42 +299,42 @@ class HostMemory(Closing):
     def _pin(self, batch: Sequence[int]) -> None:
         """Pin a batch: all at once while the model is idle, else chunk by chunk with pauses."""
         while batch and not self._stop.is_set():
-            self._rest()
+            self._wait_to_grow()
             count = 1 if self._busy() else len(batch)
-            self._work(self._register, batch[:count], _PIN_REST)
+            self._do_paced(self._register, batch[:count], _PIN_PAUSE_FACTOR)
             batch = batch[count:]
 
-    def _work(self, work: Callable[[int], None], batch: Sequence[int], factor: float) -> None:
+    def _do_paced(self, work: Callable[[int], None], batch: Sequence[int], factor: float) -> None:
         """Do work that slows the model; the next pause takes ``factor`` times as long."""
         began = time.monotonic()
-        self._on_threads(work, batch)
+        self._in_parallel(work, batch)
         now = time.monotonic()
-        self._rest_until = now + factor * (now - began)
+        self._pause_until = now + factor * (now - began)
         if not self._stop.is_set():  # else some chunks were skipped
             self._num_ready += len(batch)
 
-    def _rest(self) -> None:
+    def _wait_to_grow(self) -> None:
         """Wait until the pause is over and more memory is needed, or the model is idle."""
         while self._busy() and not self._stop.is_set():
-            left = self._rest_until - time.monotonic()
+            left = self._pause_until - time.monotonic()
             if left > 0:
-                self._stop.wait(min(left, _LOOK_AGAIN_SECONDS))
+                self._stop.wait(min(left, _POLL_SECONDS))
             elif (
                 self._wanted is not None
                 and self._registrar is not None
-                and (self.ready_slots - self._wanted()) * self._chunks.pitch >= _AHEAD_BYTES
+                and (self.ready_slots - self._wanted()) * self._chunks.pitch >= _MOST_UNUSED_BYTES
             ):
-                self._stop.wait(_FAR_AHEAD_SECONDS)
+                self._stop.wait(_SLOW_POLL_SECONDS)
             else:
                 break
 
-    def _on_threads(self, work: Callable[[int], None], items: Sequence[int]) -> None:
+    def _in_parallel(self, work: Callable[[int], None], items: Sequence[int]) -> None:
         """Do ``work`` for all items on this thread and helper threads; raises the first fault."""
         left = deque(items)
         faults: list[Exception] = []
 
         def share() -> None:
-            run_near(self._placement)
+            bind_thread(self._placement)
             with suppress(IndexError):  # no item is left
                 while not faults:
                     item = left.popleft()
@@ -357,7 +357,7 @@ class HostMemory(Closing):
         if faults:
             raise faults[0]
 
-    def _require_room(self, batch: Sequence[int]) -> None:
+    def _require_memory(self, batch: Sequence[int]) -> None:
         """Raise MemoryError before the kernel would have to kill a process for memory."""
         if self._machine is not None:
             needed = sum(self._chunks[index].num_bytes for index in batch)

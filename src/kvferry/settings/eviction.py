@@ -53,7 +53,7 @@ def read_policy(name: str, value: object) -> str:
     )
 
 
-EVERYBODY_ELSE = "*"
+OTHER_TENANTS = "*"
 NONE, OTHER, BEFORE = "none", "other", "before"
 RESERVED = (NONE, OTHER, BEFORE)
 """Names in metrics for: no tenant, tenants counted together, blocks of an earlier process."""
@@ -100,6 +100,6 @@ def _read_tenant(name: str, given: object) -> TenantShare:
         raise ConfigError(f"{name}: {quoted(tenant)} has a meaning of its own; name it otherwise")
     if share.lower() in ("", _FAIR):
         return TenantShare(tenant)
-    if tenant == EVERYBODY_ELSE:
+    if tenant == OTHER_TENANTS:
         raise ConfigError(f"{name}: * stands for many tenants; it can only be {_FAIR}")
     return TenantShare(tenant, parse_share(share, name=f"{name}: {tenant}"))

@@ -164,7 +164,7 @@ _MOST_TIERS = 8
 _EXAMPLE = "memory:2GiB"
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}", re.ASCII)
 _NAMED = re.compile(r"([^:=]*)=(.*)", re.DOTALL)
-_OWN = re.compile(rf"({FACTORY.pattern})(?::(.*))?", re.ASCII | re.DOTALL)
+_FACTORY_TIER = re.compile(rf"({FACTORY.pattern})(?::(.*))?", re.ASCII | re.DOTALL)
 _TAKEN = (DEVICE, HOST, "other")  # have another meaning in metrics and transfers
 
 DISK = TierName("disk")
@@ -189,14 +189,14 @@ class TierSpec:
     factory: str
 
     @property
-    def outlives_us(self) -> bool:
+    def persists(self) -> bool:
         """Whether its blocks may survive this process: those in its own memory do not."""
         return self.kind not in _KINDS
 
     def __str__(self) -> str:
         """Return the tier as the setting ``tiers`` would have it."""
-        told = f"{self.kind}:{self.options}" if self.options else self.kind
-        return told if self.name == _default_name(self.kind) else f"{self.name}={told}"
+        text = f"{self.kind}:{self.options}" if self.options else self.kind
+        return text if self.name == _default_name(self.kind) else f"{self.name}={text}"
 
 
 def _default_name(kind: str) -> str:
@@ -241,9 +241,9 @@ def _read_tier(setting: str, value: object) -> TierSpec:
     if not isinstance(value, str):
         raise ConfigError(f"{setting}: expected a tier such as {_EXAMPLE}, got {shown(value)}")
     named = _NAMED.fullmatch(value.strip())
-    own_name, told = (named[1].strip(), named[2].strip()) if named else ("", value.strip())
-    word, _, options = told.partition(":")
-    kind, own = word.strip().lower(), _OWN.fullmatch(told)
+    own_name, text = (named[1].strip(), named[2].strip()) if named else ("", value.strip())
+    word, _, options = text.partition(":")
+    kind, own = word.strip().lower(), _FACTORY_TIER.fullmatch(text)
     if kind in _KINDS:
         size = SIZE.show(SIZE.read(f"{setting}: {kind}", options))
         spec = TierSpec(TierName(own_name or kind), kind, size, _KINDS[kind])
@@ -255,7 +255,7 @@ def _read_tier(setting: str, value: object) -> TierSpec:
         if kind in (DISK, REMOTE, *STORE_KINDS):
             hint = "; a disk and a shared store have settings of their own, disk and remote"
         raise ConfigError(
-            f"{setting}: there is no kind of tier {quoted(told)}{hint}; kinds: "
+            f"{setting}: there is no kind of tier {quoted(text)}{hint}; kinds: "
             f"{', '.join(f'{name}:SIZE' for name in _KINDS)}; or a factory of your own: "
             "package.module:function"
         )
@@ -263,6 +263,6 @@ def _read_tier(setting: str, value: object) -> TierSpec:
         raise ConfigError(
             f"{setting}: a tier cannot be called {quoted(spec.name)}; names are small letters, "
             f"digits, - and _, begin with a letter, and are not {', '.join(_TAKEN)}. Give it one: "
-            f"NAME={quoted(told)[1:-1]}"
+            f"NAME={quoted(text)[1:-1]}"
         )
     return spec

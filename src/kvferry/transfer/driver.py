@@ -216,7 +216,7 @@ class Driver:
         return self._pushed
 
     @contextmanager
-    def beside_captures(self) -> Iterator[None]:
+    def allow_during_capture(self) -> Iterator[None]:
         """Let this thread pin memory or query events while another thread captures a graph.
 
         Without it the driver refuses the call and invalidates the other thread's capture.
@@ -359,12 +359,12 @@ class Driver:
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pin memory that the process has already mapped, for all devices; from any thread."""
         asked = f"{num_bytes} bytes at {address:#x}"
-        with self.current(), self.beside_captures():
+        with self.current(), self.allow_during_capture():
             self._call("cuMemHostRegister_v2", address, num_bytes, HOST_PORTABLE, asked=asked)
 
     def unregister_host(self, address: int) -> None:
         """Undo one ``register_host``, while the memory is still mapped."""
-        with self.current(), self.beside_captures():
+        with self.current(), self.allow_during_capture():
             self._call("cuMemHostUnregister", address)
 
     # -- the batch copy ----------------------------------------------------------------------

@@ -395,9 +395,9 @@ class LayerParts:
     @classmethod
     def of(cls, layout: GroupLayout, num_parts: int = NUM_PARTS) -> LayerParts:
         """Cut blocks between tensors; returns a single part if ``spans`` is empty."""
-        bounds = [0, *_cuts(layout, num_parts), layout.block_bytes]
+        bounds = [0, *_part_bounds(layout, num_parts), layout.block_bytes]
         pairs = itertools.pairwise(bounds)
-        return cls(tuple(LayerPart(_between(layout, *pair), pair[0]) for pair in pairs))
+        return cls(tuple(LayerPart(_slice(layout, *pair), pair[0]) for pair in pairs))
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -409,7 +409,7 @@ class LayerParts:
         return bisect.bisect_right(starts, max(ends) - 1) - 1 if ends else len(self.parts) - 1
 
 
-def _cuts(layout: GroupLayout, num_parts: int) -> list[int]:
+def _part_bounds(layout: GroupLayout, num_parts: int) -> list[int]:
     """Return the bytes of a slot at which a new part begins, without byte 0."""
     between = sorted({start for _, start, _ in layout.spans if start})
     if not between:
@@ -419,7 +419,7 @@ def _cuts(layout: GroupLayout, num_parts: int) -> list[int]:
     return sorted({min(between, key=lambda at: abs(at - goal)) for goal in wanted})
 
 
-def _between(layout: GroupLayout, start: int, end: int) -> GroupLayout:
+def _slice(layout: GroupLayout, start: int, end: int) -> GroupLayout:
     """Return the layout of bytes ``start`` to ``end`` of a slot, cutting segments at both."""
     low = np.maximum(layout.offsets, start)
     high = np.minimum(layout.offsets + layout.sizes, end)

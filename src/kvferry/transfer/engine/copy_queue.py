@@ -43,7 +43,7 @@ class PendingCopy:
     reason: str = ""
     """Why the copy failed; empty if it has not."""
     seconds: float = 0.0
-    trouble_since: float | None = None
+    failing_since: float | None = None
 
     def fail(self, error: BaseException) -> None:
         """Make the receipt a failed one, with the first fault as its reason."""
@@ -91,7 +91,7 @@ class CopyQueue:
         self._is_awaited = False  # whether ``flush`` waits
         self.num_unqueued = 0
         """Copies submitted whose queueing has not ended."""
-        self._turn = threading.Lock()  # held to take and queue a copy, so that they stay in order
+        self._queue_lock = threading.Lock()  # keeps copies in order: held to queue one
         self._waiting: deque[PendingCopy] = deque()
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name=f"kvferry-{name}", daemon=True)
@@ -119,7 +119,7 @@ class CopyQueue:
                 self._waiting.append(copy)
                 self._changed.notify_all()
         if here:
-            with self._turn:
+            with self._queue_lock:
                 self._queue(copy)
 
     def settle(self) -> list[PendingCopy]:
@@ -179,14 +179,14 @@ class CopyQueue:
 
     def _queue_next(self, timeout: float) -> bool:
         """Queue the next waiting copy; False if none waits or the lock was not free in time."""
-        if not self._waiting or not self._turn.acquire(timeout=timeout):
+        if not self._waiting or not self._queue_lock.acquire(timeout=timeout):
             return False
         try:
             if self._waiting:
                 self._queue(self._waiting[0])
             return True
         finally:
-            self._turn.release()
+            self._queue_lock.release()
 
     def _queue(self, copy: PendingCopy) -> None:
         """Queue on the stream: the wait for compute, the copy, the record of its end."""
@@ -268,9 +268,9 @@ class CopyQueue:
     def _give_up(self, copy: PendingCopy) -> bool:
         """Whether the driver has failed to report the end for ``patience`` seconds."""
         now = time.monotonic()
-        if copy.trouble_since is None:
-            copy.trouble_since = now
-        if now - copy.trouble_since < self.patience:
+        if copy.failing_since is None:
+            copy.failing_since = now
+        if now - copy.failing_since < self.patience:
             return False
         words = "%s queue: gave up on transfer %d: %s"
         log.error(words, self._name, copy.transfer_id, copy.reason)

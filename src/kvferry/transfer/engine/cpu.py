@@ -70,7 +70,7 @@ class Stream:
         """Queue ``work`` and return at once."""
         if self._closed:
             raise ClosedError(f"stream {self.name} is closed")
-        if self._process.is_another:
+        if self._process.is_forked_child:
             self._process.require()
         self._queue.put(work)
 

@@ -127,7 +127,7 @@ class GpuEngine(Closing):
         began = time.monotonic()
         waited = 0.0
         try:
-            with self._driver.current(), self._driver.beside_captures(), PunctualSleep():
+            with self._driver.current(), self._driver.allow_during_capture(), PunctualSleep():
                 while waited < seconds and not self._ended:
                     if any(queue.has_ended() for queue in queues):
                         return

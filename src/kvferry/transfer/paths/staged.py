@@ -76,11 +76,11 @@ class Ring:
         driver, large = self._driver, self._large_bytes
         size = NUM_LARGE * large + self._small_bytes
         base = self._handles.take(driver.alloc_device(size), driver.free_device)
-        self.for_ids = self._stream()
+        self.id_stream = self._stream()
         """The stream that copies ids to the device, so that they do not wait for copies of KV."""
         self.ids_sent = self._event()
         self.joined = self._event()
-        self.in_turn = cycle(
+        self.large_slots = cycle(
             [self._slot(base + number * large, large) for number in range(NUM_LARGE)]
         )
         """The large slots, alternating."""
@@ -135,12 +135,12 @@ class StagedPath(Path):
         buffer = self._ids.fill(job)
         # Not on the job's stream: a small copy between two large ones, and the wait for it, cost
         # the link some ten microseconds (one NVIDIA H200).
-        self._ids.send(buffer, job, ring.for_ids)
+        self._ids.send(buffer, job, ring.id_stream)
         try:
             arguments = prepared.begin(job, buffer.device)
-            driver.record_event(ring.ids_sent, ring.for_ids)
+            driver.record_event(ring.ids_sent, ring.id_stream)
             while chunk.end < chunk.total:
-                slot = next(ring.in_turn) if used else ring.small
+                slot = next(ring.large_slots) if used else ring.small
                 chunk.fit(slot.num_bytes)
                 self._wait_until_free(slot)
                 if slot not in used:
@@ -186,7 +186,7 @@ class StagedPath(Path):
     def _join_after_fault(self, used: list[RingSlot], stream: int) -> None:
         """Order all queued work before the failed job's receipt, or else wait for that work."""
         driver, ring = self._driver, self._ring
-        streams = (ring.for_ids, *(slot.stream for slot in used))
+        streams = (ring.id_stream, *(slot.stream for slot in used))
         try:
             for other in streams:
                 driver.record_event(ring.joined, other)
