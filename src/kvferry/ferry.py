@@ -20,7 +20,7 @@ from kvferry.cache.reach import Group
 from kvferry.config import Config
 from kvferry.core.identity import Extra, Namespace, chain, scope
 from kvferry.core.keys import Key, Keys
-from kvferry.core.lifecycle import Closing, OneThread, close_if_dropped, pause
+from kvferry.core.lifecycle import Closing, OwnerThread, close_if_dropped, pause
 from kvferry.core.quantities import Integers, integer
 from kvferry.errors import DeadlineError, InputError, StateError
 from kvferry.hints import Hints, read_seconds
@@ -130,7 +130,7 @@ class Ferry(Closing):
         self._mailbox = Mailbox()
         self._mailbox.before_answers = self._scheduler.book.drain
         self._endpoint: Endpoint | None = None
-        self._owner = OneThread("this ferry")
+        self._owner = OwnerThread("this ferry")
         self._is_torn = False
         """Whether a call changes the bookkeeping now, or was interrupted while it did."""
         self._is_growing = True
@@ -269,13 +269,13 @@ class Ferry(Closing):
         if ordered:
             self._send()
             self._rank.engine.order_compute_after_loads()
-            ticket = self._tickets.give(ordered)
+            ticket = self._tickets.issue(ordered)
             if self._pending.pop(request, None) is not None and request.has_more_to_load:
                 self._tickets.add(ticket)
                 self._in_pieces[request] = ticket, hit.on_device
             return ticket
         self._release(request)
-        return self._tickets.give((), failure=_GONE if len(hit) else "")
+        return self._tickets.issue((), failure=_GONE if len(hit) else "")
 
     @_guarded
     def release(self, hit: Hit) -> None:
@@ -330,7 +330,7 @@ class Ferry(Closing):
                 if num_ordered < num_keys - first:
                     reason = self._skip_reason(request, keys, first, num_ordered)
             self._send()
-            ticket = self._tickets.give(ordered, reason)
+            ticket = self._tickets.issue(ordered, reason)
         except BaseException:
             # The caller may write to those blocks now: no copy of them must ever be found.
             self._scheduler.disown(request)
@@ -385,10 +385,10 @@ class Ferry(Closing):
         if not isinstance(ticket, Ticket) or ticket.owner is not tickets:
             raise InputError(f"{ticket!r} is no ticket of this ferry")
         if not ticket.has_ended:
-            self._wait_for(partial(tickets.untold.get, ticket), timeout)
+            self._wait_for(partial(tickets.unreported.get, ticket), timeout)
         if not ticket.has_ended:
             raise DeadlineError(f"{ticket!r} did not end within {timeout} seconds")
-        tickets.untold.pop(ticket, None)
+        tickets.unreported.pop(ticket, None)
         return ticket
 
     def _wait_for(self, find: Callable[[], T], timeout: float | None) -> T | None:
@@ -433,7 +433,7 @@ class Ferry(Closing):
             request.end()
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         if settled.landed:
-            self._tickets.land(settled.landed)
+            self._tickets.complete(settled.landed)
         if self._has_tiers:  # what landed may have to go down, or be asked for next
             now = time.monotonic()
             for request in [each for each, until in self._pending.items() if until <= now]:
@@ -596,7 +596,7 @@ class Ferry(Closing):
         Blocks that only host memory holds go to disk first, for ``Config.tier_flush`` seconds at
         most; an interrupt ends that. In a forked child it does nothing: all belongs to the parent.
         """
-        if self._owner.is_closed or self._owner.is_another:
+        if self._owner.is_closed or self._owner.is_forked_child:
             return
         self._owner.require()
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.cache.policies.quotas import Quotas
-from kvferry.settings.eviction import BEFORE, EVERYBODY_ELSE, NONE, OTHER, RESERVED, TenantShare
+from kvferry.settings.eviction import BEFORE, NONE, OTHER, OTHER_TENANTS, RESERVED, TenantShare
 from kvferry.types import TierName
 
 MOST_OTHERS = 16
@@ -33,7 +33,7 @@ class Tenants:
     """
 
     def __init__(self, shares: Sequence[TenantShare]) -> None:
-        named = [each for each in shares if each.name != EVERYBODY_ELSE]
+        named = [each for each in shares if each.name != OTHER_TENANTS]
         names = (NONE, OTHER, BEFORE, *(each.name for each in named))
         self._numbers = {name: number for number, name in enumerate(names)}
         self._most = len(names) + MOST_OTHERS

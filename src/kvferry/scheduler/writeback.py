@@ -86,7 +86,7 @@ class Writeback:
         self._num_reserved = host.num_reserved
         self._clean = (-1, -1)  # the state in which nothing was left to spill
         self._clean_until = 0.0
-        lasting = {spec.name for spec in config.all_tiers if spec.outlives_us}
+        lasting = {spec.name for spec in config.all_tiers if spec.persists}
         spilled = [tier for tier in tiers if tier.name in lasting and tier.pool is not None]
         spilled = [tier for tier in spilled if tier.write is WriteMode.SPILL]
         self._flushed = spilled[0] if spilled else None  # the tier that outlives this process

@@ -175,7 +175,7 @@ class WorkerSession:
         self.is_busy = True
         """Whether something of an earlier step is still to be seen to, or reported."""
         self._freshness = Freshness()
-        names = frozenset(TierName(str(spec.name)) for spec in config.all_tiers if spec.outlives_us)
+        names = frozenset(TierName(str(spec.name)) for spec in config.all_tiers if spec.persists)
         self._fence = WriteFence(names) if names else None
         self._keeps = True  # what is stored in this epoch is for the next server, too
         self.layerwise: LayerwiseLoads | None = None

@@ -79,7 +79,7 @@ def vain_settings(vllm_config: Any, config: Config, layers: Layers, version: str
     if layers.refusal:
         return []
     found = []
-    lasting = [str(spec.name) for spec in config.all_tiers if spec.outlives_us]
+    lasting = [str(spec.name) for spec in config.all_tiers if spec.persists]
     algorithm = _hash_algorithm(vllm_config)
     is_random = not seeds_are_fixed(version) or algorithm.startswith("xxhash")
     if lasting and is_random and "PYTHONHASHSEED" not in os.environ:
