@@ -106,13 +106,18 @@ class Worker:
         """Wait until no copy touches the device, or for ``timeout`` seconds; return the receipts.
 
         Lower tiers are neither drained nor polled: one may hang, or its ``poll`` may have failed.
+        If a mover raises, the next call returns the receipts so far, as in :meth:`poll`.
         """
         end = None if timeout is None else time.monotonic() + timeout
         receipts, self._refused = self._refused, []
-        for mover in self._movers:
-            if not any(mover is tier for tier in self._tiers.values()):
-                left = None if end is None else max(0.0, end - time.monotonic())
-                receipts += mover.drain(left)
+        try:
+            for mover in self._movers:
+                if not any(mover is tier for tier in self._tiers.values()):
+                    left = None if end is None else max(0.0, end - time.monotonic())
+                    receipts += mover.drain(left)
+        except BaseException:
+            self._refused = receipts
+            raise
         return receipts
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvferry.errors import DriverError, InputError
+from kvferry.errors import DriverError, InputError, install
 from kvferry.transfer.driver import Driver, Handles, Priority
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.layout import NUM_PARTS, GroupLayout, Int64s
@@ -327,7 +327,7 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
         from kvferry.transfer.kernels import triton_copy
     except ImportError as error:
         raise DriverError(
-            f"copy kernels need Triton ({error}); install kvferry[gpu]",
+            f"copy kernels need Triton ({error}): {install('gpu')}",
             unsupported=True,
         ) from error
     constants = variant.constants()
