@@ -367,21 +367,20 @@ class Scheduler:
         dropped, _ = self.transfers.disown(request)
         request.num_storing -= len(dropped)
 
-    def take_back(self) -> tuple[list[DeviceBlocks], list[DeviceBlocks]]:
+    def take_back(self) -> list[DeviceBlocks]:
         """Make all stores unmatchable, so that the engine can take their device blocks back now.
 
-        Returns two lists of blocks to release now. :meth:`settle` will report the second list's
-        once more when their transfers complete; ignore them then.
+        Returns the blocks to release; :meth:`settle` does not report them any more.
         """
-        dropped, flying = self.transfers.disown()
-        queued = [DeviceBlocks(group, order.device_blocks) for group, order in dropped]
+        dropped, released = self.transfers.disown()
+        released += [DeviceBlocks(group, order.device_blocks) for group, order in dropped]
         for _, order in dropped:
             if order.request is not None:
                 order.request.num_storing -= 1
         for rest in self.deferred.take_all() if self.deferred is not None else ():
             rest.request.end_left()
-            queued += rest.held
-        return queued, flying
+            released += rest.held
+        return released
 
     def _complete(
         self, landed: Sequence[InFlight], overdue: Sequence[InFlight], now: float
@@ -426,7 +425,8 @@ class Scheduler:
             if not flight.overdue:
                 self._loaded(flight, done)
         else:
-            requests.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
+            if not flight.taken_back:
+                requests.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
             for request in flight.served:
                 self.pool.log.append(EventKind.RESULT, request=request.id, detail=flight)
                 request.stored()

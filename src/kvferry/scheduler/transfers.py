@@ -51,7 +51,8 @@ class InFlight:
     ``served`` are the requests of its blocks. Launch sets the ``deadline`` and the ranks it is
     ``waiting`` for. ``receipts`` are those taken so far. ``reason`` says why the whole transfer
     failed; ``failed`` are positions that failed on some rank while the others count, and ``note``
-    says why. An ``overdue`` transfer keeps its leases, but no request waits for it any longer.
+    says why. An ``overdue`` transfer keeps its leases, but no request waits for it any longer. Of a
+    store that was ``taken_back`` the engine has the device blocks back already.
     """
 
     transfer: Transfer | Question
@@ -61,6 +62,7 @@ class InFlight:
     waiting: set[Rank] = field(default_factory=set)
     reason: str = ""
     overdue: bool = False
+    taken_back: bool = False
     receipts: list[Receipt] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
     note: str = ""
@@ -266,7 +268,8 @@ class Transfers:
         """Make the stores of a request (None: of all requests) unmatchable.
 
         Returns the queued parts of stores, each with its group, which are dropped. Also returns the
-        device blocks of stores in flight, whose host slots stay leased until they complete.
+        device blocks of stores in flight, whose host slots stay leased until they complete. Those
+        of all requests are taken back: each is returned once.
         """
         dropped = []
         for group, (transfer_id, orders) in tuple(self._stores.items()):
@@ -285,9 +288,10 @@ class Transfers:
         flying = []
         for each in self.in_flight.values():
             order_sent = each.transfer
-            if not isinstance(order_sent, Transfer) or order_sent.src != DEVICE:
+            if not isinstance(order_sent, Transfer) or order_sent.src != DEVICE or each.taken_back:
                 continue
             if request is None or request in each.served:
+                each.taken_back = request is None
                 flying.append(DeviceBlocks(order_sent.group, order_sent.src_slots))
                 for lease in each.leases:
                     lease.disown()

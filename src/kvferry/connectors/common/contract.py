@@ -78,8 +78,8 @@ class EngineAdapter(EngineBlocks, Protocol):
     def hold(self, mentions: Iterable[DeviceBlocks | Ordered]) -> None:
         """Hold these blocks, once for each mention."""
 
-    def release(self, mentions: Iterable[DeviceBlocks], *, again_later: bool = False) -> None:
-        """End one hold for each mention; those ``again_later`` are mentioned once more, in vain."""
+    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
+        """End one hold for each mention."""
 
     def release_all(self) -> None:
         """End every hold. Call it only once no rank copies."""

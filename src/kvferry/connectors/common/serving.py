@@ -498,9 +498,7 @@ class Serving:
 
         They may have other bytes before they are copied, so nothing of these stores is found.
         """
-        queued, flying = self.scheduler.take_back()
-        self.engine.release(queued)
-        self.engine.release(flying, again_later=True)
+        self.engine.release(self.scheduler.take_back())
         self._num_quiet = 0
 
     def reset(self) -> None:

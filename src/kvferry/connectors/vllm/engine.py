@@ -102,7 +102,6 @@ class VllmEngine:
         self.hash_tokens = int(block_pool.hash_block_size)
         self._namespace = replace(namespace, block_tokens=self.hash_tokens)
         self._held: Counter[int] = Counter()
-        self._released_before: Counter[int] = Counter()
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -236,17 +235,10 @@ class VllmEngine:
             self._pool.touch(list(map(blocks.__getitem__, numbers)))
             self._held.update(numbers)
 
-    def release(self, mentions: Iterable[DeviceBlocks], *, again_later: bool = False) -> None:
+    def release(self, mentions: Iterable[DeviceBlocks]) -> None:
         blocks, held = self._pool.blocks, self._held
         for mention in mentions:
             numbers = mention.blocks.tolist()
-            if again_later:
-                numbers = [number for number in numbers if held[number]]  # once, however often told
-                self._released_before.update(numbers)
-            elif self._released_before:  # each hold that was ended before its time counts once
-                before = self._released_before & Counter(numbers)
-                self._released_before -= before
-                numbers = list((Counter(numbers) - before).elements())
             # Backwards: the end of a conversation is the first to be given away.
             self._pool.free_blocks(list(map(blocks.__getitem__, reversed(numbers))))
             for number in numbers:
