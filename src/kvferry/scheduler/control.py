@@ -285,7 +285,7 @@ class Control:
         for g, group in enumerate(self._matcher.groups):
             if isinstance(group, reach.FullAttention):
                 slots = self._pool.lookup(self._matcher.names[g].all(prefetch.keys))
-                came = slots[-prefetch.num_slots :]
+                came = slots[max(0, len(slots) - prefetch.num_slots) :]
                 if len(came):
                     self._pool.eviction.evict_first(came, _LOWEST)
 
