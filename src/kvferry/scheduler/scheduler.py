@@ -316,6 +316,7 @@ class Scheduler:
         It is used only while available on all ranks. Requests stop waiting for it by ``settle``.
         """
         self.lower.note_health(health)
+        self.writeback.note_health(health.tier)
 
     # -- plan and settle --------------------------------------------------------------------------
 

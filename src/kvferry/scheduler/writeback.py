@@ -130,6 +130,14 @@ class Writeback:
         seconds = min(2 * seconds, _MOST_REST_SECONDS)
         self._rests[tier] = (self._clock() + seconds, seconds)
 
+    def note_health(self, tier: TierName) -> None:
+        """Note that a tier's health changed: its failures no longer count; the flush looks again.
+
+        Writes that an outage failed are of blocks that the last search had found.
+        """
+        self._rests.pop(tier, None)
+        self._seen = -1
+
     def reset(self) -> None:
         """Drop the flush and never flush again: no later process can ask for these blocks."""
         self._flush_seconds = 0.0
@@ -183,10 +191,8 @@ class Writeback:
 
     @property
     def flush_is_due(self) -> bool:
-        """Whether blocks may remain to flush, so that the engine should keep stepping."""
-        if not self._flush_seconds:
-            return False
-        return len(self._left) > 0 or self._host.generation != self._seen
+        """Whether blocks may remain to flush now, so that the engine should keep stepping."""
+        return self.can_flush and (len(self._left) > 0 or self._host.generation != self._seen)
 
     @property
     def is_flushing(self) -> bool:
@@ -203,8 +209,7 @@ class Writeback:
         Searches the whole host if a block was stored since the last search.
         """
         tier = self._flushed
-        if tier is None or tier.ailment or not self.flush_is_due:
-            self._left, self._seen = Keys.empty(), self._host.generation
+        if tier is None or not self.flush_is_due:
             return
         now = self._clock()
         if self._host.generation != self._seen and now >= self._look_at:
