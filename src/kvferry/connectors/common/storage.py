@@ -59,7 +59,10 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class StorageJob:
-    """One store or load: ``ok[i]`` says that block ``i`` is stored, or came up whole."""
+    """One store or load: ``ok[i]`` says that block ``i`` is stored, or came up whole.
+
+    What another job is still writing counts as stored; should that fail, it is a miss later.
+    """
 
     ok: Flags
     num_bytes: int = 0
