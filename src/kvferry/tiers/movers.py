@@ -42,7 +42,7 @@ from kvferry.types import (
 
 log = logging.getLogger(__name__)
 
-_kept: list[Bytes] = []
+_abandoned_memory: list[Bytes] = []
 """Host memory that a hung operation may still touch: it is never unmapped."""
 
 
@@ -97,7 +97,7 @@ class SharedMover:
         self._tier = cast(LowerTierMover, mover)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._nothing_to_do: list[Receipt] = []
+        self._empty_receipts: list[Receipt] = []
         self._parts: dict[TransferId, SlotArray] = {}
 
     @property
@@ -137,7 +137,7 @@ class SharedMover:
         """Return whether this rank has a part; if not, queue its receipt."""
         if not len(part):
             done = Receipt(order_id, self._rank, Outcome.OK, path="shared")
-            self._nothing_to_do.append(done)
+            self._empty_receipts.append(done)
         elif is_below:
             self._parts[order_id] = part
         return bool(len(part))
@@ -170,7 +170,7 @@ class SharedMover:
 
     def _whole(self, receipts: list[Receipt]) -> list[Receipt]:
         """Convert positions in receipts from this rank's part to the whole order."""
-        idle, self._nothing_to_do = self._nothing_to_do, []
+        idle, self._empty_receipts = self._empty_receipts, []
         return idle + [self._of_whole(receipt) for receipt in receipts]
 
     def _of_whole(self, receipt: Receipt) -> Receipt:
@@ -231,7 +231,7 @@ class TierMover:
         self._ailment = self._fault = ""
         self._under_way: dict[BatchId, int] = {}
         """Number of blocks of each batch in flight."""
-        self._has_told = tier.num_places is None
+        self._has_reported = tier.num_places is None
         """Whether the recovered blocks were reported; True for a keyed tier, which has none."""
         self._is_closed = False
 
@@ -247,7 +247,7 @@ class TierMover:
         nothing across processes, or cannot list it. The result is for ``lower_tier``.
         """
         found = opened(self._tier)
-        self._has_told = found is not None
+        self._has_reported = found is not None
         return found
 
     def submit(self, transfer: Transfer) -> None:
@@ -306,7 +306,7 @@ class TierMover:
 
     def health(self) -> Health | None:
         """Return the tier's new health if it became available or unavailable, else None."""
-        found = None if self._has_told else self.recovered()
+        found = None if self._has_reported else self.recovered()
         ailment = self._fault or self._tier.ailment
         if ailment == self._ailment and found is None:
             return None
@@ -337,7 +337,7 @@ class TierMover:
         abandoned = self._tier.close(self._close_seconds)
         if abandoned:
             self.is_stuck = True
-            _kept.append(self._host.rows)
+            _abandoned_memory.append(self._host.rows)
             log.error(
                 "tier %s: %d batches never ended; the host memory they touch stays as it is",
                 self._tier.name,
@@ -443,7 +443,7 @@ def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
         tier = factory(setup)
     except Exception as error:  # a user's factory may raise anything
         raise ConfigError(f"{what} cannot be opened: {words_of(error)}") from error
-    wrong = _what_is_wrong(tier, setup)
+    wrong = _contract_violation(tier, setup)
     if wrong:
         close = getattr(tier, "close", None)
         if callable(close):
@@ -455,7 +455,7 @@ def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
     return cast(Tier, tier)
 
 
-def _what_is_wrong(tier: Any, setup: TierSetup) -> str:
+def _contract_violation(tier: Any, setup: TierSetup) -> str:
     """Return how a tier breaks the contract, as far as visible from outside; else nothing."""
     lacking = [verb for verb in _VERBS if not callable(getattr(tier, verb, None))]
     if lacking:

@@ -146,7 +146,7 @@ class Buffer:
             self.stored = PrivateMemory(num_blocks * pitch + TAG_BYTES).bytes.data
 
 
-class Digests:
+class HashProver:
     """Makes proofs with xxh3-128: they detect every fault of a drive, but no forgery."""
 
     proof_bytes = HASH_BYTES
@@ -180,8 +180,8 @@ class Digests:
         return (self.prove(buffer, places, keys) == proofs).all(axis=1)
 
 
-class Seals:
-    """Makes proofs with AES-256-GCM under a key of the store's own; methods as in Digests."""
+class AesProver:
+    """Makes proofs with AES-256-GCM under a key of the store's own; methods as in HashProver."""
 
     proof_bytes = SEAL_BYTES
     is_sealed = True
@@ -218,12 +218,12 @@ class Seals:
         return ok
 
 
-Prover = Digests | Seals
+Prover = HashProver | AesProver
 
 
 def open_prover(block_bytes: int, store: bytes, key: bytes | None) -> Prover:
-    """Return the object that makes and checks proofs: Digests without a key, else Seals."""
-    return Digests(block_bytes, store) if key is None else Seals(block_bytes, store, key)
+    """Return the object that makes and checks proofs: HashProver without a key, else AesProver."""
+    return HashProver(block_bytes, store) if key is None else AesProver(block_bytes, store, key)
 
 
 def store_key(key: bytes, store: bytes) -> bytes:

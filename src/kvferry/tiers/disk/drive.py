@@ -62,7 +62,7 @@ class DriveServer:
             while not (self._channel.is_ended or self._health.failure):
                 self._channel.wait(BEAT_SECONDS)
                 for kind, body in self._channel.receive():
-                    self._obey(kind, body)
+                    self._handle(kind, body)
                 if time.monotonic() >= sweep_at:
                     self._sweep()
                     sweep_at = time.monotonic() + BEAT_SECONDS / 2
@@ -70,7 +70,7 @@ class DriveServer:
             self._close()
 
     def _open(self, setup: DriveSetup) -> None:
-        store = self._store = _open_patiently(setup, self._channel)
+        store = self._store = _open_when_free(setup, self._channel)
         pitch = store.superblock.identity.pitch
         store_id = store.superblock.store_id
         prover = open_prover(setup.identity.block_bytes, store_id, setup.key)
@@ -90,7 +90,7 @@ class DriveServer:
         if setup.write_per_day is not None:
             path = store.folder / state.FILE_NAME
             self._budget = state.DayBudget(DiskFile(path), setup.write_per_day)
-        self._commits = io_workers.Commits(
+        self._commits = io_workers.Committer(
             store.index,
             file,
             health,
@@ -130,7 +130,7 @@ class DriveServer:
         )
         self._channel.send(frame(FrameKind.READY, pickle.dumps(ready)))
 
-    def _obey(self, kind: FrameKind, body: bytes) -> None:
+    def _handle(self, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.ORDER:
             self._queue.submit(*messages.unpack_order(body))
         elif kind is FrameKind.FORGET:
@@ -162,7 +162,7 @@ class DriveServer:
                 log.warning("the last commit failed: %s", error)
 
 
-def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
+def _open_when_free(setup: DriveSetup, channel: Channel) -> Store:
     """Open the store; wait ``_PATIENCE`` seconds while another process has it open.
 
     The drive process of an engine that was just killed may still make its last commit. Waiting ends

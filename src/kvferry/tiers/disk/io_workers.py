@@ -28,7 +28,7 @@ from kvferry.tiers.ipc.memory import EngineMemory, StatusPage
 from kvferry.tiers.ipc.messages import Flags, Numbers, Words
 
 
-class Commits:
+class Committer:
     """Owns the order of changes between threads and index, and the thread that commits them.
 
     A generation is the reset number under which an order was sent. At most a second passes from a
@@ -187,7 +187,7 @@ class WorkerContext:
     """Objects that the worker threads of one drive share."""
 
     queue: IoQueue
-    commits: Commits
+    commits: Committer
     file: BlockFile
     memory: EngineMemory
     prover: Prover

@@ -237,7 +237,7 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
 
 
 @contextlib.contextmanager
-def alone_in(root: Path) -> Iterator[None]:
+def directory_lock(root: Path) -> Iterator[None]:
     """Hold the lock under which a directory's bytes are shared out. Waits for it."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -287,7 +287,7 @@ def purge_store(path: Path) -> str:
     found = next((each for each in stores_under(path.parent) if each.path == path), None)
     if found is None:
         raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
-    with alone_in(path.parent):
+    with directory_lock(path.parent):
         remove_store(path)
     rest = (
         "its bytes were given back to the file system, not overwritten: an SSD may hold them "
@@ -337,7 +337,7 @@ def set_lengths(folder: Path, superblock: Superblock) -> list[str]:
     return notes
 
 
-def _cut(folder: Path, superblock: Superblock) -> None:
+def _shrink_store(folder: Path, superblock: Superblock) -> None:
     with StoreLock.take(folder):
         superblock.write(folder)
         set_lengths(folder, superblock)
@@ -361,9 +361,9 @@ class SpaceQuota:
                     _delete(root / name)
                 except (StoreError, OSError) as error:
                     log.warning("%s", error)
-        self._look()
+        self._find_stores()
 
-    def _look(self) -> None:
+    def _find_stores(self) -> None:
         """Find the other stores, and among them idle ones and siblings of this server."""
         self._others = [each for each in stores_under(self._root) if each.path != self._mine]
         self._siblings = [each for each in self._others if self._is_sibling(each)]
@@ -386,7 +386,7 @@ class SpaceQuota:
         wanted = max(held, left // self._bound.num_ranks_here)
         idle = sum(other.num_bytes for other in self._idle)
         if most_places(min(wanted, self._room(held, idle)), self._identity) < 1:
-            raise StoreError(self._why_not(wanted))  # before anything is removed in vain
+            raise StoreError(self._no_room_reason(wanted))  # before anything is removed in vain
         for other in self._idle:
             if self._room(held) >= wanted:
                 break
@@ -394,7 +394,7 @@ class SpaceQuota:
             self._change(other, how, partial(remove_store, other.path))
         num_places = most_places(min(wanted, self._room(held)), self._identity)
         if num_places < 1:
-            raise StoreError(self._why_not(wanted))
+            raise StoreError(self._no_room_reason(wanted))
         return num_places
 
     def _room(self, held: int, freed: int = 0) -> int:
@@ -427,7 +427,7 @@ class SpaceQuota:
         assert other.superblock is not None
         num_places = most_places(share, other.superblock.identity)
         superblock = replace(other.superblock, num_places=num_places)
-        self._change(other, "made smaller", lambda: _cut(other.path, superblock))
+        self._change(other, "made smaller", lambda: _shrink_store(other.path, superblock))
 
     def _change(self, other: StoreFolder, how: str, change: Callable[[], object]) -> None:
         try:
@@ -435,11 +435,11 @@ class SpaceQuota:
         except (KvferryError, OSError) as error:  # opened just now, or not ours to change
             log.warning("%s is in the way, and stays as it is: %s", other.path, error)
             return
-        self._look()
+        self._find_stores()
         self.notes.append(f"{other.path} was {how}")
         log.info("%s", self.notes[-1])
 
-    def _why_not(self, share: int) -> str:
+    def _no_room_reason(self, share: int) -> str:
         bound, least = self._bound, store_bytes(1, self._identity)
         held = sum(other.num_bytes for other in self._others)
         reason = (

@@ -7,7 +7,7 @@ one sector, written and synced::
 
     pages of 5 │ the number becomes 8, synced: promised │ pages of 5 do not count │ pages of 8 do
 
-The drive process writes it on its engine's order. :func:`reset_apart` writes it for an engine that
+The drive process writes it on its engine's order; :func:`reset_in_child` does so for an engine that
 cannot wait until then (vLLM's scheduler reaches its ranks only with the next step). Blocks that an
 engine stores before it hears of the reset have the older number, and do not count.
 """
@@ -139,7 +139,7 @@ def this_host() -> str:
         return socket.gethostname()
 
 
-def reset_apart(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
+def reset_in_child(stores: Sequence[StoreAt], number: int, timeout: float) -> str:
     """As :func:`reset_stores`, in a child process, within ``timeout`` seconds.
 
     A drive that hangs may hang the process that writes to it, and keep that process from ending.

@@ -76,17 +76,17 @@ class Store(Closing):
                     number = before.reset_number
                 else:
                     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    with quota.alone_in(root):
+                    with quota.directory_lock(root):
                         with suppress(FileExistsError):
                             folder.mkdir(mode=0o700)
                         lock = undo.enter_context(StoreLock.take(folder, on_behalf_of=on_behalf_of))
                         found = _superblock(folder, notes)
                         if found is not None:
-                            _require_same(folder, found, identity, key)
+                            _require_identity(folder, found, identity, key)
                         share = quota.SpaceQuota(root, identity, bound)
                         num_places = share.claim(0 if found is None else found.num_places)
                         notes += share.notes
-                        superblock = _sized(folder, found, identity, num_places, key, notes)
+                        superblock = _resize_store(folder, found, identity, num_places, key, notes)
                     number = None
                 index = DiskIndex.open(folder, superblock, number, is_kept)
                 undo.pop_all()
@@ -135,7 +135,7 @@ def _require_unchanged(
     return superblock
 
 
-def _require_same(
+def _require_identity(
     folder: Path, superblock: Superblock, identity: StoreIdentity, key: bytes | None
 ) -> None:
     """Raise StoreError if a store has another identity or key; leave it as it is."""
@@ -160,7 +160,7 @@ def _require_same(
         )
 
 
-def _sized(
+def _resize_store(
     folder: Path,
     found: Superblock | None,
     identity: StoreIdentity,

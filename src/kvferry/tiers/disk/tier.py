@@ -130,14 +130,14 @@ class DriveClient:
         self._launch = launch
         self._child: ChildProcess | None = None
         self._orders: set[int] = set()
-        self._left_behind: set[int] = set()
+        self._abandoned_orders: set[int] = set()
         self._is_kept = True
         self._was_reset = False
         self._persisted = 0
         """The last reset number that the drive has made durable."""
         self.least_places = 0
         """A drive whose store has fewer places than the other drives use cannot be used."""
-        self._past = DiskFigures()
+        self._past_figures = DiskFigures()
         self._num_starts = 0
         self._max_silence = setup.deadline + 1.0
         """Seconds of silence after which a drive that is up is killed."""
@@ -186,7 +186,7 @@ class DriveClient:
     def figures(self) -> DiskFigures:
         now = DiskFigures() if self._child is None else figures_of(self._child.status)
         return replace(
-            add_up([self._past, now]),
+            add_up([self._past_figures, now]),
             restarts=max(0, self._num_starts - 1),
             drives_away=int(bool(self.ailment)),
         )
@@ -211,7 +211,7 @@ class DriveClient:
                 if self._child is not None:
                     self._child.channel.wake()
             self._thread.join()  # the thread waits for nothing any more
-        return tuple(self._left_behind)
+        return tuple(self._abandoned_orders)
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class DriveClient:
         pause = _MIN_PAUSE
         while True:
             began = time.monotonic()
-            self._live()
+            self._run_process()
             with self._changed:
                 if time.monotonic() - began > _MAX_PAUSE:
                     pause = _MIN_PAUSE
@@ -227,7 +227,7 @@ class DriveClient:
                     return
             pause = min(2 * pause, _MAX_PAUSE)
 
-    def _live(self) -> None:
+    def _run_process(self) -> None:
         """Run one process, from its start until it is gone and its orders have failed."""
         before = self.ready and replace(self.ready, reset_number=self._persisted)
         setup = replace(self._setup, before=before, is_kept=self._is_kept)
@@ -249,9 +249,9 @@ class DriveClient:
                 log.exception("%s: the drive process sent an invalid reply", self.path)
                 reason = f"the drive process sent an invalid reply: {words_of(error)}"
             if not child.wait(0 if reason else 1.0):
-                is_safe = child.take_back_memory()
+                is_safe = child.stop_memory_writes()
             reason = self.refusal or reason or f"the drive process {child.ending}"
-            self._lose(child, reason, is_safe)
+            self._process_ended(child, reason, is_safe)
         finally:
             child.close()
 
@@ -273,7 +273,7 @@ class DriveClient:
         return ""
 
     def _handle(self, child: ChildProcess, kind: FrameKind, body: bytes) -> None:
-        if kind is FrameKind.SAYS:
+        if kind is FrameKind.LOG:
             level, text = messages.unpack(body)
             log.log(level, "%s: %s", self.path, text)
             return
@@ -310,9 +310,9 @@ class DriveClient:
         if not self.has_forgotten:
             self._send_reset(child)
         self.refusal = ""
-        self._ail("")
+        self._set_ailment("")
 
-    def _ail(self, reason: str) -> None:
+    def _set_ailment(self, reason: str) -> None:
         with self._changed:
             if reason and not self.ailment:
                 log.warning("disk %s cannot be used: %s", self.path, reason)
@@ -324,24 +324,24 @@ class DriveClient:
     def _refuse(self, reason: str) -> None:
         with self._changed:
             self.refusal = reason
-            self._ail(reason)
+            self._set_ailment(reason)
 
-    def _lose(self, child: ChildProcess, reason: str, is_safe: bool) -> None:
+    def _process_ended(self, child: ChildProcess, reason: str, is_safe: bool) -> None:
         """Note that the process is gone, and fail its orders."""
         with self._changed:
             # Its counters stay in the sums; its pending blocks are gone.
             last = replace(figures_of(child.status), pending=0, durable_lag=0.0)
-            self._past = add_up([self._past, last])
+            self._past_figures = add_up([self._past_figures, last])
             self._child = None
             if not self._is_closing:
                 self.refusal = reason
-                self._ail(reason)
+                self._set_ailment(reason)
             if is_safe:
                 for order_id in self._orders:
                     self._ended(order_id, reason)
                 self._orders.clear()
             else:
-                self._left_behind |= self._orders
+                self._abandoned_orders |= self._orders
             self._changed.notify_all()
 
 

@@ -49,7 +49,7 @@ class _LogHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(pack(FrameKind.SAYS, record.levelno, record.getMessage()))
+        self._channel.send(pack(FrameKind.LOG, record.levelno, record.getMessage()))
 
 
 def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: EngineMemory) -> None:
@@ -67,7 +67,7 @@ def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: Eng
             return
 
 
-def _end_with(engine: int) -> None:
+def _exit_after(engine: int) -> None:
     """Exit ``_LAST_SECONDS`` after the engine's process has ended, whatever other threads do."""
     with suppress(OSError):  # a kernel before 5.3, or a dead engine: only the channel tells
         select.select([os.pidfd_open(engine)], [], [])
@@ -81,7 +81,7 @@ def main(serve: Serve) -> None:
         signal.signal(number, signal.SIG_IGN)
     pid, line, page, memory = (int(text) for text in sys.argv[1:5])
     channel = Channel(socket.socket(fileno=line), pid)
-    threading.Thread(target=_end_with, args=(pid,), name="kvferry-child-end", daemon=True).start()
+    threading.Thread(target=_exit_after, args=(pid,), name="kvferry-child-end", daemon=True).start()
     log = logging.getLogger("kvferry")
     log.setLevel(logging.INFO)
     log.addHandler(_LogHandler(channel))

@@ -91,7 +91,7 @@ class EngineMemory:
         return ok
 
 
-def let_children_in() -> None:
+def allow_child_access() -> None:
     """Let child processes access this process's memory if Yama restricts that.
 
     The kernel remembers one process that may, with all its descendants. Our own pid admits all our

@@ -3,7 +3,7 @@
 ::
 
     engine ──> HELLO, ORDER, FORGET ──> child
-    engine <── READY | REFUSED, RESULT, AILS, FULL, FORGOT, SAYS <── child
+    engine <── READY | REFUSED, RESULT, UNAVAILABLE, WRITES_REFUSED, FORGOT, LOG <── child
 
 Both ends run one release on one machine, so the formats need not stay compatible. Frames are sent
 and received without ever blocking and without releasing the GIL.
@@ -56,9 +56,9 @@ class FrameKind(IntEnum):
     RESULT = 6  # child: the result of an order
     FORGET = 7  # engine: drop all blocks; none written before may be read again
     FORGOT = 8  # child: the drop of the blocks is durable
-    AILS = 9  # child: why its medium is unavailable; empty when it is available again
-    SAYS = 10  # child: a line for the log
-    FULL = 11  # child: why its medium takes no writes; empty when it takes them again
+    UNAVAILABLE = 9  # child: why its medium is unavailable; empty when it is available again
+    LOG = 10  # child: a line for the log
+    WRITES_REFUSED = 11  # child: why its medium takes no writes; empty when it takes them again
 
 
 Frame = tuple[FrameKind, bytes]
@@ -144,9 +144,9 @@ class Channel:
                 self.is_ended = is_peer_dead  # all that the dead peer had sent has arrived
                 break
             self.is_ended = got <= 0
-        return self._cut(most)
+        return self._split_frames(most)
 
-    def _cut(self, most: int | None) -> list[Frame]:
+    def _split_frames(self, most: int | None) -> list[Frame]:
         frames: list[Frame] = []
         at = 0
         while len(self._in) - at >= _HEAD.size and len(frames) != most:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvferry.tiers.ipc.memory import StatusPage, let_children_in, open_own_memory
+from kvferry.tiers.ipc.memory import StatusPage, allow_child_access, open_own_memory
 from kvferry.tiers.ipc.messages import Channel, FrameKind, frame
 
 _KILL_SECONDS = 2.0
@@ -82,7 +82,7 @@ class ChildProcess:
             if memory is not None:
                 os.close(memory)
         self.pid = self._process.pid
-        let_children_in()
+        allow_child_access()
         self.channel = Channel(ours)
         self.channel.send(frame(FrameKind.HELLO, hello))
 
@@ -109,7 +109,7 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
-    def take_back_memory(self, timeout: float = _KILL_SECONDS) -> bool:
+    def stop_memory_writes(self, timeout: float = _KILL_SECONDS) -> bool:
         """Kill the process; return whether it certainly writes to our memory no more.
 
         Only for a child that flags all its copies in the status page; for others use ``is_gone``.

@@ -16,16 +16,16 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 def read_small(path: Path, timeout: float) -> bytes:
     """Return a file's first MiB; empty if there is no file. Raises OSError or TimeoutError."""
-    lines = _apart(path, b"", timeout).splitlines()
+    lines = _run_in_child(path, b"", timeout).splitlines()
     return bytes.fromhex(lines[-1].decode()) if lines else b""
 
 
 def write_small(path: Path, data: bytes, timeout: float) -> None:
     """Replace a file atomically. Raises OSError or TimeoutError."""
-    _apart(path, data, timeout)
+    _run_in_child(path, data, timeout)
 
 
-def _apart(path: Path, data: bytes, timeout: float) -> bytes:
+def _run_in_child(path: Path, data: bytes, timeout: float) -> bytes:
     from kvferry.tiers.ipc.process import run_module  # not needed in the child
 
     return run_module(__name__, os.fsencode(path) + b"\0" + data, timeout)

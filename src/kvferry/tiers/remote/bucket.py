@@ -139,7 +139,7 @@ class BucketClient:
 
         await asyncio.to_thread(remove_all)
 
-    async def tend(self, log: Log) -> None:
+    async def run_background(self, log: Log) -> None:
         """Remove objects older than ``ttl``, and end this process before a reply fills the memory.
 
         The HTTP library reads errors and listings to their end, whatever a server sends.

@@ -150,7 +150,7 @@ class StoreClient(Protocol):
         more, which may be long after it was cancelled.
         """
 
-    async def tend(self, log: Log) -> None:
+    async def run_background(self, log: Log) -> None:
         """Do the store's background work until this is cancelled."""
 
     async def forget(self, folder: str) -> None:

@@ -125,12 +125,12 @@ class MooncakeClient:
         # With a dead master the setup holds the GIL for a minute and a half. With a dead metadata
         # server it fails without the reason.
         metadata = urlsplit(options.get("metadata", P2P))
-        fault = _knock(self._address.place)
+        fault = _check_server(self._address.place)
         if fault is None and metadata.scheme in ("http", "https"):
-            fault = _knock(metadata.netloc, "metadata server", _PORTS[metadata.scheme])
+            fault = _check_server(metadata.netloc, "metadata server", _PORTS[metadata.scheme])
         if fault is not None:
             return fault
-        host = options.get("host") or _host_towards(self._address.place)
+        host = options.get("host") or _local_address(self._address.place)
         # With a metadata server, other servers find its memory by this alone. If unset, the library
         # picks an interface of the machine.
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
@@ -159,7 +159,7 @@ class MooncakeClient:
         return None
 
     async def find(self, names: Sequence[str], size: int) -> list[Unavailable | Fault | None]:
-        codes = await self._codes(
+        codes = await self._run_call(
             Way.FIND, lambda: self._store.batch_is_exist(list(names)), len(names), lambda _: None
         )
         return [None if code == 1 else _fault(code) if code else Unavailable() for code in codes]
@@ -173,7 +173,7 @@ class MooncakeClient:
         def read() -> Sequence[int]:
             return list(self._store.batch_get_into(list(names), places, sizes))
 
-        codes = await self._codes(Way.READ, read, len(names), partial(self._ended, rooms))
+        codes = await self._run_call(Way.READ, read, len(names), partial(self._ended, rooms))
         given: list[Fetched] = []
         for room, code in zip(rooms, codes, strict=True):
             if code == size:
@@ -206,13 +206,13 @@ class MooncakeClient:
                     self._store.remove(name, True)
             return list(self._store.batch_put_from(list(names), places, sizes))
 
-        codes = await self._codes(
+        codes = await self._run_call(
             Way.WRITE, write, len(names), lambda _: self.staging.give_back(*objects)
         )
         self.staging.give_back(*objects)
         return [_fault(code) if code else None for code in codes]
 
-    async def tend(self, log: Log) -> None:
+    async def run_background(self, log: Log) -> None:
         """Do nothing: the master evicts by itself."""
 
     async def forget(self, folder: str) -> None:
@@ -227,7 +227,7 @@ class MooncakeClient:
         if self._store is not None:
             self._store.close()
 
-    async def _codes(
+    async def _run_call(
         self,
         way: Way,
         function: Callable[[], Sequence[int]],
@@ -292,7 +292,7 @@ def _fault(code: int) -> Fault:
     return Fault(_WORDS.get(code, f"error {code}"))
 
 
-def _knock(place: str, server: str = "master", usual_port: str = "") -> Fault | None:
+def _check_server(place: str, server: str = "master", usual_port: str = "") -> Fault | None:
     """Return a fault unless a server listens at ``place`` and answers."""
     host, _, port = place.rpartition(":")
     try:
@@ -308,7 +308,7 @@ def _knock(place: str, server: str = "master", usual_port: str = "") -> Fault | 
     return None
 
 
-def _host_towards(place: str) -> str:
+def _local_address(place: str) -> str:
     """Return this machine's address on the network that leads to the master."""
     host, _, port = place.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET

@@ -62,7 +62,7 @@ from kvferry.tiers.remote.health import End, StoreHealth
 from kvferry.tiers.remote.objects import ObjectFormat, open_sealer
 
 _LEAVE_SECONDS = 1.5
-_MOST_SUSPECTS = 4096
+_MAX_FOREIGN = 4096
 _NOT_BEGUN = "not begun in time"
 _NOT_ANSWERED = Fault("the store has not answered in time")
 
@@ -123,7 +123,7 @@ class StoreTransfers:
         # One more call is prepared or verified beside those that the client carries out.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
-        self._suspects: dict[str, None] = {}  # names of foreign objects, oldest first
+        self._foreign: dict[str, None] = {}  # names of foreign objects, oldest first
 
     def begin(self, order: Batch, generation: int) -> InFlightBatch:
         keys = list(order.keys)
@@ -174,16 +174,16 @@ class StoreTransfers:
         self.health.answered(Way.FIND, ends)
         for at, end in zip(some, ends, strict=True):
             if isinstance(end, Foreign):
-                self._suspect(batch.names[at])
+                self._note_foreign(batch.names[at])
             # An object that is known to be foreign counts as missing, whatever the store says.
-            is_foreign = end is None and batch.names[at] in self._suspects
+            is_foreign = end is None and batch.names[at] in self._foreign
             batch.ends[at] = Unavailable("it is not what it should be") if is_foreign else end
 
-    def _suspect(self, name: str) -> None:
+    def _note_foreign(self, name: str) -> None:
         """Note that an object is foreign: the next write replaces it."""
-        while name not in self._suspects and len(self._suspects) >= _MOST_SUSPECTS:
-            del self._suspects[next(iter(self._suspects))]
-        self._suspects[name] = None
+        while name not in self._foreign and len(self._foreign) >= _MAX_FOREIGN:
+            del self._foreign[next(iter(self._foreign))]
+        self._foreign[name] = None
 
     async def _read(self, batch: InFlightBatch, some: Sequence[int]) -> None:
         names = batch.names_of(some)
@@ -194,15 +194,15 @@ class StoreTransfers:
         for at, content in zip(some, fetched, strict=True):
             if isinstance(content, memoryview):
                 try:
-                    batch.ends[at] = self._take_out(batch, at, content)
+                    batch.ends[at] = self._deliver(batch, at, content)
                 finally:
                     self._staging.give_back(content)
             else:
                 batch.ends[at] = content
             if isinstance(batch.ends[at], Foreign):
-                self._suspect(batch.names[at])
+                self._note_foreign(batch.names[at])
 
-    def _take_out(self, batch: InFlightBatch, at: int, content: memoryview) -> End:
+    def _deliver(self, batch: InFlightBatch, at: int, content: memoryview) -> End:
         """Verify a block and copy it to the engine's memory."""
         block = self._sealer.unseal(content, batch.keys[at])
         if block is None:
@@ -224,7 +224,7 @@ class StoreTransfers:
                 return
             self._sealer.seal(content, batch.keys[at])
         names = batch.names_of(some)
-        replace = [name in self._suspects for name in names]
+        replace = [name in self._foreign for name in names]
         is_ours = True
         try:
             async with self._call(batch, some):
@@ -237,7 +237,7 @@ class StoreTransfers:
         for at, end, is_new in zip(some, ends, replace, strict=True):
             batch.ends[at] = end
             if end is None and is_new:
-                self._suspects.pop(batch.names[at], None)
+                self._foreign.pop(batch.names[at], None)
 
     @staticmethod
     def _copy(move: Callable[..., Any], order: Batch, at: int, room: memoryview) -> bool:
@@ -299,14 +299,14 @@ class StoreProcess:
         )
 
     def _report(self, way: Way, ailment: str) -> None:
-        kind = FrameKind.FULL if way is Way.WRITE else FrameKind.AILS
+        kind = FrameKind.WRITES_REFUSED if way is Way.WRITE else FrameKind.UNAVAILABLE
         self._channel.send(pack(kind, ailment))
 
     def serve(self) -> None:
         self._thread.start()
         ready = frame(FrameKind.READY)
         self._spawn(self._transfers.health.watch(lambda: self._channel.send(ready)))
-        self._spawn(self._client.tend(self._log))
+        self._spawn(self._client.run_background(self._log))
         while True:
             for kind, body in self._channel.receive():
                 self._take(kind, body)
@@ -339,7 +339,7 @@ class StoreProcess:
             self._log(logging.ERROR, words_of(error))
 
     def _log(self, level: int, text: str) -> None:
-        self._channel.send(pack(FrameKind.SAYS, level, shown(text)))
+        self._channel.send(pack(FrameKind.LOG, level, shown(text)))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -78,7 +78,7 @@ _OF_CONNECTION = {
     "SharedAccessSignature": "sas_key",
     "BlobEndpoint": "endpoint",
 }
-_OTHER_MEANS = (
+_CREDENTIAL_VARIABLES = (
     ("AWS_WEB_IDENTITY_TOKEN_FILE",),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
@@ -175,7 +175,7 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
     """
     found = _from(env, _OF_ENV)
     profile = _profile(env)
-    has_means = any(all(env.get(name) for name in names) for names in _OTHER_MEANS)
+    has_means = any(all(env.get(name) for name in names) for names in _CREDENTIAL_VARIABLES)
     has_keys = "access_key_id" in found or has_means
     for name, value in profile.items():
         if name != "ca_bundle" and not (has_keys and name in _SECRETS):

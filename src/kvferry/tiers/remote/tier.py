@@ -198,15 +198,15 @@ class RemoteTier(QueuedTier):
         for kind, body in child.channel.receive():
             if kind is FrameKind.RESULT:
                 self._take_result(body)
-            elif kind is FrameKind.AILS:
+            elif kind is FrameKind.UNAVAILABLE:
                 self._note_store(unpack(body))
-            elif kind is FrameKind.FULL:
+            elif kind is FrameKind.WRITES_REFUSED:
                 self._note_full(unpack(body))
             elif kind is FrameKind.READY:
                 self._process_ailment, self._wait = "", _FIRST_WAIT
             elif kind is FrameKind.REFUSED:
                 self.refusal = self._process_ailment = unpack(body)
-            elif kind is FrameKind.SAYS:
+            elif kind is FrameKind.LOG:
                 level, text = unpack(body)
                 log.log(level, "tier %s: %s", self.name, text)
         if child.channel.is_ended and child is self._child:
