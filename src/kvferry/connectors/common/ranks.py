@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.slots import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, slot_layout
 from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
-from kvferry.tiers.disk.state import reset_apart, this_host
+from kvferry.tiers.disk.state import reset_in_child, this_host
 from kvferry.tiers.disk.superblock import StoreAt
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout
@@ -196,4 +196,4 @@ class DiskResets:
         here = [store for store in self._stores if store.host == this_host()]
         if self._stores and not here:
             log.warning("no rank's disk can be reached from here: it is reset with the next step")
-        return reset_apart(here, number, self._timeout) if here else ""
+        return reset_in_child(here, number, self._timeout) if here else ""
